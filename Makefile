@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv: only git, make, Python 3.11+ and a package index are assumed.
 #   make demo    the demonstration; installs the runtime dependencies only
 #   make test    the checks, then every test, JOBS=3 at a time; `make test ARGS="-k claim"` runs some
-#   make outages database and broker away for a minute under load, each; the suite has a short form
+#   make outages stops the database and the broker for a minute each, under load; the suite has a short form
 #   make chaos   every fault at random, for MINUTES=20, and a ledger that must balance; the suite has a short form
 #   make fuzz    mutated messages on live replicas for MINUTES=10, with honest traffic next to them; the suite has a minute
 #   make model   the store's model at length, with new seeds; MESHPOINT_MODEL_EXAMPLES=1000 says how long
@@ -12,7 +12,7 @@
 #   make dist    the sdist and the wheel, built and checked
 #   make install-check   the wheel with each extra alone in a clean environment, and next to other frameworks; ARGS="core redis"
 #   make coverage   every test, and how much of the code they run; writes htmlcov/ and coverage.xml
-#   make bench   Meshpoint beside others, on private servers; `make bench ARGS="store --quick"`
+#   make bench   Meshpoint next to other systems, on private servers; `make bench ARGS="store --quick"`
 #   make docs    the documentation site in site/, checked; ARGS=--serve shows it at 127.0.0.1:8000
 #   make since REV=v0.1.0   is the store as fast as it was in REV? Both side by side; ARGS=--system for the whole system
 
@@ -30,7 +30,7 @@ MINUTES ?= 20
 # The tests start many interpreters. Without bytecode files, each would recompile every module.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lowest coverage outages simulation chaos bench since model docs check fmt dist install-check clean
+.PHONY: demo test lowest coverage outages simulation chaos fuzz bench since model docs check fmt dist install-check clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -96,7 +96,7 @@ install-check: dist
 	@PYTHONPATH=tests $(BIN)/python -m installation dist/*.whl $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-lowest build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage* coverage.xml htmlcov
+	rm -rf $(VENV) .venv-lowest build dist site .cache src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage* coverage.xml htmlcov
 
 $(STAMPS)/python:
 	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \

@@ -38,7 +38,9 @@ def write(dialect_name: str) -> None:
 
 def url_argument() -> URL:
     """The database in the argument `-x url=…`, by default `meshpoint.db` in the current folder."""
-    return async_url(context.get_x_argument(as_dictionary=True).get("url", "sqlite:///meshpoint.db"))
+    return async_url(
+        context.get_x_argument(as_dictionary=True).get("url", "sqlite:///meshpoint.db")
+    )
 
 
 attributes = context.config.attributes

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.environment import BenchmarkServers
 from benchmarks.report import Report
-from benchmarks.stage import Stage
 from meshpoint import event_loop
 
 RESULTS = Path(__file__).parent / "results"
@@ -29,10 +29,13 @@ class Benchmark(StrEnum):
     SCALE = "scale"
     RESTORE = "restore"
     WORKING = "working"
+    HISTORY = "history"
 
 
 def main(
-    benchmarks: Annotated[list[Benchmark] | None, typer.Argument(help="Benchmarks to run. Default: all.")] = None,
+    benchmarks: Annotated[
+        list[Benchmark] | None, typer.Argument(help="Benchmarks to run. Default: all.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="About a minute each, for rough figures.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     results: Annotated[Path, typer.Option(help="Folder for NAME.json files.")] = RESULTS,
@@ -40,7 +43,7 @@ def main(
 ) -> None:
     """Measure Meshpoint on private servers, next to other systems that do the same job."""
     for benchmark in benchmarks or list(Benchmark):
-        report = event_loop.run(_measured(benchmark, quick=quick))
+        report = event_loop.run(_measure(benchmark, quick=quick))
         report.save(results, plots)
         if as_json:
             typer.echo(json.dumps(report.to_dict(), indent=2))
@@ -48,9 +51,9 @@ def main(
             report.show()
 
 
-async def _measured(benchmark: Benchmark, *, quick: bool) -> Report:
+async def _measure(benchmark: Benchmark, *, quick: bool) -> Report:
     run: Callable[..., Awaitable[Report]] = importlib.import_module(f"benchmarks.{benchmark}").run
-    async with Stage() as stage:
+    async with BenchmarkServers() as stage:
         gc.freeze()  # exclude imported objects from collections during a round
         return await run(stage, quick=quick)
 

@@ -10,14 +10,14 @@ from statistics import mean
 import asyncpg
 from pydantic import JsonValue
 
-from benchmarks.crowd import DAY, STATE_BYTES, a_fresh_pause, a_response, a_store
+from benchmarks.paused_tasks import DAY, STATE_BYTES, make_pause, make_response, make_store
 from benchmarks.report import Lines, Table
-from loading import TABLES, multiply, standing_task
+from bulk_tasks import TABLES, copy_task, write_waiting_task
 from meshpoint.adapters.sql import SqlStore
-from meshpoint.model.checkpoint import AllArrived, Committed, Ended
+from meshpoint.model.transitions import EndCommitted, JoinCompleted, PauseCommitted
 from meshpoint.testing.conformance.build import AGENT, HERE, an_end
 
-STANDING = 10_000
+STANDING_TASKS = 10_000
 _BATCH = 256
 _SAMPLES = 50
 _MB = 1024 * 1024
@@ -47,7 +47,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Worn:
+class ChurnResult:
     """Table sizes during a churn. The first is measured with the standing tasks only.
 
     `free` is the percentage of the tasks' table and its large values that new rows can reuse at
@@ -61,9 +61,11 @@ class Worn:
     def growth(self) -> float:
         """Mean size in the last quarter divided by the second quarter's. 1 is a plateau."""
         quarter = len(self.sizes) // 4
-        return self._mean(self.sizes[-quarter:]) / self._mean(self.sizes[quarter : 2 * quarter])
+        return self._mean_size(self.sizes[-quarter:]) / self._mean_size(
+            self.sizes[quarter : 2 * quarter]
+        )
 
-    def _mean(self, sizes: Sequence[Size]) -> float:
+    def _mean_size(self, sizes: Sequence[Size]) -> float:
         return mean(size.total for size in sizes)
 
     def table(self) -> Table:
@@ -78,9 +80,10 @@ class Worn:
             "Size of the three tables under churn",
             ("cycles", "MB", *(f"{part} MB" for part in _SIZES), "dead rows", "vacuums"),
             rows,
-            f"A cycle: pause, response, end, reply sent, purged; {_BATCH} at a time, {STATE_BYTES} bytes of state, "
-            f"{last.cycles / last.seconds:,.0f} cycles/s next to {STANDING:,} paused tasks. Last quarter to second "
-            f"quarter: {self.growth:.2f} (1 is a plateau).",
+            "A cycle: pause, response, end, reply sent, purged; "
+            f"{_BATCH} at a time, {STATE_BYTES} bytes of state, {last.cycles / last.seconds:,.0f} "
+            f"cycles/s next to {STANDING_TASKS:,} paused tasks. Last quarter to second quarter: "
+            f"{self.growth:.2f} (1 is a plateau).",
         )
 
     def figures(self) -> dict[str, JsonValue]:
@@ -98,69 +101,89 @@ class Worn:
 
     def plot(self) -> Lines:
         """A plot of the sizes by cycle."""
-        parts: dict[str, Callable[[Size], float]] = {part: _part(part) for part in _SIZES}
+        parts: dict[str, Callable[[Size], float]] = {part: _part_size(part) for part in _SIZES}
         series = {
-            name: [(float(size.cycles), of(size)) for size in self.sizes]
-            for name, of in {"all": lambda size: size.total, **parts}.items()
+            name: [(float(size.cycles), value_of(size)) for size in self.sizes]
+            for name, value_of in {"all": lambda size: size.total, **parts}.items()
         }
         return Lines("Size of the three tables under churn", "cycles", "MB", series)
 
 
-def _part(name: str) -> Callable[[Size], float]:
+def _part_size(name: str) -> Callable[[Size], float]:
     return lambda size: size.parts[name]
 
 
-async def churn(url: str, *, cycles: int) -> Worn:
+async def churn(url: str, *, cycles: int) -> ChurnResult:
     """Create and end `cycles` tasks next to the standing ones, and record table sizes."""
-    store = a_store(url)
+    store = make_store(url)
     await store.open()
-    watcher = await asyncpg.connect(url)
+    connection = await asyncpg.connect(url)
     try:
-        await multiply(url, await standing_task(store, a_fresh_pause()), STANDING - 1, over=DAY)
-        sizes, begun, done = [await _size(watcher, 0, 0)], time.perf_counter(), 0
-        while done < cycles:
-            await _cycles(store)
-            done += _BATCH
-            if done >= len(sizes) * cycles / _SAMPLES:
-                sizes.append(await _size(watcher, done, time.perf_counter() - begun))
-        return Worn(sizes, await _free(watcher))
+        await copy_task(
+            url, await write_waiting_task(store, make_pause()), STANDING_TASKS - 1, period=DAY
+        )
+        sizes, started_at, finished = (
+            [await _measure_size(connection, 0, 0)],
+            time.perf_counter(),
+            0,
+        )
+        while finished < cycles:
+            await _run_cycles(store)
+            finished += _BATCH
+            if finished >= len(sizes) * cycles / _SAMPLES:
+                sizes.append(
+                    await _measure_size(connection, finished, time.perf_counter() - started_at)
+                )
+        return ChurnResult(sizes, await _free_share(connection))
     finally:
-        await watcher.close()
+        await connection.close()
         await store.close()
 
 
-async def _cycles(store: SqlStore) -> None:
+async def _run_cycles(store: SqlStore) -> None:
     """Run a batch of tasks from their first checkpoint until all their rows are deleted."""
-    pauses = [a_fresh_pause() for _ in range(_BATCH)]
+    pauses = [make_pause() for _ in range(_BATCH)]
     paused = await store.pause(pauses)
-    await store.mark_sent([send for each in paused if isinstance(each, Committed) for send in each.dispatches])
-    responses = [a_response((pause.run.task_id, pause.calls[0].sub_task_id)) for pause in pauses]
+    await store.confirm_sent(
+        [
+            sends_
+            for each in paused
+            if isinstance(each, PauseCommitted)
+            for sends_ in each.dispatches
+        ]
+    )
+    responses = [
+        make_response((pause.run.task_id, pause.calls[0].sub_task_id)) for pause in pauses
+    ]
     arrived = await store.claim(responses, HERE, _BATCH)
-    runs = [each.task.run for each in arrived if isinstance(each, AllArrived)]
+    runs = [each.task.run for each in arrived if isinstance(each, JoinCompleted)]
     ended = await store.end([an_end(run, reply=b"x" * 300) for run in runs])
-    await store.mark_sent([each.reply for each in ended if isinstance(each, Ended)])
+    await store.confirm_sent([each.reply for each in ended if isinstance(each, EndCommitted)])
     assert await store.purge(AGENT, _BATCH) == _BATCH
 
 
-async def _size(connection: asyncpg.Connection, cycles: int, seconds: float) -> Size:
+async def _measure_size(connection: asyncpg.Connection, cycles: int, seconds: float) -> Size:
     columns = ", ".join(f'sum({size}) AS "{part}"' for part, size in _SIZES.items())
     names = [table.name for table in TABLES]
-    size = await connection.fetchrow(f"SELECT {columns} FROM pg_class WHERE relname = ANY($1)", names)
-    seen = await connection.fetchrow(
+    size = await connection.fetchrow(
+        f"SELECT {columns} FROM pg_class WHERE relname = ANY($1)", names
+    )
+    row = await connection.fetchrow(
         """SELECT sum(n_dead_tup)::bigint AS dead, sum(autovacuum_count)::bigint AS vacuums
              FROM pg_stat_user_tables WHERE relname = ANY($1)""",
         names,
     )
     parts = {part: float(size[part]) / _MB for part in _SIZES}
-    return Size(cycles, seconds, parts, seen["dead"], seen["vacuums"])
+    return Size(cycles, seconds, parts, row["dead"], row["vacuums"])
 
 
-async def _free(connection: asyncpg.Connection) -> float | None:
+async def _free_share(connection: asyncpg.Connection) -> float | None:
     available = "SELECT count(*) FROM pg_available_extensions WHERE name = 'pgstattuple'"
     if not await connection.fetchval(available):
         return None
     await connection.execute("CREATE EXTENSION pgstattuple")
     share = """SELECT 100.0 * sum(seen.free_space) / sum(seen.table_len)
-                 FROM pg_class, LATERAL unnest(ARRAY[oid, reltoastrelid]) AS part, pgstattuple(part) AS seen
+                 FROM pg_class, LATERAL unnest(ARRAY[oid, reltoastrelid]) AS part,
+                      pgstattuple(part) AS seen
                 WHERE relname = $1"""
     return float(await connection.fetchval(share, TABLES[0].name))

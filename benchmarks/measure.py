@@ -34,7 +34,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def from_values(cls, values: Sequence[float]) -> Spread:
         """The spread of `values`."""
         return cls(median(values), min(values), max(values))
 
@@ -51,20 +51,25 @@ class Medians:
 
     def rate(self, name: str) -> Spread:
         """Units of work per second."""
-        return Spread.of([sample.rate for sample in self.samples[name]])
+        return Spread.from_values([sample.rate for sample in self.samples[name]])
 
     def extra(self, name: str, key: str) -> Spread:
         """The spread of one additional measurement."""
-        return Spread.of([sample.extras[key] for sample in self.samples[name]])
+        return Spread.from_values([sample.extras[key] for sample in self.samples[name]])
 
-    def ratio(self, name: str, to: str) -> Spread:
-        """The speed of `name` relative to `to`, compared round by round."""
-        pairs = zip(self.samples[name], self.samples[to], strict=True)
-        return Spread.of([mine.rate / yours.rate for mine, yours in pairs])
+    def ratio(self, name: str, reference: str) -> Spread:
+        """The speed of `name` relative to `reference`, compared round by round."""
+        pairs = zip(self.samples[name], self.samples[reference], strict=True)
+        return Spread.from_values(
+            [rate.rate / reference_rate.rate for rate, reference_rate in pairs]
+        )
 
 
 async def interleaved(
-    contenders: Mapping[str, Callable[[], Awaitable[Sample]]], rounds: int, *, title: str = "rounds"
+    contenders: Mapping[str, Callable[[], Awaitable[Sample]]],
+    rounds: int,
+    *,
+    title: str = "rounds",
 ) -> Medians:
     """Run all contenders round after round, in reverse order every other round.
 

@@ -28,9 +28,14 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     note: str = ""
 
-    def shown(self) -> RichTable:
+    def to_rich(self) -> RichTable:
         """The table for a terminal."""
-        table = RichTable(title=self.title, title_justify="left", caption=self.note or None, caption_justify="left")
+        table = RichTable(
+            title=self.title,
+            title_justify="left",
+            caption=self.note or None,
+            caption_justify="left",
+        )
         for index, column in enumerate(self.columns):
             table.add_column(column, justify="right" if index else "left")
         for row in self.rows:
@@ -119,7 +124,7 @@ class Report:
         facts = ", ".join(f"{name} {value}" for name, value in self.about.items())
         console.print(f"[bold]{self.name}[/bold]: {facts}", highlight=False)
         for table in self.tables:
-            console.print(table.shown())
+            console.print(table.to_rich())
 
     def save(self, folder: Path, plots: Path | None = None) -> None:
         """Write NAME.json to `folder`, and NAME-PLOT.svg for each plot to `plots`.

@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,14 +25,14 @@ import typer
 from pydantic import JsonValue
 from rich.console import Console
 
+from benchmarks.environment import BenchmarkServers
 from benchmarks.measure import Medians, Sample, interleaved
 from benchmarks.report import Cell, Report, Table
 from benchmarks.rivals.contender import Contender
-from benchmarks.stage import Stage
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-NOW, AGAIN, BEFORE = "now", "now, once more", "before"
+NOW, REPEATED, BEFORE = "now", "now, once more", "before"
 
 FAN_OUTS = (1, 10, 100, 1000)
 _ROUNDS = 12
@@ -40,7 +41,10 @@ _SYSTEM_FAN_OUTS = (1, 10, 100)
 _SYSTEM_SECONDS = 3.0
 _IN_FLIGHT = 64
 """Number of requests, enough to keep the machine busy."""
-_NOTE = "Each round is compared with its neighbour. The difference between now and now, once more is the noise."
+_NOTE = (
+    "Each round is compared with its neighbour. The difference between now and now, once more is "
+    "the noise."
+)
 
 
 class Version:
@@ -49,8 +53,8 @@ class Version:
     def __init__(self, name: str, tree: Path, url: str) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("version.py")), url],
-            env={"PYTHONPATH": _path(tree)},
+            [sys.executable, str(tree / "benchmarks" / "version.py"), url],
+            env={"PYTHONPATH": _import_path(tree)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -66,16 +70,16 @@ class Version:
 
     async def tasks_for(self, fan_out: int, seconds: float) -> int:
         """Warm up, and return how many tasks take about `seconds`."""
-        return int(await self._asked("tasks_for", fan_out, seconds))
+        return int(await self._request("tasks_for", fan_out, seconds))
 
-    async def round(self, fan_out: int, tasks: int) -> Sample:
+    async def run_round(self, fan_out: int, tasks: int) -> Sample:
         """Run `tasks` tasks."""
-        return Sample(**await self._asked("round", fan_out, tasks))
+        return Sample(**await self._request("round", fan_out, tasks))
 
-    async def _asked(self, *question: object) -> Any:
-        return await asyncio.to_thread(self._answer, json.dumps(question))
+    async def _request(self, *command: object) -> Any:
+        return await asyncio.to_thread(self._read_answer, json.dumps(command))
 
-    def _answer(self, question: str) -> Any:
+    def _read_answer(self, question: str) -> Any:
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(f"{question}\n")
@@ -85,19 +89,23 @@ class Version:
         return json.loads(answer)
 
 
-def _path(tree: Path) -> str:
+def _import_path(tree: Path) -> str:
     return ":".join(str(tree / folder) for folder in ("src", "tests", "."))
 
 
 def main(
     revision: Annotated[str, typer.Argument(help="Commit, tag or branch to compare with.")],
-    system: Annotated[bool, typer.Option("--system", help="Measure the whole system instead of the store.")] = False,
+    system: Annotated[
+        bool, typer.Option("--system", help="Measure the whole system instead of the store.")
+    ] = False,
     quick: Annotated[bool, typer.Option(help="Take half a minute.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of a table.")
+    ] = False,
 ) -> None:
     """Compare this tree with REVISION: a task pauses, gets N answers, resumes and ends."""
     compare = _compare_systems if system else _compare
-    with _tree_of(revision) as tree:
+    with _extracted_tree(revision) as tree:
         report = asyncio.run(compare(revision, tree, quick=quick))
     report.save(RESULTS)
     if as_json:
@@ -107,13 +115,16 @@ def main(
 
 
 @contextlib.contextmanager
-def _tree_of(revision: str) -> Iterator[Path]:
+def _extracted_tree(revision: str) -> Iterator[Path]:
     """The files of `revision` in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="meshpoint-since-") as folder:
-        archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=False)
+        archive = subprocess.run(
+            ["git", "archive", revision], cwd=ROOT, capture_output=True, check=False
+        )
         if archive.returncode:
             Console(stderr=True).print(
-                f"{revision!r} is not a revision of this repository; use one that `git log` shows", style="red"
+                f"{revision!r} is not a revision of this repository; use one that `git log` shows",
+                style="red",
             )
             raise typer.Exit(2)
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
@@ -121,50 +132,63 @@ def _tree_of(revision: str) -> Iterator[Path]:
 
 
 async def _compare(revision: str, tree: Path, *, quick: bool) -> Report:
-    async with Stage() as stage:
+    async with BenchmarkServers() as stage:
         versions = [
-            Version(name, where, await stage.empty_database())
-            for name, where in ((NOW, ROOT), (BEFORE, tree), (AGAIN, ROOT))
+            Version(name, environment, await stage.empty_database())
+            for name, environment in ((NOW, ROOT), (BEFORE, tree), (REPEATED, ROOT))
         ]
         try:
-            found = {fan_out: await _rounds(versions, fan_out, quick=quick) for fan_out in FAN_OUTS}
+            measured = {
+                fan_out: await _measure_rounds(versions, fan_out, quick=quick)
+                for fan_out in FAN_OUTS
+            }
         finally:
             for version in versions:
                 version.close()
         return Report(
             name="since",
-            about={**await stage.about(), "before": _commit(revision), "now": _commit("HEAD")},
-            tables=[_table(found)],
-            figures=_rates(found),
+            about={**await stage.describe(), "before": _commit(revision), "now": _commit("HEAD")},
+            tables=[_table(measured), _message_path_table(tree)],
+            figures=_rates(measured),
         )
 
 
 async def _compare_systems(revision: str, tree: Path, *, quick: bool) -> Report:
-    async with Stage() as stage, contextlib.AsyncExitStack() as stack:
+    async with BenchmarkServers() as stage, contextlib.AsyncExitStack() as stack:
         amqp = (await stage.rabbit()).url
         systems = {
-            name: await _system(stack, where, name, amqp, await stage.empty_database())
-            for name, where in ((NOW, ROOT), (BEFORE, tree), (AGAIN, ROOT))
+            name: await _start_system(stack, environment, name, amqp, await stage.empty_database())
+            for name, environment in ((NOW, ROOT), (BEFORE, tree), (REPEATED, ROOT))
         }
-        found: dict[int, Medians] = {}
+        measured: dict[int, Medians] = {}
         for fan_out in _SYSTEM_FAN_OUTS:
-            rounds = {name: partial(_system_round, each, fan_out, quick) for name, each in systems.items()}
+            rounds = {
+                name: partial(_system_round, system, fan_out, quick)
+                for name, system in systems.items()
+            }
             for warm_up in rounds.values():
                 await warm_up()
-            found[fan_out] = await interleaved(rounds, 4 if quick else _ROUNDS, title=f"N={fan_out}")
+            measured[fan_out] = await interleaved(
+                rounds, 4 if quick else _ROUNDS, title=f"N={fan_out}"
+            )
         return Report(
             name="since-system",
-            about={**await stage.about(), "before": _commit(revision), "now": _commit("HEAD")},
-            tables=[_system_table(found)],
-            figures=_rates(found),
+            about={**await stage.describe(), "before": _commit(revision), "now": _commit("HEAD")},
+            tables=[_system_table(measured)],
+            figures=_rates(measured),
         )
 
 
-async def _system(stack: contextlib.AsyncExitStack, tree: Path, name: str, amqp: str, database: str) -> Contender:
+async def _start_system(
+    stack: contextlib.AsyncExitStack, tree: Path, name: str, amqp: str, database: str
+) -> Contender:
     """Start the mesh of `tree` after running its migrations."""
     # Without PYTHONSAFEPATH, `-m` would use the benchmarks of the current folder.
-    python = ["env", f"PYTHONPATH={_path(tree)}", "PYTHONSAFEPATH=1", sys.executable]
-    upgrade = "import sys; from meshpoint.adapters.sql import migrations; migrations.upgrade(sys.argv[1])"
+    python = ["env", f"PYTHONPATH={_import_path(tree)}", "PYTHONSAFEPATH=1", sys.executable]
+    upgrade = (
+        "import sys; from meshpoint.adapters.sql import migrations; "
+        "migrations.upgrade(sys.argv[1])"
+    )
     await asyncio.to_thread(subprocess.run, [*python, "-c", upgrade, database], check=True)
     mesh = [*python, "-m", "benchmarks.rivals.mesh", amqp, database, "--together"]
     contender = await Contender.start(name, mesh)
@@ -173,8 +197,10 @@ async def _system(stack: contextlib.AsyncExitStack, tree: Path, name: str, amqp:
 
 
 async def _system_round(system: Contender, fan_out: int, quick: bool) -> Sample:
-    done = await system.round(fan_out, _IN_FLIGHT, 1.0 if quick else _SYSTEM_SECONDS)
-    return Sample(len(done.latencies), done.seconds, {"p50": done.quantile(0.5), "p99": done.quantile(0.99)})
+    done = await system.run_round(fan_out, _IN_FLIGHT, 1.0 if quick else _SYSTEM_SECONDS)
+    return Sample(
+        len(done.latencies), done.seconds, {"p50": done.quantile(0.5), "p99": done.quantile(0.99)}
+    )
 
 
 def _commit(revision: str) -> str:
@@ -183,52 +209,97 @@ def _commit(revision: str) -> str:
     ).strip()
 
 
-async def _rounds(versions: list[Version], fan_out: int, *, quick: bool) -> Medians:
-    tasks = min([await version.tasks_for(fan_out, 0.3 if quick else _SECONDS) for version in versions])
+async def _measure_rounds(versions: list[Version], fan_out: int, *, quick: bool) -> Medians:
+    tasks = min(
+        [await version.tasks_for(fan_out, 0.3 if quick else _SECONDS) for version in versions]
+    )
 
-    def rounds_of(version: Version) -> Callable[[], Any]:
-        return lambda: version.round(fan_out, tasks)
+    def round_of(version: Version) -> Callable[[], Any]:
+        return lambda: version.run_round(fan_out, tasks)
 
-    contenders = {version.name: rounds_of(version) for version in versions}
+    contenders = {version.name: round_of(version) for version in versions}
     return await interleaved(contenders, 4 if quick else _ROUNDS, title=f"N={fan_out}")
 
 
-def _rates(found: Mapping[int, Medians]) -> dict[str, JsonValue]:
+def _rates(measured: Mapping[int, Medians]) -> dict[str, JsonValue]:
     """The tasks per second of every round."""
     return {
-        str(fan_out): {name: [sample.rate for sample in samples] for name, samples in medians.samples.items()}
-        for fan_out, medians in found.items()
+        str(fan_out): {
+            name: [sample.rate for sample in samples] for name, samples in medians.samples.items()
+        }
+        for fan_out, medians in measured.items()
     }
 
 
-def _table(found: Mapping[int, Medians]) -> Table:
+def _table(measured: Mapping[int, Medians]) -> Table:
     return Table(
         "The store on PostgreSQL, now and before",
-        ["", "tasks/s", "÷ before", "lowest..highest", "commits that wrote", "WAL KiB", "client CPU µs"],
-        _rows(found, "commits", "wal_kib", "cpu_us"),
+        [
+            "",
+            "tasks/s",
+            "÷ before",
+            "lowest..highest",
+            "commits that wrote",
+            "WAL KiB",
+            "client CPU µs",
+        ],
+        _rows(measured, "commits", "wal_kib", "cpu_us"),
         _NOTE,
     )
 
 
-def _system_table(found: Mapping[int, Medians]) -> Table:
+def _message_path_table(tree: Path) -> Table:
+    """Count the functions that one message passes."""
+    counts = {name: _count_functions(path) for name, path in ((BEFORE, tree), (NOW, ROOT))}
+    rows: list[list[Cell]] = [
+        [
+            name,
+            count.total(),
+            count.total() - count["adapters"],
+            ", ".join(f"{part.removesuffix('.py')} {n}" for part, n in count.most_common()),
+        ]
+        for name, count in counts.items()
+    ]
     return Table(
-        f"The whole system on RabbitMQ and PostgreSQL, {_IN_FLIGHT} requests in flight, now and before",
+        "Functions that one warm message without a pause passes in a replica",
+        ["", "all", "without adapters", "parts"],
+        rows,
+        "With the broker and the database of `local_mesh`. The client's functions do not count.",
+    )
+
+
+def _count_functions(tree: Path) -> Counter[str]:
+    script = Path(__file__).with_name("message_path.py")
+    output = subprocess.check_output(
+        [sys.executable, str(script)], env={"PYTHONPATH": _import_path(tree)}, text=True
+    )
+    return Counter(json.loads(output))
+
+
+def _system_table(measured: Mapping[int, Medians]) -> Table:
+    return Table(
+        f"The whole system on RabbitMQ and PostgreSQL, {_IN_FLIGHT} requests in flight, now and "
+        "before",
         ["", "tasks/s", "÷ before", "lowest..highest", "p50 ms", "p99 ms"],
-        _rows(found, "p50", "p99"),
+        _rows(measured, "p50", "p99"),
         _NOTE,
     )
 
 
-def _rows(found: Mapping[int, Medians], *extras: str) -> list[list[Cell]]:
+def _rows(measured: Mapping[int, Medians], *extras: str) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
-    for fan_out, medians in found.items():
-        for name in (BEFORE, NOW, AGAIN):
+    for fan_out, medians in measured.items():
+        for name in (BEFORE, NOW, REPEATED):
             ratio = medians.ratio(name, BEFORE)
             rows.append(
                 [
                     f"N={fan_out} {name}",
                     medians.rate(name).median,
-                    *([None, None] if name == BEFORE else [ratio.median, f"{ratio.low:.2g}..{ratio.high:.2g}"]),
+                    *(
+                        [None, None]
+                        if name == BEFORE
+                        else [ratio.median, f"{ratio.low:.2g}..{ratio.high:.2g}"]
+                    ),
                     *[medians.extra(name, key).median for key in extras],
                 ]
             )

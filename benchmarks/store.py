@@ -11,22 +11,22 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from benchmarks.contenders import standing
-from benchmarks.contenders.floor import Floor
+from benchmarks.contenders import background_tasks
 from benchmarks.contenders.job import Contender, jobs
 from benchmarks.contenders.mesh import Mesh
-from benchmarks.contenders.seed import Seed
+from benchmarks.contenders.plain_sql import PlainSql
+from benchmarks.contenders.seed import SeedDesign
+from benchmarks.environment import BenchmarkServers
 from benchmarks.measure import Medians, Sample, interleaved
-from benchmarks.probe import Probe
+from benchmarks.postgres_counters import PostgresProbe
 from benchmarks.report import Cell, Lines, Report, Table
-from benchmarks.stage import Stage
 
-MESH, ALONE, FLOOR, SEED = "meshpoint", "meshpoint alone", "floor", "seed"
+MESH, UNBATCHED, PLAIN_SQL, SEED = "meshpoint", "meshpoint alone", "floor", "seed"
 
 FAN_OUTS = (1, 3, 10, 100, 1000, 10_000)
-_MOST_CALLS = {MESH: 10_000, ALONE: 1000, FLOOR: 10_000, SEED: 1000}
+_MAX_CALLS = {MESH: 10_000, UNBATCHED: 1000, PLAIN_SQL: 10_000, SEED: 1000}
 """Maximum fan-out. Beyond it a contender takes minutes for one task."""
-_MOST_TASKS = 20_000
+_MAX_TASKS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +35,19 @@ class Effort:
 
     seconds: float
     rounds: dict[int, int]
-    most_calls: dict[str, int]
+    max_calls: dict[str, int]
 
     @classmethod
-    def of(cls, *, quick: bool) -> Effort:
+    def for_speed(cls, *, quick: bool) -> Effort:
         """About a minute in all if `quick`, otherwise several."""
         if quick:
-            most = {**_MOST_CALLS, ALONE: 10, MESH: 1000, FLOOR: 1000}
-            return cls(0.5, dict.fromkeys(FAN_OUTS, 3) | {1000: 1}, most)
-        return cls(1.5, dict.fromkeys(FAN_OUTS, 5) | {100: 3, 1000: 3, 10_000: 3}, _MOST_CALLS)
+            max_calls = {**_MAX_CALLS, UNBATCHED: 10, MESH: 1000, PLAIN_SQL: 1000}
+            return cls(0.5, dict.fromkeys(FAN_OUTS, 3) | {1000: 1}, max_calls)
+        return cls(1.5, dict.fromkeys(FAN_OUTS, 5) | {100: 3, 1000: 3, 10_000: 3}, _MAX_CALLS)
 
-    def takes(self, name: str, fan_out: int) -> bool:
+    def includes(self, name: str, fan_out: int) -> bool:
         """Whether `name` takes part at `fan_out`."""
-        return fan_out <= self.most_calls[name]
+        return fan_out <= self.max_calls[name]
 
 
 def in_flight(fan_out: int) -> int:
@@ -61,15 +61,15 @@ class Entrant:
     def __init__(self, name: str, contender: Contender) -> None:
         self.name = name
         self._contender = contender
-        self._probe: Probe | None = None
+        self._probe: PostgresProbe | None = None
 
-    async def open(self, stage: Stage) -> None:
+    async def open(self, stage: BenchmarkServers) -> None:
         """Create the database with standing tasks."""
         seed = self.name == SEED
         self._url = await stage.empty_database() if seed else await stage.database()
         await self._contender.open(self._url)
-        await standing.settle(self._url, seed=seed)
-        self._probe = Probe()
+        await background_tasks.add_standing_tasks(self._url, seed=seed)
+        self._probe = PostgresProbe()
         await self._probe.open(self._url)
 
     async def open_file(self, path: Path) -> None:
@@ -86,14 +86,14 @@ class Entrant:
         """Warm up, and return how many tasks take about `seconds`."""
         if self.name == SEED and fan_out >= 1000:
             return max(1, int(seconds))  # six seconds each; the smaller fan-outs were the warm-up
-        first = 1 if fan_out >= 1000 else in_flight(fan_out)
-        least = in_flight(fan_out)
-        if self.name in {ALONE, SEED} and fan_out >= 100:
-            least = first = 8 if fan_out == 100 else 2
-        tasks = int((await self.round(fan_out, first)).rate * seconds)
-        if tasks > 4 * first:  # the first tasks were slow because of the warm-up
-            tasks = int((await self.round(fan_out, min(tasks, _MOST_TASKS))).rate * seconds)
-        return min(max(tasks, least), _MOST_TASKS)
+        first_round = 1 if fan_out >= 1000 else in_flight(fan_out)
+        minimum = in_flight(fan_out)
+        if self.name in {UNBATCHED, SEED} and fan_out >= 100:
+            minimum = first_round = 8 if fan_out == 100 else 2
+        tasks = int((await self.round(fan_out, first_round)).rate * seconds)
+        if tasks > 4 * first_round:  # the first tasks were slow because of the warm-up
+            tasks = int((await self.round(fan_out, min(tasks, _MAX_TASKS))).rate * seconds)
+        return min(max(tasks, minimum), _MAX_TASKS)
 
     async def round(self, fan_out: int, tasks: int) -> Sample:
         """Run `tasks` tasks, and clear the tables afterwards."""
@@ -101,64 +101,77 @@ class Entrant:
         gc.collect()
         gc.freeze()  # in production, jobs arrive one at a time
         before = await self._probe.counters() if self._probe else None
-        cpu, began = time.process_time(), time.perf_counter()
+        cpu, started_at = time.process_time(), time.perf_counter()
         await self._contender.run(prepared, in_flight(fan_out))
-        took, cpu = time.perf_counter() - began, time.process_time() - cpu
+        elapsed, cpu = time.perf_counter() - started_at, time.process_time() - cpu
         gc.unfreeze()
         if self._probe is None or before is None:
-            return Sample(tasks, took, {"cpu_us": cpu / tasks * 1e6})
-        seen = (await self._probe.counters()).per(tasks, before)
-        await standing.clear(self._url)
-        return Sample(tasks, took, {**seen, "cpu_us": cpu / tasks * 1e6})
+            return Sample(tasks, elapsed, {"cpu_us": cpu / tasks * 1e6})
+        extras = (await self._probe.counters()).increase_per(tasks, before)
+        await background_tasks.delete_finished_tasks(self._url)
+        return Sample(tasks, elapsed, {**extras, "cpu_us": cpu / tasks * 1e6})
 
 
-async def run(stage: Stage, *, quick: bool) -> Report:
+async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
     """Measure on PostgreSQL, then on SQLite."""
-    effort = Effort.of(quick=quick)
-    found = await _on_postgres(stage, effort)
-    on_file = await _on_sqlite(effort)
-    figures: dict[str, JsonValue] = {str(fan_out): _figures(fan_out, medians) for fan_out, medians in found.items()}
-    sqlite: dict[str, JsonValue] = {str(fan_out): _figures(fan_out, medians) for fan_out, medians in on_file.items()}
+    effort = Effort.for_speed(quick=quick)
+    measured = await _measure_postgres(stage, effort)
+    on_file = await _measure_sqlite(effort)
+    figures: dict[str, JsonValue] = {
+        str(fan_out): _figures(fan_out, medians) for fan_out, medians in measured.items()
+    }
+    sqlite: dict[str, JsonValue] = {
+        str(fan_out): _figures(fan_out, medians) for fan_out, medians in on_file.items()
+    }
     return Report(
         name="store",
-        about=await stage.about("psycopg", "zstandard"),
-        tables=[_speed(found), _cost(found), _sqlite(on_file), _targets(found)],
+        about=await stage.describe("psycopg", "zstandard"),
+        tables=[
+            _speed_table(measured),
+            _cost_table(measured),
+            _sqlite_table(on_file),
+            _target_table(measured),
+        ],
         figures={"postgresql": figures, "sqlite": sqlite},
-        plots={"cost-per-answer": _plot(found)},
+        plots={"cost-per-answer": _plot(measured)},
     )
 
 
-async def _on_postgres(stage: Stage, effort: Effort) -> dict[int, Medians]:
+async def _measure_postgres(stage: BenchmarkServers, effort: Effort) -> dict[int, Medians]:
     entrants = [
         Entrant(MESH, Mesh()),
-        Entrant(FLOOR, Floor()),
-        Entrant(ALONE, Mesh(claim_together=False)),
-        Entrant(SEED, Seed()),
+        Entrant(PLAIN_SQL, PlainSql()),
+        Entrant(UNBATCHED, Mesh(claim_together=False)),
+        Entrant(SEED, SeedDesign()),
     ]
     for entrant in entrants:
         await entrant.open(stage)
-    found = {}
+    measured = {}
     for fan_out in FAN_OUTS:
-        if taking_part := [entrant for entrant in entrants if effort.takes(entrant.name, fan_out)]:
-            found[fan_out] = await _rounds(taking_part, fan_out, effort)
+        if participants := [
+            entrant for entrant in entrants if effort.includes(entrant.name, fan_out)
+        ]:
+            measured[fan_out] = await _rounds(participants, fan_out, effort)
     for entrant in entrants:
         await entrant.close()
-    return found
+    return measured
 
 
-async def _on_sqlite(effort: Effort) -> dict[int, Medians]:
-    found = {}
+async def _measure_sqlite(effort: Effort) -> dict[int, Medians]:
+    measured = {}
     with tempfile.TemporaryDirectory(prefix="meshpoint-bench-") as folder:
         entrant = Entrant(MESH, Mesh())
         await entrant.open_file(Path(folder) / "store.db")
         for fan_out in (1, 3, 10, 100):
-            found[fan_out] = await _rounds([entrant], fan_out, effort)
+            measured[fan_out] = await _rounds([entrant], fan_out, effort)
         await entrant.close()
-    return found
+    return measured
 
 
 async def _rounds(entrants: Sequence[Entrant], fan_out: int, effort: Effort) -> Medians:
-    counts = {entrant.name: await entrant.tasks_for(fan_out, effort.seconds) for entrant in entrants}
+    counts = {
+        entrant.name: await entrant.tasks_for(fan_out, effort.seconds) for entrant in entrants
+    }
 
     def contender(entrant: Entrant) -> Callable[[], Awaitable[Sample]]:
         return lambda: entrant.round(fan_out, counts[entrant.name])
@@ -167,9 +180,9 @@ async def _rounds(entrants: Sequence[Entrant], fan_out: int, effort: Effort) -> 
     return await interleaved(rounds, effort.rounds[fan_out], title=f"N={fan_out}")
 
 
-def _speed(found: dict[int, Medians]) -> Table:
+def _speed_table(measured: dict[int, Medians]) -> Table:
     rows: list[list[Cell]] = []
-    for fan_out, medians in found.items():
+    for fan_out, medians in measured.items():
         for name in medians.samples:
             rate = medians.rate(name)
             rows.append(
@@ -178,7 +191,7 @@ def _speed(found: dict[int, Medians]) -> Table:
                     rate.median,
                     f"{rate.low:.3g}..{rate.high:.3g}",
                     1e6 / rate.median / fan_out,
-                    *_ratio(medians, name, FLOOR),
+                    *_ratio(medians, name, PLAIN_SQL),
                     *_ratio(medians, name, SEED),
                 ]
             )
@@ -195,24 +208,26 @@ def _speed(found: dict[int, Medians]) -> Table:
             "lowest..highest",
         ],
         rows,
-        "In flight: 64 tasks, 16 from N=1000, 2 at N=10000 (seed: 8 threads). Floor: the same rows by hand-written "
-        "SQL that checks nothing but exactly-once. Seed: the design before Meshpoint; one task of N=10000 would take "
-        "it more than ten minutes. Alone: each answer is claimed by itself, 100 at a time; otherwise what arrived "
-        "meanwhile goes together, as the worker has it. Meshpoint's marks of what was sent go in the background, as "
-        "in life, and are waited for before the clock stops; the floor's, which takes no locks in order, cannot.",
+        "In flight: 64 tasks, 16 from N=1000, 2 at N=10000 (seed: 8 threads). Floor: the same "
+        "rows by hand-written SQL that checks nothing but exactly-once. Seed: the design before "
+        "Meshpoint; one task of N=10000 would take it more than ten minutes. Alone: each answer "
+        "is claimed by itself, 100 at a time; "
+        "otherwise what arrived meanwhile goes together, as the worker has it. Meshpoint's marks "
+        "of what was sent go in the background, as in life, and are waited for before the clock "
+        "stops; the floor's, which takes no locks in order, cannot.",
     )
 
 
-def _ratio(medians: Medians, name: str, to: str) -> list[Cell]:
-    if to == name or to not in medians.samples:
+def _ratio(medians: Medians, name: str, reference: str) -> list[Cell]:
+    if reference == name or reference not in medians.samples:
         return [None, None]
-    ratio = medians.ratio(name, to)
+    ratio = medians.ratio(name, reference)
     return [ratio.median, f"{ratio.low:.2g}..{ratio.high:.2g}"]
 
 
-def _cost(found: dict[int, Medians]) -> Table:
+def _cost_table(measured: dict[int, Medians]) -> Table:
     rows: list[list[Cell]] = []
-    for fan_out, medians in found.items():
+    for fan_out, medians in measured.items():
         for name, samples in medians.samples.items():
             counted = "statements" in samples[0].extras
             rows.append(
@@ -226,18 +241,24 @@ def _cost(found: dict[int, Medians]) -> Table:
         "What one task costs",
         ["", "statements", "commits that wrote", "WAL KiB", "client CPU µs"],
         rows,
-        "Statements as the server counts them: each row of a driver's executemany is one; those inside the floor's "
-        "function are not.",
+        "Statements as the server counts them: each row of a driver's executemany is one; "
+        "those inside the floor's function are not.",
     )
 
 
-def _sqlite(found: dict[int, Medians]) -> Table:
+def _sqlite_table(measured: dict[int, Medians]) -> Table:
     rows: list[list[Cell]] = []
-    for fan_out, medians in found.items():
+    for fan_out, medians in measured.items():
         rate = medians.rate(MESH)
         cost = medians.extra(MESH, "cpu_us").median
         rows.append(
-            [f"N={fan_out}", rate.median, f"{rate.low:.3g}..{rate.high:.3g}", 1e6 / rate.median / fan_out, cost]
+            [
+                f"N={fan_out}",
+                rate.median,
+                f"{rate.low:.3g}..{rate.high:.3g}",
+                1e6 / rate.median / fan_out,
+                cost,
+            ]
         )
     return Table(
         "Meshpoint's store on SQLite (WAL, synchronous FULL)",
@@ -246,22 +267,30 @@ def _sqlite(found: dict[int, Medians]) -> Table:
     )
 
 
-def _targets(found: dict[int, Medians]) -> Table:
+def _target_table(measured: dict[int, Medians]) -> Table:
     rows: list[list[Cell]] = []
     for fan_out in (1, 10, 100):
-        if fan_out in found:
-            rows.append(_target(f"N={fan_out}: ÷ floor", 0.7, found[fan_out].ratio(MESH, FLOOR).median))
-    if {10, 10_000} <= found.keys():
-        few, many = (1 / found[n].rate(MESH).median / n for n in (10, 10_000))
-        rows.append(_target("cost per answer, N=10 ÷ N=10000", 1 / 1.5, few / many))
-    for fan_out, least in ((10, 20.0), (1000, 200.0)):
-        if fan_out in found and SEED in found[fan_out].samples:
-            rows.append(_target(f"N={fan_out}: ÷ seed", least, found[fan_out].ratio(MESH, SEED).median))
+        if fan_out in measured:
+            rows.append(
+                _target_row(
+                    f"N={fan_out}: ÷ floor", 0.7, measured[fan_out].ratio(MESH, PLAIN_SQL).median
+                )
+            )
+    if {10, 10_000} <= measured.keys():
+        small, large = (1 / measured[n].rate(MESH).median / n for n in (10, 10_000))
+        rows.append(_target_row("cost per answer, N=10 ÷ N=10000", 1 / 1.5, small / large))
+    for fan_out, minimum in ((10, 20.0), (1000, 200.0)):
+        if fan_out in measured and SEED in measured[fan_out].samples:
+            rows.append(
+                _target_row(
+                    f"N={fan_out}: ÷ seed", minimum, measured[fan_out].ratio(MESH, SEED).median
+                )
+            )
     return Table("Targets", ["", "at least", "seen", ""], rows)
 
 
-def _target(name: str, least: float, seen: float) -> list[Cell]:
-    return [name, least, seen, "met" if seen >= least else "missed"]
+def _target_row(name: str, minimum: float, actual: float) -> list[Cell]:
+    return [name, minimum, actual, "met" if actual >= minimum else "missed"]
 
 
 def _figures(fan_out: int, medians: Medians) -> JsonValue:
@@ -269,7 +298,11 @@ def _figures(fan_out: int, medians: Medians) -> JsonValue:
         name: {
             "tasks_per_second": medians.rate(name).median,
             "us_per_answer": 1e6 / medians.rate(name).median / fan_out,
-            **{f"to_{to}": medians.ratio(name, to).median for to in (FLOOR, SEED) if to in medians.samples},
+            **{
+                f"to_{reference}": medians.ratio(name, reference).median
+                for reference in (PLAIN_SQL, SEED)
+                if reference in medians.samples
+            },
             "rounds": [sample.rate for sample in samples],
             **{key: medians.extra(name, key).median for key in samples[0].extras},
         }
@@ -277,9 +310,9 @@ def _figures(fan_out: int, medians: Medians) -> JsonValue:
     }
 
 
-def _plot(found: dict[int, Medians]) -> Lines:
-    series: dict[str, list[tuple[float, float]]] = {name: [] for name in _MOST_CALLS}
-    for fan_out, medians in found.items():
+def _plot(measured: dict[int, Medians]) -> Lines:
+    series: dict[str, list[tuple[float, float]]] = {name: [] for name in _MAX_CALLS}
+    for fan_out, medians in measured.items():
         for name in medians.samples:
             series[name].append((fan_out, 1e6 / medians.rate(name).median / fan_out))
     return Lines(

@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
+from benchmarks.environment import BenchmarkServers
 from benchmarks.measure import Medians, Sample, interleaved
 from benchmarks.report import Cell, Report, Table
-from benchmarks.rivals import cast
+from benchmarks.rivals import specs
 from benchmarks.rivals.contender import Contender
-from benchmarks.rivals.meters import Meter, cpu_seconds, servers_beside
-from benchmarks.stage import Stage
+from benchmarks.rivals.resource_meters import Meter, cpu_seconds, sibling_servers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MANY, MORE = 16, 64
+MANY_IN_FLIGHT, MORE_IN_FLIGHT = 16, 64
 """Requests in flight."""
-_AIM = 0.85
-"""Target share of the bare mesh's rate with `MORE` requests in flight, which saturate the CPU."""
-_OURS = (cast.MESHPOINT, cast.IN_MEMORY)
+_TARGET_RATIO = 0.85
+"""Target share of the bare mesh's rate with `MORE_IN_FLIGHT` requests, which saturate the CPU."""
+_MESHPOINT_CONTENDERS = (specs.MESHPOINT, specs.IN_MEMORY)
 _COSTS = {
     "cpu ms": "CPU ms",
     "server cpu ms": "servers' CPU ms",
@@ -56,7 +56,7 @@ QUICK = Plan(fan_outs=(1, 10), rounds=1, seconds=2, alone_seconds=1)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All rounds of one fan-out: `MANY` in flight, one in flight, and ours with `MORE`."""
+    """All rounds of one fan-out: many in flight, one in flight, and ours with more in flight."""
 
     many: Medians
     alone: Medians
@@ -68,39 +68,62 @@ class Measured:
         return list(self.many.samples)
 
 
-async def run(stage: Stage, *, quick: bool) -> Report:
+async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
     """Measure all contenders."""
     plan = QUICK if quick else FULL
     await stage.postgres()
     layout, layout_table = await _faster_layout(stage, plan)
     async with _contenders(stage, layout) as (contenders, meters):
-        measured = {fan_out: await _measured(contenders, meters, plan, fan_out) for fan_out in plan.fan_outs}
+        measured = {
+            fan_out: await _measure_fan_out(contenders, meters, plan, fan_out)
+            for fan_out in plan.fan_outs
+        }
     return Report(
         name="system",
-        about={**await stage.about(), **await cast.versions()},
+        about={**await stage.describe(), **await specs.versions()},
         tables=[
             layout_table,
-            *[table(fan_out, each) for fan_out, each in measured.items() for table in (_speeds, _costs)],
-            _promises(),
-            _targets(measured),
+            *[
+                table(fan_out, fan_out_result)
+                for fan_out, fan_out_result in measured.items()
+                for table in (_speed_table, _cost_table)
+            ],
+            _guarantee_table(),
+            _target_table(measured),
         ],
         figures={f"N={fan_out}": _figures(each) for fan_out, each in measured.items()},
         plots={
-            "rate": partial(_bars, measured, "tasks/s, 16 in flight", lambda each, name: each.many.rate(name).median),
+            "rate": partial(
+                _bars,
+                measured,
+                "tasks/s, 16 in flight",
+                lambda each, name: each.many.rate(name).median,
+            ),
             "latency": partial(
-                _bars, measured, "p50 in ms, one in flight", lambda each, name: each.alone.extra(name, "p50").median
+                _bars,
+                measured,
+                "p50 in ms, one in flight",
+                lambda each, name: each.alone.extra(name, "p50").median,
             ),
         },
     )
 
 
-async def _faster_layout(stage: Stage, plan: Plan) -> tuple[list[str], Table]:
+async def _faster_layout(stage: BenchmarkServers, plan: Plan) -> tuple[list[str], Table]:
     """The arguments for the faster of Meshpoint's two layouts, and a table with the rates."""
-    commands = cast.layout_commands((await stage.rabbit()).url, await stage.database())
+    commands = specs.layout_commands((await stage.rabbit()).url, await stage.database())
     async with AsyncExitStack() as stack:
-        contenders = {name: await _started(stack, name, command) for name, command in commands.items()}
+        contenders = {
+            name: await _start_contender(stack, name, command)
+            for name, command in commands.items()
+        }
         medians = await interleaved(
-            {name: partial(_sample, each, None, [], 10, MANY, plan.seconds) for name, each in contenders.items()},
+            {
+                name: partial(
+                    _run_sample, command_rates, None, [], 10, MANY_IN_FLIGHT, plan.seconds
+                )
+                for name, command_rates in contenders.items()
+            },
             plan.rounds,
             title="layout",
         )
@@ -112,152 +135,227 @@ async def _faster_layout(stage: Stage, plan: Plan) -> tuple[list[str], Table]:
 
 @asynccontextmanager
 async def _contenders(
-    stage: Stage, layout: Sequence[str]
+    stage: BenchmarkServers, layout: Sequence[str]
 ) -> AsyncIterator[tuple[dict[str, Contender], dict[str, Meter | None]]]:
     """Start and warm up all contenders. Each runs until the end, idle while others work."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshpoint-bench-")))
-        parts = await cast.parts(stage, folder, layout)
+        parts = await specs.contender_specs(stage, folder, layout)
         for part in parts:
             if part.meter is not None:
                 stack.push_async_callback(part.meter.close)
         yield (
-            {part.name: await _started(stack, part.name, part.command) for part in parts},
+            {part.name: await _start_contender(stack, part.name, part.command) for part in parts},
             {part.name: part.meter for part in parts},
         )
 
 
-async def _started(stack: AsyncExitStack, name: str, command: Sequence[str]) -> Contender:
+async def _start_contender(stack: AsyncExitStack, name: str, command: Sequence[str]) -> Contender:
     contender = await Contender.start(name, command)
     stack.push_async_callback(contender.close)
-    await contender.round(10, MANY, 1)
+    await contender.run_round(10, MANY_IN_FLIGHT, 1)
     return contender
 
 
-async def _measured(
-    contenders: Mapping[str, Contender], meters: Mapping[str, Meter | None], plan: Plan, fan_out: int
+async def _measure_fan_out(
+    contenders: Mapping[str, Contender],
+    meters: Mapping[str, Meter | None],
+    plan: Plan,
+    fan_out: int,
 ) -> Measured:
     pids = [each.pid for each in contenders.values()]
 
-    def rounds(names: Sequence[str], in_flight: int, seconds: float) -> dict[str, Callable[[], Awaitable[Sample]]]:
+    def make_rounds(
+        names: Sequence[str], in_flight: int, seconds: float
+    ) -> dict[str, Callable[[], Awaitable[Sample]]]:
         return {
-            name: partial(_sample, contenders[name], meters[name], pids, fan_out, in_flight, seconds)
+            name: partial(
+                _run_sample, contenders[name], meters[name], pids, fan_out, in_flight, seconds
+            )
             for name in names
         }
 
-    title, everyone = f"N={fan_out}", list(contenders)
+    title, all_contenders = f"N={fan_out}", list(contenders)
     return Measured(
-        await interleaved(rounds(everyone, MANY, plan.seconds), plan.rounds, title=title),
-        await interleaved(rounds(everyone, 1, plan.alone_seconds), plan.rounds, title=f"{title} alone"),
-        await interleaved(rounds(_OURS, MORE, plan.seconds), plan.rounds, title=f"{title} more"),
+        await interleaved(
+            make_rounds(all_contenders, MANY_IN_FLIGHT, plan.seconds), plan.rounds, title=title
+        ),
+        await interleaved(
+            make_rounds(all_contenders, 1, plan.alone_seconds), plan.rounds, title=f"{title} alone"
+        ),
+        await interleaved(
+            make_rounds(_MESHPOINT_CONTENDERS, MORE_IN_FLIGHT, plan.seconds),
+            plan.rounds,
+            title=f"{title} more",
+        ),
     )
 
 
-async def _sample(
-    contender: Contender, meter: Meter | None, pids: Sequence[int], fan_out: int, in_flight: int, seconds: float
+async def _run_sample(
+    contender: Contender,
+    meter: Meter | None,
+    pids: Sequence[int],
+    fan_out: int,
+    in_flight: int,
+    seconds: float,
 ) -> Sample:
     async def costs() -> dict[str, float]:
         counted = await meter.read() if meter is not None else {}
-        cpu = {"cpu ms": cpu_seconds([contender.pid]) * 1e3, "server cpu ms": cpu_seconds(servers_beside(pids)) * 1e3}
+        cpu = {
+            "cpu ms": cpu_seconds([contender.pid]) * 1e3,
+            "server cpu ms": cpu_seconds(sibling_servers(pids)) * 1e3,
+        }
         return {**cpu, **counted}
 
     before = await costs()
-    done = await contender.round(fan_out, in_flight, seconds)
-    after, count = await costs(), len(done.latencies)
+    result = await contender.run_round(fan_out, in_flight, seconds)
+    after, count = await costs(), len(result.latencies)
     each = {name: (after[name] - before[name]) / count for name in before}
     each["tasks per cpu s"] = 1e3 / (each["cpu ms"] + each["server cpu ms"])
-    return Sample(count, done.seconds, {"p50": done.quantile(0.5), "p99": done.quantile(0.99), **each})
+    return Sample(
+        count, result.seconds, {"p50": result.quantile(0.5), "p99": result.quantile(0.99), **each}
+    )
 
 
-def _speeds(fan_out: int, measured: Measured) -> Table:
+def _speed_table(fan_out: int, measured: Measured) -> Table:
     columns = ["", "tasks/s", "of Meshpoint", "p50 ms", "p99 ms", "alone p50 ms", "alone p99 ms"]
-    rows = [[name, *_speed(measured.many, name), *_latency(measured.alone, name)] for name in measured.names]
-    rows += [[_with_more(name), *_speed(measured.more, name), None, None] for name in _OURS]
-    note = f"{MANY} requests in flight, or one (alone). Of Meshpoint: median, and lowest..highest, of the rounds."
+    rows = [
+        [name, *_speed_cells(measured.many, name), *_latency_cells(measured.alone, name)]
+        for name in measured.names
+    ]
+    rows += [
+        [_with_more(name), *_speed_cells(measured.more, name), None, None]
+        for name in _MESHPOINT_CONTENDERS
+    ]
+    note = (
+        f"{MANY_IN_FLIGHT} requests in flight, or one (alone). Of Meshpoint: median, and "
+        "lowest..highest, of the rounds."
+    )
     return Table(f"N={fan_out}: a root, {fan_out} peers, an answer", columns, rows, note)
 
 
-def _costs(fan_out: int, measured: Measured) -> Table:
-    rows = [[name, *_cost(measured.many, name)] for name in measured.names]
-    rows += [[_with_more(name), *_cost(measured.more, name)] for name in _OURS]
+def _cost_table(fan_out: int, measured: Measured) -> Table:
+    rows = [[name, *_cost_cells(measured.many, name)] for name in measured.names]
+    rows += [
+        [_with_more(name), *_cost_cells(measured.more, name)] for name in _MESHPOINT_CONTENDERS
+    ]
     note = "Commits: transactions that wrote. Celery's statements are Redis commands."
     return Table(f"N={fan_out}: what a task costs", ["", *_COSTS.values()], rows, note)
 
 
-def _speed(medians: Medians, name: str) -> list[Cell]:
-    ratio = medians.ratio(name, to=cast.MESHPOINT) if name != cast.MESHPOINT else None
-    return [medians.rate(name).median, f"{ratio:.2f}" if ratio else None, *_latency(medians, name)]
+def _speed_cells(medians: Medians, name: str) -> list[Cell]:
+    ratio = medians.ratio(name, reference=specs.MESHPOINT) if name != specs.MESHPOINT else None
+    return [
+        medians.rate(name).median,
+        f"{ratio:.2f}" if ratio else None,
+        *_latency_cells(medians, name),
+    ]
 
 
-def _latency(medians: Medians, name: str) -> list[Cell]:
+def _latency_cells(medians: Medians, name: str) -> list[Cell]:
     return [medians.extra(name, key).median for key in ("p50", "p99")]
 
 
-def _cost(medians: Medians, name: str) -> list[Cell]:
-    known = medians.samples[name][0].extras
-    return [medians.extra(name, key).median if key in known else None for key in _COSTS]
+def _cost_cells(medians: Medians, name: str) -> list[Cell]:
+    available = medians.samples[name][0].extras
+    return [medians.extra(name, key).median if key in available else None for key in _COSTS]
 
 
 def _figures(measured: Measured) -> dict[str, JsonValue]:
-    def told(medians: Medians, name: str) -> dict[str, JsonValue]:
+    def figures_of(medians: Medians, name: str) -> dict[str, JsonValue]:
         rate = medians.rate(name)
         extras = {key: medians.extra(name, key).median for key in medians.samples[name][0].extras}
         return {"tasks/s": rate.median, "lowest": rate.low, "highest": rate.high, **extras}
 
     figures: dict[str, JsonValue] = {
-        name: {f"{MANY} in flight": told(measured.many, name), "alone": told(measured.alone, name)}
+        name: {
+            f"{MANY_IN_FLIGHT} in flight": figures_of(measured.many, name),
+            "alone": figures_of(measured.alone, name),
+        }
         for name in measured.names
     }
-    return {**figures, **{_with_more(name): told(measured.more, name) for name in _OURS}}
+    return {
+        **figures,
+        **{_with_more(name): figures_of(measured.more, name) for name in _MESHPOINT_CONTENDERS},
+    }
 
 
 def _with_more(name: str) -> str:
-    return f"{name}, {MORE} in flight"
+    return f"{name}, {MORE_IN_FLIGHT} in flight"
 
 
-def _targets(measured: Mapping[int, Measured]) -> Table:
-    rows = [row for fan_out, each in measured.items() for row in _compared(fan_out, each)]
+def _target_table(measured: Mapping[int, Measured]) -> Table:
+    rows = [
+        row
+        for fan_out, comparison in measured.items()
+        for row in _comparisons(fan_out, comparison)
+    ]
     return Table(
         "Targets",
         ["", "at least", "seen", ""],
         [[*row, _verdict(*row[1:])] for row in rows],
-        "What Meshpoint adds: its p50 minus the bare mesh's p50, with one request in flight. DBOS and LangGraph "
-        "have no mesh to subtract, because they run in one process.",
+        "What Meshpoint adds: its p50 minus the bare mesh's p50, with one request in flight. DBOS "
+        "and LangGraph have no mesh to subtract, because they run in one process.",
     )
 
 
-def _verdict(least: float | None, seen: float) -> str | None:
-    return None if least is None else "met" if seen >= least else "missed"
+def _verdict(minimum: float | None, actual: float) -> str | None:
+    return None if minimum is None else "met" if actual >= minimum else "missed"
 
 
-def _compared(fan_out: int, each: Measured) -> Iterator[tuple[str, float | None, float]]:
+def _comparisons(fan_out: int, measured_: Measured) -> Iterator[tuple[str, float | None, float]]:
     """Names of comparisons, with the target (if any) and the measured value."""
-    for in_flight, medians, least in ((MANY, each.many, None), (MORE, each.more, _AIM)):
-        yield f"N={fan_out}: tasks/s ÷ bare mesh, {in_flight} in flight", least, medians.ratio(*_OURS).median
-    ours, bare = (each.alone.extra(name, "p50").median for name in _OURS)
-    for name in each.names:
-        if name not in {*_OURS, cast.SQLITE}:
-            least = 5.0 if name == cast.SEED and fan_out == 10 else 1.0
-            yield f"N={fan_out}: tasks/s ÷ {name}", least, each.many.ratio(cast.MESHPOINT, name).median
-            whole = each.alone.extra(name, "p50").median
-            yield f"N={fan_out}: p50 alone, {name} ÷ what Meshpoint adds", 1.0, whole / (ours - bare)
+    for in_flight, medians, minimum in (
+        (MANY_IN_FLIGHT, measured_.many, None),
+        (MORE_IN_FLIGHT, measured_.more, _TARGET_RATIO),
+    ):
+        yield (
+            f"N={fan_out}: tasks/s ÷ bare mesh, {in_flight} in flight",
+            minimum,
+            medians.ratio(*_MESHPOINT_CONTENDERS).median,
+        )
+    ours, plain = (measured_.alone.extra(name, "p50").median for name in _MESHPOINT_CONTENDERS)
+    for name in measured_.names:
+        if name not in {*_MESHPOINT_CONTENDERS, specs.SQLITE}:
+            minimum = 5.0 if name == specs.SEED and fan_out == 10 else 1.0
+            yield (
+                f"N={fan_out}: tasks/s ÷ {name}",
+                minimum,
+                measured_.many.ratio(specs.MESHPOINT, name).median,
+            )
+            whole = measured_.alone.extra(name, "p50").median
+            yield (
+                f"N={fan_out}: p50 alone, {name} ÷ what Meshpoint adds",
+                1.0,
+                whole / (ours - plain),
+            )
             yield f"N={fan_out}: p50 alone, {name} ÷ Meshpoint with its mesh", None, whole / ours
 
 
-def _promises() -> Table:
+def _guarantee_table() -> Table:
     return Table(
-        "What each promises", ["", "durability and transport"], [list(each) for each in cast.PROMISES.items()]
+        "What each promises",
+        ["", "durability and transport"],
+        [list(each) for each in specs.GUARANTEES.items()],
     )
 
 
-def _bars(measured: Mapping[int, Measured], label: str, value: Callable[[Measured, str], float], axes: Axes) -> None:
+def _bars(
+    measured: Mapping[int, Measured],
+    label: str,
+    value: Callable[[Measured, str], float],
+    axes: Axes,
+) -> None:
     """Draw one group of bars per fan-out, with one bar per contender."""
     names = next(iter(measured.values())).names
     width = 0.8 / len(names)
     for index, name in enumerate(names):
         places = [group + index * width for group in range(len(measured))]
         axes.bar(places, [value(each, name) for each in measured.values()], width, label=name)
-    axes.set_xticks([group + 0.4 - width / 2 for group in range(len(measured))], [f"N={each}" for each in measured])
+    axes.set_xticks(
+        [group + 0.4 - width / 2 for group in range(len(measured))],
+        [f"N={each}" for each in measured],
+    )
     axes.set_yscale("log")
     axes.set(ylabel=label)
     axes.grid(visible=True, axis="y", alpha=0.3)

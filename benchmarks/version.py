@@ -12,12 +12,13 @@ import json
 import sys
 from dataclasses import asdict
 
-from benchmarks.store import MESH, Entrant, Mesh
+from benchmarks.contenders.mesh import Mesh
+from benchmarks.store import MESH, Entrant
 from meshpoint import event_loop
 from meshpoint.adapters.sql import migrations
 
 
-class Given:
+class SingleDatabaseStage:
     """A stage with a single, empty database."""
 
     def __init__(self, url: str) -> None:
@@ -32,10 +33,10 @@ class Given:
 async def main(url: str) -> None:
     """Answer commands until stdin closes."""
     entrant = Entrant(MESH, Mesh())
-    await entrant.open(Given(url))  # type: ignore[arg-type]  # it uses only `database`
+    await entrant.open(SingleDatabaseStage(url))  # type: ignore[arg-type]  # it uses only `database`
     while line := await asyncio.to_thread(sys.stdin.readline):
-        name, fan_out, how_much = json.loads(line)
-        answer = await getattr(entrant, name)(fan_out, how_much)
+        name, fan_out, amount = json.loads(line)
+        answer = await getattr(entrant, name)(fan_out, amount)
         print(json.dumps(answer if isinstance(answer, int) else asdict(answer)), flush=True)
     await entrant.close()
 

@@ -6,10 +6,11 @@ Each problem is one line on standard error, and any problem is exit code 1:
 - a warning or an error of the generator;
 - a page that `nav` in `mkdocs.yml` lacks, or an entry without a page;
 - a link or an image in a built page that leads nowhere, its anchor included;
+- a site without a search index;
 - a script, a style sheet, a font or an image that a built page would fetch from another host.
 
-The last two read the built pages only, so they do not depend on the generator. `--serve` shows the site at
-http://127.0.0.1:8000 instead, and builds it again when a page changes.
+The last three read the built files only, so they do not depend on the generator. `--serve` shows
+the site at http://127.0.0.1:8000 instead, and builds it again when a page changes.
 """
 
 from __future__ import annotations
@@ -20,17 +21,22 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-import griffe
 import yaml
+
+if TYPE_CHECKING:
+    import griffe
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SITE = ROOT / "site"
 API = SITE / "reference" / "api"
-PUBLIC = ("meshpoint", *(f"meshpoint.{name}" for name in ("testing", "local", "operations", "client", "errors")))
+PUBLIC = (
+    "meshpoint",
+    *(f"meshpoint.{name}" for name in ("testing", "local", "operations", "client", "errors")),
+)
 GENERATOR = (sys.executable, "-m", "zensical")
 
 
@@ -51,17 +57,27 @@ class Page(HTMLParser):
             self.links.append(given["href"])
         elif "src" in given:
             self.resources.append(given["src"])
-        elif tag == "link" and "href" in given and given.get("rel") not in {"canonical", "next", "prev"}:
+        elif (
+            tag == "link"
+            and "href" in given
+            and given.get("rel") not in {"canonical", "next", "prev"}
+        ):
             self.resources.append(given["href"])
 
 
 def public_names() -> dict[str, griffe.Object]:
     """Each name that a public module exports: by `__all__` or, without one, by defining it."""
-    package = griffe.load("meshpoint", search_paths=[ROOT / "src"], resolve_aliases=True)
+    import griffe  # `unlisted` is also a test, which runs without the generator
+
+    loader = griffe.GriffeLoader(search_paths=[ROOT / "src"])
+    loader.load("meshpoint")
+    loader.resolve_aliases()
     names: dict[str, griffe.Object] = {}
     for path in PUBLIC:
-        module = package[path.removeprefix("meshpoint").lstrip(".")] if path != "meshpoint" else package
-        exported = [str(name) for name in module.exports] if module.exports else list(_defined(module))
+        module: griffe.Module = loader.modules_collection[path]
+        exported = (
+            [str(name) for name in module.exports] if module.exports else list(_defined(module))
+        )
         for name in exported:
             member = module[name]
             names[f"{path}.{name}"] = member.final_target if member.is_alias else member
@@ -78,18 +94,27 @@ def undocumented(names: dict[str, griffe.Object]) -> Iterator[str]:
     """Public names that lack a docstring."""
     for name, target in names.items():
         if not target.has_docstring:
-            yield f"{target.relative_filepath}:{target.lineno}: {name} is public and has no docstring"
+            yield (
+                f"{target.relative_filepath}:{target.lineno}: {name} is public and has no "
+                "docstring"
+            )
 
 
 def build() -> Iterator[str]:
     """Build the site, and return what the generator complains about."""
-    done = subprocess.run([*GENERATOR, "build", "--clean"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*GENERATOR, "build", "--clean"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     said = re.sub(r"\x1b\[[\d;]*m", "", done.stderr)
     for problem, where in re.findall(r"^Warning: (.+)\n\W*\[ (\S+) \]", said, flags=re.MULTILINE):
         yield f"docs/{where}: {problem}"
     if done.returncode:  # a traceback of an extension, whose last lines say what it met
         collected = re.findall(r"Could not collect '([\w.]+)'", said)
-        yield f"docs/reference/api: {collected[-1]} does not exist" if collected else said.strip().splitlines()[-1]
+        yield (
+            f"docs/reference/api: {collected[-1]} does not exist"
+            if collected
+            else said.strip().splitlines()[-1]
+        )
 
 
 def unlisted() -> Iterator[str]:
@@ -97,7 +122,10 @@ def unlisted() -> Iterator[str]:
     listed = set(_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
     written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     yield from (f"docs/{page}: not in the nav of mkdocs.yml" for page in sorted(written - listed))
-    yield from (f"mkdocs.yml: the nav has {page}, which does not exist" for page in sorted(listed - written))
+    yield from (
+        f"mkdocs.yml: the nav has {page}, which does not exist"
+        for page in sorted(listed - written)
+    )
 
 
 def _pages(entry: Any) -> Iterator[str]:
@@ -114,6 +142,8 @@ def _pages(entry: Any) -> Iterator[str]:
 
 def broken(names: dict[str, griffe.Object]) -> Iterator[str]:
     """What is wrong with the built pages."""
+    if not (SITE / "search.json").exists():
+        yield "search.json: the site has no search"
     pages = {path: Page(path) for path in sorted(SITE.rglob("*.html"))}
     for path, page in pages.items():
         where = path.relative_to(SITE)
@@ -129,11 +159,17 @@ def broken(names: dict[str, griffe.Object]) -> Iterator[str]:
             target = (path.parent / unquote(url.path)).resolve() if url.path else path
             if not target.exists():
                 yield f"{where}: {link} leads nowhere"
-            elif url.fragment and target in pages and unquote(url.fragment) not in pages[target].anchors:
+            elif (
+                url.fragment
+                and target in pages
+                and unquote(url.fragment) not in pages[target].anchors
+            ):
                 yield f"{where}: {link} has no such anchor"
-    described = {anchor for path, page in pages.items() if API in path.parents for anchor in page.anchors}
-    for name, target in names.items():
-        if not {name, target.path} & described:
+    described = {
+        anchor for path, page in pages.items() if API in path.parents for anchor in page.anchors
+    }
+    for name, member in names.items():
+        if not {name, member.path} & described:
             yield f"docs/reference/api: {name} is public and on no page"
 
 

@@ -1,13 +1,13 @@
-"""Three deep, and wide: a publisher asks an editor, the editor asks fifty reviewers, each of whom asks a library.
+"""Three levels: a publisher asks an editor, who asks fifty reviewers, who each ask a library.
 
 Run it: `python examples/nested_mesh.py`.
 
-While the answers come in, nobody waits in memory: 1 + 1 + 50 tasks are rows.
+While the answers arrive, no task waits in memory: 1 + 1 + 50 tasks are rows.
 """
 
 import asyncio
 
-from meshpoint import AT_LEAST, Failed, Ok, Peer, TaskExecutionContext, agent
+from meshpoint import AT_LEAST, Ok, Peer, TaskExecutionContext, agent
 from meshpoint.local import local_mesh
 
 REVIEWERS = 50
@@ -31,10 +31,10 @@ async def reviewer(ctx: TaskExecutionContext, page: int) -> int:
 
 @agent("editor")
 async def editor(ctx: TaskExecutionContext, title: str) -> dict[str, int]:
-    """Asks for all pages, goes on when nine of ten reviewers have answered, and lets the others go."""
+    """Requests all pages, continues after nine of ten reviews, and cancels the rest."""
     enough = AT_LEAST(REVIEWERS * 9 // 10)
-    answers = await ctx.gather(*[review(page) for page in range(REVIEWERS)], join=enough)
-    counts = [answer for answer in answers if not isinstance(answer, Failed)]
+    answers = await ctx.gather_outcomes(*[review(page) for page in range(REVIEWERS)], join=enough)
+    counts = [answer.value for answer in answers if isinstance(answer, Ok)]
     return {"pages": len(counts), "mistakes": sum(counts)}
 
 

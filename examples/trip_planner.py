@@ -1,8 +1,10 @@
-"""A planner asks three peers at once. One is slow, one never answers; the plan says what is missing.
+"""A planner asks three peers at once.
+
+One is slow, one never answers; the plan says what is missing.
 
 Run it: `python examples/trip_planner.py`.
 
-The mesh stops the code that nobody waits for any more, and logs `code_cancelled`.
+The mesh stops the code whose result is no longer needed, and logs `code_cancelled`.
 """
 
 import asyncio
@@ -39,7 +41,7 @@ async def hotels(ctx: TaskExecutionContext, trip: Trip) -> str:
 @agent("weather")
 async def weather(ctx: TaskExecutionContext, trip: Trip) -> str:
     await asyncio.sleep(3600)
-    return "never told"
+    return "never returned"
 
 
 ask_flights = Peer("flights", Trip, str)
@@ -50,14 +52,16 @@ ask_weather = Peer("weather", Trip, str, timeout=timedelta(seconds=2))
 @agent("planner")
 async def planner(ctx: TaskExecutionContext, trip: Trip) -> Itinerary:
     calls = [ask_flights(trip), ask_hotels(trip), ask_weather(trip)]
-    answers = await ctx.gather(*calls, return_errors=True)
+    answers = await ctx.gather_outcomes(*calls)
     missing = [
         f"{call.peer}: {answer.kind}"
         for call, answer in zip(calls, answers, strict=True)
         if isinstance(answer, Failed)
     ]
     return Itinerary(
-        city=trip.city, plan=[answer for answer in answers if not isinstance(answer, Failed)], missing=missing
+        city=trip.city,
+        plan=[answer.value for answer in answers if isinstance(answer, Ok)],
+        missing=missing,
     )
 
 

@@ -1,4 +1,4 @@
-"""Two agents in one file: `greeter` waits for `translator`, and while it waits it is only a row in a database.
+"""Two agents in one file: while `greeter` waits for `translator`, it is only a database row.
 
 Run it: `python examples/two_agents.py`.
 """

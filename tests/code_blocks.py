@@ -7,5 +7,5 @@ import re
 
 def code_blocks(page: str, language: str) -> list[str]:
     """Unindented fenced blocks of `language` in `page`."""
-    found = re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    return [str(block) for block in found]
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    return [str(block) for block in blocks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import warnings
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import suppress
 from io import StringIO
 from pathlib import Path
@@ -14,23 +14,25 @@ from urllib.parse import urlsplit
 import hypothesis
 import pytest
 import pytest_asyncio
+from redis.asyncio import Redis
 
+from idle_loop import IdleLoop
 from meshpoint.adapters.sql import migrations
 from meshpoint.model.ids import new_id
 from servers import (
     KINDS,
-    Databases,
-    Fleet,
+    DatabasePool,
     NamedServer,
     PostgresServer,
     RabbitServer,
     RedisServer,
     ServersMissing,
+    SessionServers,
     own_database,
 )
 
-_FLEET = pytest.StashKey[Fleet]()
-_ENDS_WITHIN = 60
+_FLEET = pytest.StashKey[SessionServers]()
+_END_TIMEOUT_SECONDS = 60
 """Seconds in which a test's tasks must end after it."""
 
 # No time limit per example: the machine may be busy.
@@ -39,29 +41,36 @@ hypothesis.settings.load_profile("meshpoint")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_FLEET] = Fleet()
+    config.stash[_FLEET] = SessionServers()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_FLEET].close()
 
 
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], IdleLoop]]:
+    """Run the tests on a loop on which they can wait until nothing is left to do."""
+    return {"idle": IdleLoop}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that use servers, so that `-m "not servers"` is right; run the longest first."""
     for item in items:
-        if _wanted(item):
+        if _required_servers(item):
             item.add_marker(pytest.mark.servers)
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Launch the servers that the selected tests need, so that they start while other tests run."""
+    """Launch the servers that the selected tests need, while other tests run."""
     if session.config.option.collectonly:
         return
     fleet = session.config.stash[_FLEET]
-    for fixture in dict.fromkeys(name for item in session.items for name in _wanted(item)):
-        if not fleet.named(fixture):
+    for fixture in dict.fromkeys(
+        name for item in session.items for name in _required_servers(item)
+    ):
+        if not fleet.named_server(fixture):
             with suppress(ServersMissing):  # the fixture will report it
                 fleet.launch(fixture)
 
@@ -76,11 +85,11 @@ def pytest_runtest_makereport(
     """
     report = yield
     if call.excinfo is not None and call.excinfo.errisinstance(pytest.fail.Exception):
-        report.sections += [("asyncio task", stack) for stack in _stacks()]
+        report.sections += [("asyncio task", stack) for stack in _task_stacks()]
     return report
 
 
-def _stacks() -> Iterator[str]:
+def _task_stacks() -> Iterator[str]:
     # there may be no event loop
     with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
         for task in asyncio.all_tasks(asyncio.get_event_loop_policy().get_event_loop()):
@@ -89,13 +98,15 @@ def _stacks() -> Iterator[str]:
             yield stack.getvalue()
 
 
-def _wanted(item: pytest.Item) -> list[str]:
+def _required_servers(item: pytest.Item) -> list[str]:
     return [name for name in getattr(item, "fixturenames", ()) if name in KINDS]
 
 
-def _server(config: pytest.Config, fixture: str) -> NamedServer | PostgresServer | RabbitServer | RedisServer:
+def _server(
+    config: pytest.Config, fixture: str
+) -> NamedServer | PostgresServer | RabbitServer | RedisServer:
     fleet = config.stash[_FLEET]
-    named = fleet.named(fixture)
+    named = fleet.named_server(fixture)
     if named:
         return named
     try:
@@ -125,8 +136,8 @@ async def _no_task_left() -> AsyncIterator[None]:
     yield
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     if tasks:
-        _, left = await asyncio.wait(tasks, timeout=_ENDS_WITHIN)
-        assert not left
+        _, leftover_tasks = await asyncio.wait(tasks, timeout=_END_TIMEOUT_SECONDS)
+        assert not leftover_tasks
 
 
 @pytest.fixture(scope="session")
@@ -206,14 +217,16 @@ async def empty_postgres_url(postgres_server: NamedServer | PostgresServer) -> A
 
 
 @pytest.fixture
-async def postgres_url(_databases: Databases) -> AsyncIterator[str]:
+async def postgres_url(_databases: DatabasePool) -> AsyncIterator[str]:
     """A private database with the tables."""
-    async with _databases.lent() as url:
+    async with _databases.borrow() as url:
         yield url
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def module_postgres_url(postgres_server: NamedServer | PostgresServer, _migrated: str) -> AsyncIterator[str]:
+async def module_postgres_url(
+    postgres_server: NamedServer | PostgresServer, _migrated: str
+) -> AsyncIterator[str]:
     """One database with the tables for all tests of a module."""
     async with own_database(postgres_server.url, _migrated) as url:
         yield url
@@ -228,8 +241,10 @@ async def _migrated(postgres_server: NamedServer | PostgresServer) -> AsyncItera
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def _databases(postgres_server: NamedServer | PostgresServer, _migrated: str) -> AsyncIterator[Databases]:
-    databases = Databases(postgres_server.url, _migrated)
+async def _databases(
+    postgres_server: NamedServer | PostgresServer, _migrated: str
+) -> AsyncIterator[DatabasePool]:
+    databases = DatabasePool(postgres_server.url, _migrated)
     yield databases
     await databases.close()
 
@@ -253,6 +268,13 @@ def amqp_url(rabbit_server: NamedServer | RabbitServer) -> str:
 def redis_url(redis_server: NamedServer | RedisServer) -> str:
     """URL of the shared Redis."""
     return redis_server.url
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    """Direct connection to the shared Redis."""
+    async with Redis.from_url(redis_url) as client:
+        yield client
 
 
 @pytest.fixture

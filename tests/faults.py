@@ -12,28 +12,31 @@ _PARSE_COMMIT = re.compile(rb"P....([^\0]*)\0(?:COMMIT|/\* commits: [^\0]*)\0", 
 """Parse message of a statement that commits: COMMIT, or one marked as committing by itself."""
 
 
-class Lost(Enum):
+class LostPart(Enum):
     """The lost part of a commit."""
 
     REQUEST = auto()  # it never reaches the server
-    ANSWER = auto()  # the server has committed, but the client never learns of it
+    RESPONSE = auto()  # the server has committed, but the client never learns of it
 
 
-class CommitCutter:
-    """Async context manager: a proxy to PostgreSQL that cuts the connection at the next commits."""
+class CommitCuttingProxy:
+    """Async context manager: a proxy to PostgreSQL that cuts connections at the next commits."""
 
     def __init__(self, url: str) -> None:
         self._parts = urlsplit(url)
-        self._lost: list[Lost] = []
+        self._planned_losses: list[LostPart] = []
         self._clients: set[asyncio.Task[None]] = set()
         self.cuts = 0
 
-    async def __aenter__(self) -> CommitCutter:
+    async def __aenter__(self) -> CommitCuttingProxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._server.close()
         for client in self._clients:
@@ -43,34 +46,38 @@ class CommitCutter:
     @property
     def url(self) -> str:
         """The server's URL through this proxy, unencrypted."""
-        user, at, _ = self._parts.netloc.rpartition("@")
+        user, location, _ = self._parts.netloc.rpartition("@")
         port = self._server.sockets[0].getsockname()[1]
-        return self._parts._replace(netloc=f"{user}{at}127.0.0.1:{port}", query="ssl=disable").geturl()
+        return self._parts._replace(
+            netloc=f"{user}{location}127.0.0.1:{port}", query="ssl=disable"
+        ).geturl()
 
-    def cut_next(self, *lost: Lost) -> None:
+    def cut_next(self, *lost: LostPart) -> None:
         """Cut at the next commits, one for each of `lost`."""
-        self._lost = list(lost)
+        self._planned_losses = list(lost)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._clients.add(task)
-        to_reader, to_writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
-        answers = asyncio.create_task(_copy(to_reader, writer))
+        to_reader, to_writer = await asyncio.open_connection(
+            self._parts.hostname, self._parts.port
+        )
+        responses = asyncio.create_task(_copy(to_reader, writer))
         try:
-            await self._pass_on(reader, to_writer, to_reader, answers)
+            await self._forward(reader, to_writer, to_reader, responses)
         finally:
-            answers.cancel()
-            await asyncio.gather(answers, return_exceptions=True)
+            responses.cancel()
+            await asyncio.gather(responses, return_exceptions=True)
             writer.transport.abort()
             to_writer.close()
 
-    async def _pass_on(
+    async def _forward(
         self,
         reader: asyncio.StreamReader,
         to_writer: asyncio.StreamWriter,
         to_reader: asyncio.StreamReader,
-        answers: asyncio.Task[None],
+        responses: asyncio.Task[None],
     ) -> None:
         commits: set[bytes] = set()
         while chunk := await reader.read(65536):
@@ -79,13 +86,13 @@ class CommitCutter:
             executed = not prepared and any(
                 re.search(rb"B....\0" + name + rb"\0", chunk, re.DOTALL) for name in commits
             )
-            if not self._lost or not executed:
+            if not self._planned_losses or not executed:
                 to_writer.write(chunk)
                 continue
-            lost, self.cuts = self._lost.pop(0), self.cuts + 1
-            if lost is Lost.ANSWER:
-                answers.cancel()
-                await asyncio.gather(answers, return_exceptions=True)
+            lost, self.cuts = self._planned_losses.pop(0), self.cuts + 1
+            if lost is LostPart.RESPONSE:
+                responses.cancel()
+                await asyncio.gather(responses, return_exceptions=True)
                 to_writer.write(chunk)
                 await to_reader.read(1)  # the server has responded, so it has committed
             return

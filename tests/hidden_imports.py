@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Collection
 
-_HIDE = """\
+_HIDE_MODULES_CODE = """\
 import sys
 
 class Hiding:
@@ -25,5 +25,11 @@ sys.meta_path[:] = map(Hiding, sys.meta_path)
 
 def run_without(modules: Collection[str], code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` in an interpreter that finds none of `modules`. Warnings are errors."""
-    command = [sys.executable, "-W", "error", "-c", _HIDE.format(hidden=set(modules)) + code]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        _HIDE_MODULES_CODE.format(hidden=set(modules)) + code,
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False)

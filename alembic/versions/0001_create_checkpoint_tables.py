@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -25,9 +27,20 @@ def identity() -> sa.types.TypeEngine[str]:
     return sa.String().with_variant(sa.VARCHAR(collation="C"), "postgresql")
 
 
-def where(condition: str) -> dict[str, sa.TextClause]:
+def where(condition: str) -> dict[str, Any]:
     """The condition of a partial index, as options for both databases."""
     return {"postgresql_where": sa.text(condition), "sqlite_where": sa.text(condition)}
+
+
+# Rows that `meshpoint db downgrade` must not delete: a query that counts them, by description.
+NEEDED_BY_TASKS = {
+    "tasks that have not ended": """
+    SELECT count(*) FROM agent_paused_tasks
+     WHERE status NOT IN ('completed', 'failed', 'cancelled')""",
+    "replies that are not sent": """
+    SELECT count(*) FROM agent_paused_tasks
+     WHERE status IN ('completed', 'failed', 'cancelled') AND NOT reply_sent""",
+}
 
 
 def upgrade() -> None:
@@ -75,7 +88,9 @@ def upgrade() -> None:
         sa.Column("expires_at", sa.Float()),
         sa.PrimaryKeyConstraint("logical_task_id", name=op.f("pk_agent_paused_tasks")),
     )
-    op.create_index("ix_agent_paused_tasks_due", "agent_paused_tasks", ["agent_name", "status", "wake_at"])
+    op.create_index(
+        "ix_agent_paused_tasks_due", "agent_paused_tasks", ["agent_name", "status", "wake_at"]
+    )
     op.create_index(
         "ix_agent_paused_tasks_keep_alive",
         "agent_paused_tasks",
@@ -98,7 +113,9 @@ def upgrade() -> None:
             name=op.f("fk_agent_parallel_invocations_logical_task_id"),
             ondelete="CASCADE",
         ),
-        sa.PrimaryKeyConstraint("logical_task_id", "invocation_id", name=op.f("pk_agent_parallel_invocations")),
+        sa.PrimaryKeyConstraint(
+            "logical_task_id", "invocation_id", name=op.f("pk_agent_parallel_invocations")
+        ),
     )
     op.create_table(
         "agent_peer_sub_tasks",
@@ -127,7 +144,9 @@ def upgrade() -> None:
             name=op.f("fk_agent_peer_sub_tasks_logical_task_id"),
             ondelete="CASCADE",
         ),
-        sa.PrimaryKeyConstraint("logical_task_id", "sub_task_id", name=op.f("pk_agent_peer_sub_tasks")),
+        sa.PrimaryKeyConstraint(
+            "logical_task_id", "sub_task_id", name=op.f("pk_agent_peer_sub_tasks")
+        ),
     )
     op.create_index(
         "ix_agent_peer_sub_tasks_unsent",

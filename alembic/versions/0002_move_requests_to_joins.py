@@ -12,6 +12,8 @@ While replicas of the previous release still run:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -46,11 +48,16 @@ def downgrade() -> None:
     op.execute(f"""
         UPDATE {CALLS} SET send_due_at = j.send_due_at, send_attempts = j.send_attempts
           FROM {JOINS} AS j
-         WHERE j.logical_task_id = {CALLS}.logical_task_id AND j.invocation_id = {CALLS}.invocation_id
-           AND j.send_due_at IS NOT NULL AND {CALLS}.status = 'pending' AND {CALLS}.dispatched_at IS NULL
+         WHERE j.logical_task_id = {CALLS}.logical_task_id
+           AND j.invocation_id = {CALLS}.invocation_id
+           AND j.send_due_at IS NOT NULL AND {CALLS}.status = 'pending'
+           AND {CALLS}.dispatched_at IS NULL
            AND {CALLS}.send_due_at IS NULL""")
     for table in (CALLS, JOINS):
-        op.execute(f"DELETE FROM {table} WHERE logical_task_id NOT IN (SELECT logical_task_id FROM {TASKS})")
+        op.execute(
+            f"DELETE FROM {table} "
+            f"WHERE logical_task_id NOT IN (SELECT logical_task_id FROM {TASKS})"
+        )
     if on_postgres():
         for table in FILLFACTOR:
             op.execute(f"ALTER TABLE {table} RESET (fillfactor)")
@@ -79,7 +86,9 @@ def lock() -> None:
     op.execute(f"LOCK TABLE {TASKS}, {CALLS}, {JOINS} IN ACCESS EXCLUSIVE MODE")
 
 
-def rebuild(table: str, columns: list[sa.schema.SchemaItem], kept: list[sa.Column[object]]) -> None:
+def rebuild(
+    table: str, columns: Sequence[sa.schema.SchemaItem], kept: Sequence[sa.Column[object]]
+) -> None:
     """Recreate a table, since SQLite can neither drop nor add a foreign key."""
     names = ", ".join(column.name for column in kept)
     op.execute(f"ALTER TABLE {table} RENAME TO {table}_before")
@@ -91,7 +100,13 @@ def rebuild(table: str, columns: list[sa.schema.SchemaItem], kept: list[sa.Colum
 
 def create_index(table: str) -> None:
     due = sa.text("send_due_at IS NOT NULL")
-    op.create_index(index_of(table), table, ["agent_name", "send_due_at"], postgresql_where=due, sqlite_where=due)
+    op.create_index(
+        index_of(table),
+        table,
+        ["agent_name", "send_due_at"],
+        postgresql_where=due,
+        sqlite_where=due,
+    )
 
 
 def index_of(table: str) -> str:
@@ -104,7 +119,9 @@ def key_of(table: str) -> str:
 
 def foreign_key(table: str) -> sa.ForeignKeyConstraint:
     referred = [f"{TASKS}.logical_task_id"]
-    return sa.ForeignKeyConstraint(["logical_task_id"], referred, name=key_of(table), ondelete="CASCADE")
+    return sa.ForeignKeyConstraint(
+        ["logical_task_id"], referred, name=key_of(table), ondelete="CASCADE"
+    )
 
 
 def outbox_columns() -> list[sa.Column[object]]:
@@ -119,7 +136,9 @@ def outbox_columns() -> list[sa.Column[object]]:
 def joins_columns() -> list[sa.Column[object]]:
     return [
         sa.Column("logical_task_id", sa.String(), nullable=False, info={"key": True}),
-        sa.Column("invocation_id", sa.Integer(), autoincrement=False, nullable=False, info={"key": True}),
+        sa.Column(
+            "invocation_id", sa.Integer(), autoincrement=False, nullable=False, info={"key": True}
+        ),
         sa.Column("total_expected", sa.Integer(), nullable=False),
         sa.Column("completed_count", sa.Integer(), nullable=False),
         sa.Column("succeeded_count", sa.Integer(), nullable=False),

@@ -20,6 +20,15 @@ depends_on = None
 TASKS, OPERATIONS = "agent_paused_tasks", "agent_operations"
 CHECKPOINTS, ARCHIVE = "agent_checkpoints", "agent_checkpoints_archive"
 NEWEST = "ix_agent_operations_newest"
+# Rows that `meshpoint db downgrade` must not delete: a query that counts them, by description.
+NEEDED_BY_TASKS = {
+    "operations that have not completed": """
+    SELECT count(*) FROM agent_operations AS o JOIN agent_paused_tasks AS t
+        ON t.logical_task_id = o.operation_id
+     WHERE t.status <> 'completed'""",
+    "preserved operations": "SELECT count(*) FROM agent_operations WHERE preserve",
+    "archived checkpoints": "SELECT count(*) FROM agent_checkpoints_archive",
+}
 
 
 def upgrade() -> None:
@@ -44,8 +53,8 @@ def upgrade() -> None:
     create_checkpoints(CHECKPOINTS)
     create_checkpoints(ARCHIVE, sa.Column("archived_at", sa.Float(), nullable=False))
     if on_postgres():
-        for column in ("working_memory", "interim_results"):
-            op.execute(f"ALTER TABLE {CHECKPOINTS} ALTER COLUMN {column} SET STORAGE EXTERNAL")
+        for name in ("working_memory", "interim_results"):
+            op.execute(f"ALTER TABLE {CHECKPOINTS} ALTER COLUMN {name} SET STORAGE EXTERNAL")
         for table in (OPERATIONS, CHECKPOINTS):
             op.execute(f"ALTER TABLE {table} SET (autovacuum_vacuum_scale_factor = 0.02)")
         op.execute(f"ALTER TABLE {OPERATIONS} SET (fillfactor = 70)")

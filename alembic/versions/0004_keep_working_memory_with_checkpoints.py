@@ -17,6 +17,10 @@ depends_on = None
 TABLES = ("agent_checkpoints", "agent_checkpoints_archive")
 # The large column is last, because SQLite reads through it to reach the columns after it.
 COLUMNS = {"l1_snapshot_hash": sa.Text, "l1_snapshot": sa.LargeBinary}
+# Rows that `meshpoint db downgrade` must not delete: a query that counts them, by description.
+NEEDED_BY_TASKS = {
+    "working memories": "SELECT count(*) FROM agent_checkpoints WHERE l1_snapshot IS NOT NULL",
+}
 
 
 def upgrade() -> None:

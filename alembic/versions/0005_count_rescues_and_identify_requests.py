@@ -20,7 +20,9 @@ TASKS, SECRETS = "agent_paused_tasks", "agent_mesh_secrets"
 
 def upgrade() -> None:
     give_way()
-    op.add_column(TASKS, sa.Column("rescues", sa.Integer(), server_default=sa.text("0"), nullable=False))
+    op.add_column(
+        TASKS, sa.Column("rescues", sa.Integer(), server_default=sa.text("0"), nullable=False)
+    )
     op.add_column(TASKS, sa.Column("request_digest", sa.String()))
     op.create_table(
         SECRETS,

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import JsonValue
 
+from benchmarks.random_text import make_conversation, make_text
 from meshpoint.model.context import A2AContext, TaskExecutionContext
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.messages import Address
@@ -22,8 +23,6 @@ REPLY_TO, REQUESTER = "bench.desk.resp", "desk"
 TIMEOUT, LEASE, DISPATCH_LEASE, TOMBSTONE_TTL = 600.0, 15.0, 5.0, 86400.0
 """In seconds."""
 
-_WORDS = 900
-_STATE_BYTES = 8192
 _STATES, _QUESTIONS = 16, 100
 """Different ones among the jobs of a round."""
 
@@ -56,9 +55,14 @@ class Job:
 def jobs(fan_out: int, count: int, *, seed: int = 0) -> list[Job]:
     """Create `count` tasks with `fan_out` calls each. Only `seed` determines their contents."""
     random = Random(seed)
-    states = [_state(random) for _ in range(min(count, _STATES))]
-    questions = [_text(random, 12) for _ in range(_QUESTIONS)]
-    return [_job(random, fan_out, states[index % len(states)], questions) for index in range(count)]
+    states = [
+        json.dumps({"history": make_conversation(random)}).encode()
+        for _ in range(min(count, _STATES))
+    ]
+    questions = [make_text(random, 12) for _ in range(_QUESTIONS)]
+    return [
+        _job(random, fan_out, states[index % len(states)], questions) for index in range(count)
+    ]
 
 
 def _job(random: Random, fan_out: int, state: bytes, questions: Sequence[str]) -> Job:
@@ -69,10 +73,14 @@ def _job(random: Random, fan_out: int, state: bytes, questions: Sequence[str]) -
         parent_task_id=new_id(),
         context=_context(task_id),
         state=state,
-        request=_message(task_id, _text(random, 40)),
+        request=_message(task_id, make_text(random, 40)),
         calls=tuple(_call(index, questions[index % len(questions)]) for index in range(fan_out)),
-        answer={"text": _text(random, 42), "price": random.randrange(10_000), "currency": "EUR"},
-        reply=_message(task_id, _text(random, 40)),
+        answer={
+            "text": make_text(random, 42),
+            "price": random.randrange(10_000),
+            "currency": "EUR",
+        },
+        reply=_message(task_id, make_text(random, 40)),
     )
 
 
@@ -108,31 +116,6 @@ def _message(task_id: str, text: str) -> bytes:
     return json.dumps({"message": message, "metadata": {"userId": "user-12"}}).encode()
 
 
-def _state(random: Random) -> bytes:
-    """A typical agent conversation: 8 KB, which zstd compresses by a factor of 2.9."""
-    history: list[dict[str, JsonValue]] = []
-    while len(json.dumps(history)) < _STATE_BYTES - 200:
-        call: dict[str, JsonValue] = {
-            "id": f"{random.getrandbits(96):024x}",
-            "name": "search",
-            "arguments": {"query": _text(random, 5)},
-        }
-        history.append({"role": "assistant", "content": _text(random, 40), "tool_calls": [call]})
-    return json.dumps({"history": history}).encode()
-
-
-def _text(random: Random, words: int) -> str:
-    return " ".join(_VOCABULARY[min(int(random.expovariate(6.6 / _WORDS)), _WORDS - 1)] for _ in range(words))
-
-
-def _vocabulary() -> list[str]:
-    random = Random(1)
-    return ["".join(random.choices("etaoinshrdlucmfwyp", k=random.randint(2, 9))) for _ in range(_WORDS)]
-
-
-_VOCABULARY = _vocabulary()
-
-
 class Contender(Protocol):
     """A system that can run jobs with its own database."""
 
@@ -154,14 +137,16 @@ class Contender(Protocol):
 T = TypeVar("T")
 
 
-async def at_a_time(width: int, items: Sequence[T], life: Callable[[T], Awaitable[None]]) -> None:
-    """Run `life` for every item, `width` of them at a time."""
-    rest = iter(items)
+async def run_concurrently(
+    width: int, items: Sequence[T], run: Callable[[T], Awaitable[None]]
+) -> None:
+    """Run `run` for every item, `width` of them at a time."""
+    remaining = iter(items)
 
-    async def one_after_another() -> None:
-        for item in rest:
-            await life(item)
+    async def run_remaining() -> None:
+        for item in remaining:
+            await run(item)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(width, len(items))):
-            group.create_task(one_after_another())
+            group.create_task(run_remaining())

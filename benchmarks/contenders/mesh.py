@@ -9,32 +9,32 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from benchmarks.contenders import job
-from benchmarks.contenders.job import Job, at_a_time
+from benchmarks.contenders.job import Job, run_concurrently
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.calls import ALL
-from meshpoint.model.checkpoint import (
-    AllArrived,
-    Arrival,
-    Claim,
-    Committed,
-    End,
-    Ended,
-    Pause,
-    PlannedCall,
-    Replica,
-    Requester,
-    Resumable,
-    Run,
-    StillWaiting,
-    TaskState,
-)
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Ok
+from meshpoint.model.tasks import PlannedCall, Replica, Requester, Resumable, Run, TaskState
+from meshpoint.model.transitions import (
+    Claim,
+    ClaimResult,
+    End,
+    EndCommitted,
+    JoinCompleted,
+    Pause,
+    PauseCommitted,
+    StillWaiting,
+)
 
-REPLICA = Replica(ReplicaId("A"), AgentName(job.AGENT), frozenset({job.STATE_FORMAT}), timedelta(seconds=job.LEASE))
+REPLICA = Replica(
+    ReplicaId("A"),
+    AgentName(job.AGENT),
+    frozenset({job.STATE_FORMAT}),
+    timedelta(seconds=job.LEASE),
+)
 _SLOTS = 100_000
-_MOST_TOGETHER = 1024
+_MAX_CLAIM_BATCH = 1024
 _PREFETCH = 100
 """Concurrent responses when each is claimed alone, as limited by the broker's prefetch."""
 
@@ -53,9 +53,9 @@ class Mesh:
 
     def __init__(self, *, claim_together: bool = True) -> None:
         self._claim_together = claim_together
-        self._arrived: deque[Claim] = deque()
-        self._some = asyncio.Event()
-        self._waiting: dict[str, asyncio.Future[Resumable]] = {}
+        self._arrived_claims: deque[Claim] = deque()
+        self._responses_available = asyncio.Event()
+        self._resume_futures: dict[str, asyncio.Future[Resumable]] = {}
         self._prefetch = asyncio.Semaphore(_PREFETCH)
 
     async def open(self, url: str) -> None:
@@ -68,97 +68,100 @@ class Mesh:
             confirm_linger=timedelta(seconds=job.DISPATCH_LEASE) / 25,
         )
         await self._store.open()
-        self._claimer = asyncio.create_task(self._serve_arrivals())
+        self._claim_task = asyncio.create_task(self._serve_arrivals())
 
     async def close(self) -> None:
         """Stop claiming and disconnect."""
-        self._claimer.cancel()
+        self._claim_task.cancel()
         await self._store.close()
 
     def prepared(self, jobs: Sequence[Job]) -> Sequence[MeshJob]:
         """Convert `jobs` as an agent hands them over."""
-        return [mesh_job(each) for each in jobs]
+        return [mesh_job(job_) for job_ in jobs]
 
     async def run(self, prepared: Sequence[MeshJob], in_flight: int) -> None:
         """Run all jobs."""
-        await at_a_time(in_flight, prepared, self._life)
-        await self.marks_written()
+        await run_concurrently(in_flight, prepared, self._run_job)
+        await self.wait_for_background_writes()
 
-    async def _life(self, task: MeshJob) -> None:
+    async def _run_job(self, task: MeshJob) -> None:
         await self.pause(task)
-        await self.end(task, await self._answered(task))
+        await self.end(task, await self._answer_all(task))
 
     async def pause(self, task: MeshJob) -> None:
         """Checkpoint the task, then mark its requests as sent."""
-        [saved] = await self._store.pause([task.pause])
-        assert isinstance(saved, Committed), saved
-        await self._store.mark_sent(saved.dispatches)
+        [committed] = await self._store.pause([task.pause])
+        assert isinstance(committed, PauseCommitted), committed
+        await self._store.confirm_sent(committed.dispatches)
 
-    async def marks_written(self) -> None:
+    async def wait_for_background_writes(self) -> None:
         """Wait for Meshpoint's background writes."""
-        await self._store.marks_written()
+        await self._store.flush_confirms()
 
-    async def claim(self, claims: Sequence[Claim]) -> list[Arrival]:
+    async def claim(self, claims: Sequence[Claim]) -> list[ClaimResult]:
         """Record answers."""
         return await self._store.claim(claims, REPLICA, _SLOTS)
 
     async def end(self, task: MeshJob, resumed: Resumable) -> None:
         """Turn the task into a tombstone, then mark its reply as sent."""
-        await self.mark_replied(await self.bury(task, resumed))
+        await self.mark_replied(await self.commit_end(task, resumed))
 
-    async def bury(self, task: MeshJob, resumed: Resumable) -> Ended:
+    async def commit_end(self, task: MeshJob, resumed: Resumable) -> EndCommitted:
         """Turn the task into a tombstone."""
         assert len(resumed.outcomes) == len(task.claims)
         [ended] = await self._store.end([End(resumed.run, TaskState.COMPLETED, task.reply)])
-        assert isinstance(ended, Ended), ended
+        assert isinstance(ended, EndCommitted), ended
         return ended
 
-    async def mark_replied(self, ended: Ended) -> None:
+    async def mark_replied(self, ended: EndCommitted) -> None:
         """Mark the reply as sent."""
-        await self._store.mark_sent([ended.reply])
+        await self._store.confirm_sent([ended.reply])
 
-    async def _answered(self, task: MeshJob) -> Resumable:
+    async def _answer_all(self, task: MeshJob) -> Resumable:
         if not self._claim_together:
-            return await self._each_alone(task)
+            return await self._answer_one_by_one(task)
         waiting: asyncio.Future[Resumable] = asyncio.get_running_loop().create_future()
-        self._waiting[task.pause.run.task_id] = waiting
-        self._arrived.extend(task.claims)
-        self._some.set()
+        self._resume_futures[task.pause.run.task_id] = waiting
+        self._arrived_claims.extend(task.claims)
+        self._responses_available.set()
         return await waiting
 
-    async def _each_alone(self, task: MeshJob) -> Resumable:
-        arrivals = await asyncio.gather(*[self._alone(claim) for claim in task.claims])
-        [resumed] = [arrival.task for arrival in arrivals if isinstance(arrival, AllArrived)]
+    async def _answer_one_by_one(self, task: MeshJob) -> Resumable:
+        arrivals = await asyncio.gather(*[self._claim_one(claim) for claim in task.claims])
+        [resumed] = [arrival.task for arrival in arrivals if isinstance(arrival, JoinCompleted)]
         return resumed
 
-    async def _alone(self, claim: Claim) -> Arrival:
+    async def _claim_one(self, claim: Claim) -> ClaimResult:
         async with self._prefetch:
             return (await self.claim([claim]))[0]
 
     async def _serve_arrivals(self) -> None:
         """Claim responses that arrived during the last batch together, as the worker does."""
         try:
-            while await self._some.wait():
-                batch = [self._arrived.popleft() for _ in range(min(_MOST_TOGETHER, len(self._arrived)))]
-                if not self._arrived:
-                    self._some.clear()
+            while await self._responses_available.wait():
+                batch = [
+                    self._arrived_claims.popleft()
+                    for _ in range(min(_MAX_CLAIM_BATCH, len(self._arrived_claims)))
+                ]
+                if not self._arrived_claims:
+                    self._responses_available.clear()
                 for arrival in await self.claim(batch):
-                    assert isinstance(arrival, AllArrived | StillWaiting), arrival
-                    if isinstance(arrival, AllArrived):
-                        self._waiting.pop(arrival.task_id).set_result(arrival.task)
+                    assert isinstance(arrival, JoinCompleted | StillWaiting), arrival
+                    if isinstance(arrival, JoinCompleted):
+                        self._resume_futures.pop(arrival.task_id).set_result(arrival.task)
         except Exception as error:
-            for waiting in self._waiting.values():
+            for waiting in self._resume_futures.values():
                 waiting.set_exception(error)
 
 
-def mesh_job(each: Job) -> MeshJob:
+def mesh_job(job_: Job) -> MeshJob:
     """Convert a job to values of the store's port."""
-    task_id, agent = TaskId(each.task_id), AgentName(job.AGENT)
+    task_id, agent = TaskId(job_.task_id), AgentName(job.AGENT)
     return MeshJob(
         pause=Pause(
-            run=Run(task_id, agent, RunId(each.run_id)),
-            context=each.context,
-            state=each.state,
+            run=Run(task_id, agent, RunId(job_.run_id)),
+            context=job_.context,
+            state=job_.state,
             state_format=job.STATE_FORMAT,
             calls=tuple(
                 PlannedCall(
@@ -169,16 +172,18 @@ def mesh_job(each: Job) -> MeshJob:
                     timeout=timedelta(seconds=job.TIMEOUT),
                     headers={"x-call-depth": 2},
                 )
-                for call in each.calls
+                for call in job_.calls
             ),
             join=ALL,
-            requester=Requester(Address(job.REPLY_TO), job.REQUESTER, each.parent_task_id),
-            request=each.request,
+            requester=Requester(Address(job.REPLY_TO), job.REQUESTER, job_.parent_task_id),
+            request=job_.request,
             app_version=job.APP_VERSION,
         ),
         claims=tuple(
-            Claim(RunId(call.claim_id), task_id, TaskId(call.sub_task_id), Ok(each.answer), job.PEER)
-            for call in each.calls
+            Claim(
+                RunId(call.claim_id), task_id, TaskId(call.sub_task_id), Ok(job_.answer), job.PEER
+            )
+            for call in job_.calls
         ),
-        reply=each.reply,
+        reply=job_.reply,
     )

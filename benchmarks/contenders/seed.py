@@ -73,21 +73,23 @@ class ParallelInvocation(_Base):
     results: Mapped[str]
 
 
-class Seed:
+class SeedDesign:
     """The design of the source document.
 
     One thread corresponds to its text, where each step blocks the event loop.
     """
 
     def __init__(self, threads: int = 8) -> None:
-        self._width = threads
+        self._parallelism = threads
 
     async def open(self, url: str) -> None:
         """Connect and create the tables."""
-        self._engine = create_engine(make_url(url).set(drivername="postgresql+psycopg"), pool_size=self._width)
+        self._engine = create_engine(
+            make_url(url).set(drivername="postgresql+psycopg"), pool_size=self._parallelism
+        )
         self._session = sessionmaker(self._engine)
         await asyncio.to_thread(_Base.metadata.create_all, self._engine)
-        self._threads = ThreadPoolExecutor(self._width)
+        self._threads = ThreadPoolExecutor(self._parallelism)
 
     async def close(self) -> None:
         """Disconnect."""
@@ -100,51 +102,60 @@ class Seed:
 
     async def run(self, prepared: Sequence[Job], in_flight: int) -> None:
         """Run all jobs, one at a time per thread."""
-        rest = deque(prepared)
+        remaining = deque(prepared)
         loop = asyncio.get_running_loop()
-        await asyncio.gather(*[loop.run_in_executor(self._threads, self._serve, rest) for _ in range(self._width)])
+        await asyncio.gather(
+            *[
+                loop.run_in_executor(self._threads, self._serve, remaining)
+                for _ in range(self._parallelism)
+            ]
+        )
 
-    def _serve(self, rest: deque[Job]) -> None:
+    def _serve(self, remaining: deque[Job]) -> None:
         while True:
             try:
-                each = rest.popleft()
+                job_ = remaining.popleft()
             except IndexError:
                 return
-            self._life(each)
+            self._run_job(job_)
 
-    def _life(self, each: Job) -> None:
-        self._checkpoint(each)
-        for call in each.calls:
+    def _run_job(self, job_: Job) -> None:
+        self._checkpoint(job_)
+        for call in job_.calls:
             correlation = self._claim(call.sub_task_id)
             assert correlation is not None
-            completed, total = self._record(each, {**correlation, "result": each.answer})
+            completed, total = self._record(job_, {**correlation, "result": job_.answer})
         assert completed == total
-        results = self._restore(each)
-        assert len(results) == len(each.calls)
+        results = self._restore(job_)
+        assert len(results) == len(job_.calls)
 
-    def _checkpoint(self, each: Job) -> None:
+    def _checkpoint(self, job_: Job) -> None:
         with self._session.begin() as session:
-            session.add(_paused(each))
+            session.add(_paused(job_))
             session.flush()  # the calls reference this row
             now = time.time()
             session.add_all(
                 PeerSubTask(
                     sub_task_id=call.sub_task_id,
-                    logical_task_id=each.task_id,
-                    invocation_id=each.run_id,
+                    logical_task_id=job_.task_id,
+                    invocation_id=job_.run_id,
                     correlation_data=json.dumps(
-                        {"function_call_id": call.call_id, "peer_tool_name": "search", "peer_agent_name": job.PEER}
+                        {
+                            "function_call_id": call.call_id,
+                            "peer_tool_name": "search",
+                            "peer_agent_name": job.PEER,
+                        }
                     ),
                     timeout_deadline=now + job.TIMEOUT,
                     created_at=now,
                 )
-                for call in each.calls
+                for call in job_.calls
             )
             session.add(
                 ParallelInvocation(
-                    logical_task_id=each.task_id,
-                    invocation_id=each.run_id,
-                    total_expected=len(each.calls),
+                    logical_task_id=job_.task_id,
+                    invocation_id=job_.run_id,
+                    total_expected=len(job_.calls),
                     completed_count=0,
                     results="[]",
                 )
@@ -159,22 +170,24 @@ class Seed:
             session.delete(row)
             return correlation
 
-    def _record(self, each: Job, result: dict[str, Any]) -> tuple[int, int]:
+    def _record(self, job_: Job, result: dict[str, Any]) -> tuple[int, int]:
         with self._session.begin() as session:
-            row = session.get_one(ParallelInvocation, (each.task_id, each.run_id), with_for_update=True)
+            row = session.get_one(
+                ParallelInvocation, (job_.task_id, job_.run_id), with_for_update=True
+            )
             row.results = json.dumps([*json.loads(row.results), result])
             row.completed_count += 1
             return row.completed_count, row.total_expected
 
-    def _restore(self, each: Job) -> list[Any]:
+    def _restore(self, job_: Job) -> list[Any]:
         with self._session() as session:
-            row = session.get_one(PausedTask, each.task_id)
+            row = session.get_one(PausedTask, job_.task_id)
             json.loads(row.a2a_context)
         with self._session() as session:
-            invocation = session.get_one(ParallelInvocation, (each.task_id, each.run_id))
+            invocation = session.get_one(ParallelInvocation, (job_.task_id, job_.run_id))
             results: list[Any] = json.loads(invocation.results)
         with self._session.begin() as session:
-            _clean_up(session, each.task_id)
+            _clean_up(session, job_.task_id)
         return results
 
 
@@ -183,15 +196,15 @@ def _clean_up(session: Session, task_id: str) -> None:
         session.execute(delete(table).where(table.logical_task_id == task_id))
 
 
-def _paused(each: Job) -> PausedTask:
-    context = {**each.context, "state": json.loads(each.state)}
+def _paused(job_: Job) -> PausedTask:
+    context = {**job_.context, "state": json.loads(job_.state)}
     return PausedTask(
-        logical_task_id=each.task_id,
+        logical_task_id=job_.task_id,
         agent_name=job.AGENT,
         a2a_context=json.dumps(context),
         effective_session_id="session-7781",
         user_id="user-12",
-        current_invocation_id=each.run_id,
+        current_invocation_id=job_.run_id,
         produced_artifacts="[]",
         artifact_signals_to_return="[]",
         response_buffer="",

@@ -20,7 +20,7 @@ class SeedMemory:
     """Copies `L1:{agent_id}:working:*` to `l1_snapshot:{agent_id}` and back."""
 
     def __init__(self, redis: Redis) -> None:
-        self._redis = redis
+        self._redis: Any = redis  # returns bytes only, which its types do not say
 
     async def snapshot(self, agent_id: str) -> str:
         """Read, digest and store the memory; return the digest."""
@@ -40,9 +40,9 @@ class SeedMemory:
         snapshot = json.loads(stored)
         if existing := await self._redis.keys(f"L1:{agent_id}:working:*"):
             await self._redis.delete(*existing)
-        for name, kept in snapshot.items():
+        for name, stored_keys in snapshot.items():
             key = f"L1:{agent_id}:working:{name}"
-            await self._write(key, kept["type"], kept["value"])
+            await self._write(key, stored_keys["type"], stored_keys["value"])
             await self._redis.expire(key, _DAY)
         assert self._digest(await self._dump(agent_id)) == json.loads(meta)["hash"]
         return len(snapshot)
@@ -66,12 +66,16 @@ class SeedMemory:
             case "list":
                 return [_text(value) for value in await self._redis.lrange(key, 0, -1)]
             case "hash":
-                return {_text(field): _text(value) for field, value in (await self._redis.hgetall(key)).items()}
+                return {
+                    _text(field): _text(value)
+                    for field, value in (await self._redis.hgetall(key)).items()
+                }
             case "set":
                 return sorted(_text(member) for member in await self._redis.smembers(key))
             case "zset":
                 return [
-                    [_text(member), score] for member, score in await self._redis.zrange(key, 0, -1, withscores=True)
+                    [_text(member), score]
+                    for member, score in await self._redis.zrange(key, 0, -1, withscores=True)
                 ]
         raise ValueError(kind)
 
@@ -80,20 +84,26 @@ class SeedMemory:
             case "string":
                 await self._redis.set(key, value.encode("latin-1"))
             case "list":
-                await self._redis.rpush(key, *[each.encode("latin-1") for each in value])
+                await self._redis.rpush(key, *[item.encode("latin-1") for item in value])
             case "hash":
                 await self._redis.hset(
-                    key, mapping={k.encode("latin-1"): v.encode("latin-1") for k, v in value.items()}
+                    key,
+                    mapping={k.encode("latin-1"): v.encode("latin-1") for k, v in value.items()},
                 )
             case "set":
                 await self._redis.sadd(key, *[each.encode("latin-1") for each in value])
             case "zset":
-                await self._redis.zadd(key, {member.encode("latin-1"): score for member, score in value})
+                await self._redis.zadd(
+                    key, {member.encode("latin-1"): score for member, score in value}
+                )
 
     @staticmethod
     def _digest(snapshot: dict[str, Any]) -> str:
-        hashed = {name: {"value": kept["value"], "type": kept["type"]} for name, kept in snapshot.items()}
-        return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+        hasher = {
+            name: {"value": stored_value["value"], "type": stored_value["type"]}
+            for name, stored_value in snapshot.items()
+        }
+        return hashlib.sha256(json.dumps(hasher, sort_keys=True).encode()).hexdigest()
 
 
 def _text(value: bytes) -> str:

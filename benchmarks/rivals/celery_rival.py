@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from benchmarks.rivals import driver
 
 _WORKERS, _THREADS = 2, 64
-_PATIENCE = 600.0
+_TIMEOUT_SECONDS = 600.0
 """Maximum seconds for an answer, far more than needed."""
 
 
@@ -34,11 +34,11 @@ async def running(url: str) -> AsyncIterator[driver.Ask]:
 
         loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(_THREADS)
 
-        def asked(fan_out: int) -> object:
-            return root.delay(fan_out).get(timeout=_PATIENCE)
+        def run_job(fan_out: int) -> object:
+            return root.delay(fan_out).get(timeout=_TIMEOUT_SECONDS)
 
         async def ask(fan_out: int) -> object:
-            return await loop.run_in_executor(threads, asked, fan_out)
+            return await loop.run_in_executor(threads, run_job, fan_out)
 
         await ask(1)  # wait until the worker is ready
         yield ask
@@ -49,9 +49,9 @@ async def running(url: str) -> AsyncIterator[driver.Ask]:
 
 def main() -> None:
     """Serve the driver."""
-    arguments = ArgumentParser()
-    arguments.add_argument("url")
-    driver.serve(running(arguments.parse_args().url))
+    parser = ArgumentParser()
+    parser.add_argument("url")
+    driver.serve(running(parser.parse_args().url))
 
 
 if __name__ == "__main__":

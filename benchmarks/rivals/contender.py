@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-_LONGEST_LINE = 1 << 26
-_FAREWELL = 20.0
+_MAX_LINE_LENGTH = 1 << 26
+_DRAIN_SECONDS = 20.0
 """Seconds for a rival to drain at the end."""
 
 
@@ -50,44 +50,46 @@ class Contender:
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            limit=_LONGEST_LINE,
+            limit=_MAX_LINE_LENGTH,
             start_new_session=True,
         )
         contender = cls(name, process)
         try:
-            await contender._word()
+            await contender._read_response()
         except BaseException:
             await contender.close()
             raise
         return contender
 
-    async def round(self, fan_out: int, in_flight: int, seconds: float) -> Round:
+    async def run_round(self, fan_out: int, in_flight: int, seconds: float) -> Round:
         """Run jobs for about `seconds`.
 
         Raises:
             RivalFailed: a job failed or had a wrong result.
         """
         assert self._process.stdin is not None
-        order = {"fan_out": fan_out, "in_flight": in_flight, "seconds": seconds}
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        word = await self._word()
-        return Round(word["seconds"], sorted(word["latencies"]))
+        command = {"fan_out": fan_out, "in_flight": in_flight, "seconds": seconds}
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        response = await self._read_response()
+        return Round(response["seconds"], sorted(response["latencies"]))
 
     async def close(self) -> None:
         """Let it drain for a limited time, then kill the process group."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with suppress(TimeoutError):
-            async with asyncio.timeout(_FAREWELL):
+            async with asyncio.timeout(_DRAIN_SECONDS):
                 await self._process.wait()
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
 
-    async def _word(self) -> dict[str, Any]:
+    async def _read_response(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
-        word: dict[str, Any] = json.loads(line) if line else {"error": "its process has ended; see above"}
-        if "error" in word:
-            raise RivalFailed(f"{self.name}: {word['error']}")
-        return word
+        response: dict[str, Any] = (
+            json.loads(line) if line else {"error": "its process has ended; see above"}
+        )
+        if "error" in response:
+            raise RivalFailed(f"{self.name}: {response['error']}")
+        return response

@@ -18,7 +18,7 @@ from benchmarks.rivals import driver, job
 
 
 @DBOS.step()
-async def remember() -> list[dict[str, Any]]:
+async def load_state() -> list[dict[str, Any]]:
     """The root's state while it waits."""
     return list(job.history())
 
@@ -32,9 +32,9 @@ async def peer(question: str) -> str:
 @DBOS.workflow()
 async def root(fan_out: int) -> str:
     """Ask `fan_out` peers."""
-    await remember()
-    asked = [await DBOS.start_workflow_async(peer, "what do you say?") for _ in range(fan_out)]
-    return job.summary([await each.get_result() for each in asked])
+    await load_state()
+    handles = [await DBOS.start_workflow_async(peer, "what do you say?") for _ in range(fan_out)]
+    return job.summary([await handle.get_result() for handle in handles])
 
 
 @asynccontextmanager
@@ -59,9 +59,9 @@ async def running(db_url: str) -> AsyncIterator[driver.Ask]:
 
 def main() -> None:
     """Serve the driver."""
-    arguments = ArgumentParser()
-    arguments.add_argument("db_url")
-    driver.serve(running(arguments.parse_args(sys.argv[1:]).db_url))
+    parser = ArgumentParser()
+    parser.add_argument("db_url")
+    driver.serve(running(parser.parse_args(sys.argv[1:]).db_url))
 
 
 if __name__ == "__main__":

@@ -24,39 +24,43 @@ Ask: TypeAlias = Callable[[int], Awaitable[object]]
 
 def serve(rival: AbstractAsyncContextManager[Ask]) -> None:
     """Execute commands until standard input closes."""
-    words = os.fdopen(os.dup(1), "w")
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep libraries' output out of the protocol
-    asyncio.run(_serve(rival, lambda word: print(json.dumps(word), file=words, flush=True)))
+    asyncio.run(_serve(rival, lambda line: print(json.dumps(line), file=output, flush=True)))
 
 
-async def _serve(rival: AbstractAsyncContextManager[Ask], tell: Callable[[dict[str, Any]], None]) -> None:
+async def _serve(
+    rival: AbstractAsyncContextManager[Ask], respond: Callable[[dict[str, Any]], None]
+) -> None:
     async with rival as ask:
-        tell({"ready": True})
-        async for order in _orders():
+        respond({"ready": True})
+        async for command in _commands():
             try:
-                tell(await _round(ask, **order))
+                respond(await _run_round(ask, **command))
             except Exception as error:
-                tell({"error": f"{type(error).__name__}: {error}"})
+                respond({"error": f"{type(error).__name__}: {error}"})
 
 
-async def _orders() -> AsyncIterator[dict[str, Any]]:
+async def _commands() -> AsyncIterator[dict[str, Any]]:
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     async for line in reader:
         yield json.loads(line)
 
 
-async def _round(ask: Ask, fan_out: int, in_flight: int, seconds: float) -> dict[str, Any]:
+async def _run_round(ask: Ask, fan_out: int, in_flight: int, seconds: float) -> dict[str, Any]:
     """Start jobs for `seconds`, `in_flight` at a time, and wait for all of them to end."""
     latencies: list[float] = []
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
 
-    async def one_after_another() -> None:
-        while (start := time.perf_counter()) < begin + seconds:
+    async def run_jobs() -> None:
+        while (start := time.perf_counter()) < start_time + seconds:
             job.check(fan_out, await ask(fan_out))
             latencies.append(time.perf_counter() - start)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(in_flight):
-            group.create_task(one_after_another())
-    return {"seconds": time.perf_counter() - begin, "latencies": latencies}
+            group.create_task(run_jobs())
+    return {"seconds": time.perf_counter() - start_time, "latencies": latencies}

@@ -35,29 +35,29 @@ class State(TypedDict, total=False):
     result: str
 
 
-async def _begin(state: State) -> State:
+async def _start_node(state: State) -> State:
     return {"history": list(job.history())}
 
 
-def _fan_out(state: State) -> list[Send]:
+def _send_to_peers(state: State) -> list[Send]:
     return [Send("ask", {"question": "what do you say?"}) for _ in range(state["fan_out"])]
 
 
-async def _ask(question: Any) -> State:
+async def _peer_node(question: Any) -> State:
     return {"answers": [interrupt(question)]}
 
 
-async def _end(state: State) -> State:
+async def _end_node(state: State) -> State:
     return {"result": job.summary(state["answers"])}
 
 
 def _graph() -> StateGraph[State]:
     graph = StateGraph(State)
-    graph.add_node("begin", _begin)
-    graph.add_node("ask", _ask)
-    graph.add_node("end", _end)
+    graph.add_node("begin", _start_node)
+    graph.add_node("ask", _peer_node)
+    graph.add_node("end", _end_node)
     graph.add_edge(START, "begin")
-    graph.add_conditional_edges("begin", _fan_out, ["ask"])
+    graph.add_conditional_edges("begin", _send_to_peers, ["ask"])
     graph.add_edge("ask", "end")
     graph.add_edge("end", END)
     return graph
@@ -68,7 +68,9 @@ async def running(db_url: str, durability: Any) -> AsyncIterator[driver.Ask]:
     """Compile the graph in this process, and yield a function that runs one job."""
     options = {"autocommit": True, "prepare_threshold": 0, "row_factory": dict_row}
     pool: AsyncConnectionPool[Any]
-    async with AsyncConnectionPool(db_url, max_size=_CONNECTIONS, kwargs=options, open=False) as pool:
+    async with AsyncConnectionPool(
+        db_url, max_size=_CONNECTIONS, kwargs=options, open=False
+    ) as pool:
         saver = AsyncPostgresSaver(pool)
         await saver.setup()
         graph = _graph().compile(checkpointer=saver)
@@ -76,7 +78,7 @@ async def running(db_url: str, durability: Any) -> AsyncIterator[driver.Ask]:
         async def ask(fan_out: int) -> object:
             thread: Any = {"configurable": {"thread_id": str(uuid4())}}
             paused = await graph.ainvoke({"fan_out": fan_out}, thread, durability=durability)
-            answers = {each.id: job.answer() for each in paused["__interrupt__"]}
+            answers = {part.id: job.answer() for part in paused["__interrupt__"]}
             ended = await graph.ainvoke(Command(resume=answers), thread, durability=durability)
             return ended["result"]
 
@@ -85,10 +87,10 @@ async def running(db_url: str, durability: Any) -> AsyncIterator[driver.Ask]:
 
 def main() -> None:
     """Serve the driver."""
-    arguments = ArgumentParser()
-    arguments.add_argument("db_url")
-    arguments.add_argument("--durability", default="exit", choices=["exit", "async", "sync"])
-    options = arguments.parse_args(sys.argv[1:])
+    parser = ArgumentParser()
+    parser.add_argument("db_url")
+    parser.add_argument("--durability", default="exit", choices=["exit", "async", "sync"])
+    options = parser.parse_args(sys.argv[1:])
     driver.serve(running(options.db_url, options.durability))
 
 

@@ -27,9 +27,13 @@ async def mesh(options: Namespace) -> AsyncIterator[driver.Ask]:
     """
     settings = MeshSettings(namespace=f"bench-{new_id()}", broker_url=options.broker_url)
     async with AsyncExitStack() as stack:
-        groups: Sequence[Sequence[str]] = [["root", "peer"]] if options.together else [["root"], ["peer"]]
+        groups: Sequence[Sequence[str]] = (
+            [["root", "peer"]] if options.together else [["root"], ["peer"]]
+        )
         for names in groups:
-            agents = tuple(_agent(name, options.db_url if name == "root" else None) for name in names)
+            agents = tuple(
+                _agent(name, options.db_url if name == "root" else None) for name in names
+            )
             await stack.enter_async_context(_replica(Settings(mesh=settings, agents=agents)))
         client = await stack.enter_async_context(Client(make_broker(settings)))
 
@@ -41,7 +45,11 @@ async def mesh(options: Namespace) -> AsyncIterator[driver.Ask]:
 
 
 def _agent(name: str, db_url: str | None) -> AgentSettings:
-    durable = {"stateless_checkpointing": True, "session_service": "sql", "session_db_url": db_url} if db_url else {}
+    durable = (
+        {"stateless_checkpointing": True, "session_service": "sql", "session_db_url": db_url}
+        if db_url
+        else {}
+    )
     entrypoint = f"benchmarks.rivals.mesh_agents:{name}"
     return AgentSettings.model_validate(
         {"name": name, "entrypoint": entrypoint, "max_concurrency": MAX_CONCURRENCY, **durable}
@@ -72,11 +80,11 @@ async def _replica(settings: Settings) -> AsyncIterator[None]:
 
 def main() -> None:
     """Serve the driver."""
-    arguments = ArgumentParser()
-    arguments.add_argument("broker_url")
-    arguments.add_argument("db_url", nargs="?", help="without it, stateless_checkpointing is false")
-    arguments.add_argument("--together", action="store_true", help="run root and peer in one process")
-    driver.serve(mesh(arguments.parse_args()))
+    parser = ArgumentParser()
+    parser.add_argument("broker_url")
+    parser.add_argument("db_url", nargs="?", help="without it, stateless_checkpointing is false")
+    parser.add_argument("--together", action="store_true", help="run root and peer in one process")
+    driver.serve(mesh(parser.parse_args()))
 
 
 if __name__ == "__main__":

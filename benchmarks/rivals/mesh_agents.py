@@ -27,7 +27,9 @@ class Root(StatefulAgent[int, Memory, str]):
         calls = {str(number): _ask("what do you say?") for number in range(fan_out)}
         return self.ask(Memory(history=job.history()), calls, then=self.on_answers)
 
-    async def on_answers(self, ctx: TaskExecutionContext, memory: Memory, replies: Replies) -> Paused | Done[str]:
+    async def on_answers(
+        self, ctx: TaskExecutionContext, memory: Memory, replies: Replies
+    ) -> Paused | Done[str]:
         return self.done(job.summary([replies.value(key, _ask) for key in replies]))
 
 

@@ -19,29 +19,33 @@ from meshpoint.model.events import Event, Step
 from meshpoint.settings import Settings
 
 
-class _Announcer:
-    """Prints `ready` and calls `then` once all agents of this process serve."""
+class _ReadinessReporter:
+    """Prints `ready` and calls `on_ready` once all agents of this process serve."""
 
-    def __init__(self, agents: int, then: Callable[[], object]) -> None:
-        self._starting, self._then = agents, then
+    def __init__(self, agents: int, on_ready: Callable[[], object]) -> None:
+        self._not_ready, self._on_ready = agents, on_ready
 
     def emit(self, event: Event) -> None:
         if event.step is Step.STARTED:
-            self._starting -= 1
-            if not self._starting:
-                self._then()
+            self._not_ready -= 1
+            if not self._not_ready:
+                self._on_ready()
                 print("ready", flush=True)
 
 
-async def _serve(settings: Settings, then: Callable[[], object]) -> None:
+async def _serve(settings: Settings, on_ready: Callable[[], object]) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def closed() -> None:
+    def wait_until_closed() -> None:
         loop.remove_reader(0)
         stop.set()
 
-    loop.add_reader(0, closed)  # nothing follows the settings, so stdin is readable only when closed
-    await wiring.serve(settings, observer=_Announcer(len(settings.agents), then), stop=stop)
+    loop.add_reader(
+        0, wait_until_closed
+    )  # nothing follows the settings, so stdin is readable only when closed
+    await wiring.serve(
+        settings, observer=_ReadinessReporter(len(settings.agents), on_ready), stop=stop
+    )
 
 
 def main() -> None:
@@ -52,7 +56,10 @@ def main() -> None:
     if not folder:
         event_loop.run(_serve(settings, lambda: None))
         return
-    print(f"serving {', '.join(agent.name for agent in settings.agents)}: {os.getpid()}", file=sys.stderr)
+    print(
+        f"serving {', '.join(agent.name for agent in settings.agents)}: {os.getpid()}",
+        file=sys.stderr,
+    )
     profile = cProfile.Profile(time.thread_time)  # excludes other threads and processes
     event_loop.run(_serve(settings, profile.enable))
     profile.disable()

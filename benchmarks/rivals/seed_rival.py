@@ -30,19 +30,24 @@ Handle: TypeAlias = Callable[[str, str, Any], Awaitable[None]]
 """Called with a message's id, its reply queue and its content."""
 
 
-class _Post:
+class _BrokerChannel:
     """One connection: a channel for confirmed publishing, and consumers."""
 
-    def __init__(self, connection: AbstractConnection, channel: AbstractChannel, prefix: str) -> None:
+    def __init__(
+        self, connection: AbstractConnection, channel: AbstractChannel, prefix: str
+    ) -> None:
         self._connection, self._channel, self._prefix = connection, channel, prefix
-        self._handling: set[asyncio.Task[None]] = set()
+        self._handler_tasks: set[asyncio.Task[None]] = set()
 
-    async def send(self, queue: str, id_: str, said: Any, reply_to: str = "") -> None:
+    async def send(self, queue: str, id_: str, content: Any, reply_to: str = "") -> None:
         """Publish, and wait for the broker's confirmation."""
         properties = aiormq.spec.Basic.Properties(
-            correlation_id=id_, reply_to=reply_to or None, delivery_mode=2, content_type="application/json"
+            correlation_id=id_,
+            reply_to=reply_to or None,
+            delivery_mode=2,
+            content_type="application/json",
         )
-        body = json.dumps(said).encode()
+        body = json.dumps(content).encode()
         await self._channel.basic_publish(
             body, routing_key=self._prefix + queue, properties=properties, mandatory=True
         )
@@ -51,68 +56,78 @@ class _Post:
         """Handle each message of `queue` in its own task, then ack it."""
         channel, name = await self._connection.channel(), self._prefix + queue
         await channel.basic_qos(prefetch_count=_PREFETCH)
-        await channel.queue_declare(name, durable=True, arguments={"x-queue-type": "quorum", "x-expires": 60_000})
+        await channel.queue_declare(
+            name, durable=True, arguments={"x-queue-type": "quorum", "x-expires": 60_000}
+        )
 
-        async def handled(message: DeliveredMessage) -> None:
+        async def handle_and_ack(message: DeliveredMessage) -> None:
             properties = message.header.properties
-            await handle(str(properties.correlation_id), properties.reply_to or "", json.loads(message.body))
+            await handle(
+                str(properties.correlation_id), properties.reply_to or "", json.loads(message.body)
+            )
             assert message.delivery_tag is not None
             await channel.basic_ack(message.delivery_tag)
 
-        async def received(message: DeliveredMessage) -> None:
-            handling = asyncio.create_task(handled(message))
-            self._handling.add(handling)
-            handling.add_done_callback(self._handling.discard)
+        async def on_message(message: DeliveredMessage) -> None:
+            handler_task = asyncio.create_task(handle_and_ack(message))
+            self._handler_tasks.add(handler_task)
+            handler_task.add_done_callback(self._handler_tasks.discard)
 
-        await channel.basic_consume(name, received)
+        await channel.basic_consume(name, on_message)
 
 
 @asynccontextmanager
-async def _post(options: Namespace) -> AsyncIterator[_Post]:
+async def _open_channel(options: Namespace) -> AsyncIterator[_BrokerChannel]:
     connection = await aiormq.connect(options.amqp_url)
     try:
-        yield _Post(connection, await connection.channel(publisher_confirms=True), options.prefix)
+        yield _BrokerChannel(
+            connection, await connection.channel(publisher_confirms=True), options.prefix
+        )
     finally:
         await connection.close()
 
 
-async def _serve_peer(post: _Post) -> None:
-    async def answer(id_: str, reply_to: str, question: Any) -> None:
-        await post.send(reply_to, id_, job.answer())
+async def _serve_peer(channel_: _BrokerChannel) -> None:
+    async def on_request(id_: str, reply_to: str, question: Any) -> None:
+        await channel_.send(reply_to, id_, job.answer())
 
-    await post.consume("peer", answer)
+    await channel_.consume("peer", on_request)
 
 
-async def _serve_root(post: _Post, store: SeedStore, threads: int) -> None:
+async def _serve_root(channel_: _BrokerChannel, store: SeedStore, threads: int) -> None:
     pool, loop = ThreadPoolExecutor(max(threads, 1)), asyncio.get_running_loop()
 
-    async def done(step: Callable[..., Any], *arguments: Any) -> Any:
+    async def run_step(step: Callable[..., Any], *arguments: Any) -> Any:
         return await loop.run_in_executor(pool, step, *arguments) if threads else step(*arguments)
 
-    async def begin(id_: str, reply_to: str, fan_out: Any) -> None:
+    async def on_request(id_: str, reply_to: str, fan_out: Any) -> None:
         calls = [str(uuid4()) for _ in range(fan_out)]
-        await done(store.checkpoint, id_, reply_to, calls)
-        await asyncio.gather(*[post.send("peer", call, "what do you say?", "root.resp") for call in calls])
+        await run_step(store.checkpoint, id_, reply_to, calls)
+        await asyncio.gather(
+            *[channel_.send("peer", call, "what do you say?", "root.resp") for call in calls]
+        )
 
-    async def answered(id_: str, reply_to: str, answer: Any) -> None:
-        task_id = await done(store.answered, id_, answer)
+    async def on_answer(id_: str, reply_to: str, answer: Any) -> None:
+        task_id = await run_step(store.record_answer, id_, answer)
         if task_id is not None:
-            requester, answers = await done(store.restore, task_id)
-            await post.send(requester, task_id, job.summary(answers))
+            requester, answers = await run_step(store.restore, task_id)
+            await channel_.send(requester, task_id, job.summary(answers))
 
-    await post.consume("root.resp", answered)
-    await post.consume("root", begin)
+    await channel_.consume("root.resp", on_answer)
+    await channel_.consume("root", on_request)
 
 
 async def _replica(options: Namespace) -> None:
     """Serve one role until standard input closes."""
     closed, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_reader(0, closed.set)  # nothing is ever sent, so stdin is readable only when closed
-    async with _post(options) as post:
+    async with _open_channel(options) as channel_:
         if options.role == "root":
-            await _serve_root(post, SeedStore(options.db_url, options.threads), options.threads)
+            await _serve_root(
+                channel_, SeedStore(options.db_url, options.threads), options.threads
+            )
         else:
-            await _serve_peer(post)
+            await _serve_peer(channel_)
         print("ready", flush=True)
         await closed.wait()
         loop.remove_reader(0)
@@ -120,7 +135,13 @@ async def _replica(options: Namespace) -> None:
 
 @asynccontextmanager
 async def _process(options: Namespace, role: str) -> AsyncIterator[None]:
-    command = [sys.executable, "-m", "benchmarks.rivals.seed_rival", options.amqp_url, options.db_url]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.rivals.seed_rival",
+        options.amqp_url,
+        options.db_url,
+    ]
     process = await asyncio.create_subprocess_exec(
         *command,
         *("--role", role, "--prefix", options.prefix, "--threads", str(options.threads)),
@@ -141,18 +162,22 @@ async def _process(options: Namespace, role: str) -> AsyncIterator[None]:
 @asynccontextmanager
 async def running(options: Namespace) -> AsyncIterator[driver.Ask]:
     """Start a root and a peer, and yield a function that runs one job."""
-    waiting: dict[str, asyncio.Future[object]] = {}
+    reply_futures: dict[str, asyncio.Future[object]] = {}
 
-    async def replied(id_: str, reply_to: str, result: Any) -> None:
-        waiting.pop(id_).set_result(result)
+    async def on_reply(id_: str, reply_to: str, result: Any) -> None:
+        reply_futures.pop(id_).set_result(result)
 
-    async with _process(options, "root"), _process(options, "peer"), _post(options) as post:
-        await post.consume("client", replied)
+    async with (
+        _process(options, "root"),
+        _process(options, "peer"),
+        _open_channel(options) as channel_,
+    ):
+        await channel_.consume("client", on_reply)
 
         async def ask(fan_out: int) -> object:
             id_ = str(uuid4())
-            reply = waiting[id_] = asyncio.get_running_loop().create_future()
-            await post.send("root", id_, fan_out, "client")
+            reply = reply_futures[id_] = asyncio.get_running_loop().create_future()
+            await channel_.send("root", id_, fan_out, "client")
             return await reply
 
         yield ask
@@ -160,13 +185,15 @@ async def running(options: Namespace) -> AsyncIterator[driver.Ask]:
 
 def main() -> None:
     """Serve the driver, or one role."""
-    arguments = ArgumentParser()
-    arguments.add_argument("amqp_url")
-    arguments.add_argument("db_url")
-    arguments.add_argument("--role", choices=["root", "peer"])
-    arguments.add_argument("--threads", type=int, default=0, help="threads for transactions; 0 uses the event loop")
-    arguments.add_argument("--prefix", default=f"seed-{uuid4()}.")
-    options = arguments.parse_args()
+    parser = ArgumentParser()
+    parser.add_argument("amqp_url")
+    parser.add_argument("db_url")
+    parser.add_argument("--role", choices=["root", "peer"])
+    parser.add_argument(
+        "--threads", type=int, default=0, help="threads for transactions; 0 uses the event loop"
+    )
+    parser.add_argument("--prefix", default=f"seed-{uuid4()}.")
+    options = parser.parse_args()
     if options.role:
         asyncio.run(_replica(options))
     else:

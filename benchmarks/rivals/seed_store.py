@@ -18,7 +18,9 @@ class SeedStore:
     """Checkpoint, claim, record and restore with the synchronous SQLAlchemy ORM."""
 
     def __init__(self, db_url: str, threads: int) -> None:
-        self._engine = create_engine(make_url(db_url).set(drivername="postgresql+psycopg"), pool_size=max(threads, 1))
+        self._engine = create_engine(
+            make_url(db_url).set(drivername="postgresql+psycopg"), pool_size=max(threads, 1)
+        )
         self._session = sessionmaker(self._engine)
         PausedTask.metadata.create_all(self._engine)
 
@@ -32,17 +34,19 @@ class SeedStore:
         with self._session.begin() as session:
             session.add(_paused(task_id, invocation, requester))
             session.flush()  # the calls reference this row
-            correlation = json.dumps({"task_id": task_id, "invocation_id": invocation, "peer_agent_name": "peer"})
+            correlation = json.dumps(
+                {"task_id": task_id, "invocation_id": invocation, "peer_agent_name": "peer"}
+            )
             session.add_all(
                 PeerSubTask(
-                    sub_task_id=each,
+                    sub_task_id=sub_task_id,
                     logical_task_id=task_id,
                     invocation_id=invocation,
                     correlation_data=correlation,
                     timeout_deadline=now + 600,
                     created_at=now,
                 )
-                for each in sub_task_ids
+                for sub_task_id in sub_task_ids
             )
             session.add(
                 ParallelInvocation(
@@ -54,7 +58,7 @@ class SeedStore:
                 )
             )
 
-    def answered(self, sub_task_id: str, answer: str) -> str | None:
+    def record_answer(self, sub_task_id: str, answer: str) -> str | None:
         """Claim a call, then record its answer, in two transactions.
 
         Returns the task id if this was the task's last answer.
@@ -70,7 +74,11 @@ class SeedStore:
             invocation = session.get_one(ParallelInvocation, key, with_for_update=True)
             invocation.results = json.dumps([*json.loads(invocation.results), answer])
             invocation.completed_count += 1
-            return correlation["task_id"] if invocation.completed_count == invocation.total_expected else None
+            return (
+                correlation["task_id"]
+                if invocation.completed_count == invocation.total_expected
+                else None
+            )
 
     def restore(self, task_id: str) -> tuple[str, list[str]]:
         """The requester and all answers of a task, which is then deleted.

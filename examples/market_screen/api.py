@@ -1,4 +1,4 @@
-"""A service that sells pages on companies: here made up and offline, elsewhere slow and paid for by the request."""
+"""A service that sells company pages: simulated here, slow and paid per request in practice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tickers(count: int) -> list[str]:
 
 async def fetch(ticker: str) -> bytes:
     """The page of a company, as JSON. Each call is on the bill, for ever."""
-    _note(ticker)
+    _add_to_bill(ticker)
     await asyncio.sleep(0.001)  # the time that a network takes
     chance = random.Random(ticker)
     page = {
@@ -34,6 +34,6 @@ async def fetch(ticker: str) -> bytes:
     return json.dumps(page).encode()
 
 
-def _note(ticker: str) -> None:
-    with Path(os.environ[BILL]).open("a", encoding="utf-8") as bill:
-        bill.write(f"{os.getpid()} {ticker}\n")
+def _add_to_bill(ticker: str) -> None:
+    with Path(os.environ[BILL]).open("a", encoding="utf-8") as bill_path:
+        bill_path.write(f"{os.getpid()} {ticker}\n")

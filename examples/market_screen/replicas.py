@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_PATIENCE = 120.0
+_START_TIMEOUT = 120.0
 """Seconds that a replica has to start, or to end."""
 
 
@@ -22,8 +22,8 @@ class Replica:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._started = asyncio.Event()
-        self._last_words: deque[str] = deque(maxlen=20)
-        self._listening = asyncio.create_task(self._listen())
+        self._last_output: deque[str] = deque(maxlen=20)
+        self._listener = asyncio.create_task(self._listen())
 
     @property
     def pid(self) -> int:
@@ -45,8 +45,8 @@ class Replica:
             )
         )
         try:
-            async with asyncio.timeout(_PATIENCE):
-                await replica._serves()
+            async with asyncio.timeout(_START_TIMEOUT):
+                await replica._wait_until_serving()
             yield replica
         finally:
             await replica._close()
@@ -56,17 +56,17 @@ class Replica:
         self._process.kill()
         await self._process.wait()
 
-    async def _serves(self) -> None:
+    async def _wait_until_serving(self) -> None:
         started = asyncio.create_task(self._started.wait())
-        await asyncio.wait({started, self._listening}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({started, self._listener}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
         if not self._started.is_set():
-            raise RuntimeError("a replica did not start:\n" + "".join(self._last_words))
+            raise RuntimeError("a replica did not start:\n" + "".join(self._last_output))
 
     async def _listen(self) -> None:
         assert self._process.stderr is not None
         async for line in self._process.stderr:
-            self._last_words.append(line.decode(errors="replace"))
+            self._last_output.append(line.decode(errors="replace"))
             if line.startswith(b"{") and json.loads(line).get("step") == "started":
                 self._started.set()
 
@@ -74,9 +74,9 @@ class Replica:
         if self._process.returncode is None:
             self._process.terminate()
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(_START_TIMEOUT):
                 await self._process.wait()
         finally:
             if self._process.returncode is None:
                 await self.kill()
-            await self._listening
+            await self._listener

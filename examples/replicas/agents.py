@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from pydantic import BaseModel
 
-from meshpoint import Failed, Peer, TaskExecutionContext, agent
+from meshpoint import Ok, Peer, TaskExecutionContext, agent
 
 
 class Trip(BaseModel):
@@ -25,12 +25,12 @@ ask_weather = Peer("weather", Trip, str, timeout=timedelta(seconds=30))
 
 @agent("travel", version="1")
 async def travel(ctx: TaskExecutionContext, trip: Trip) -> Itinerary:
-    """Asks both peers; while they work, the task is a row that any replica may go on with."""
-    flight, forecast = await ctx.gather(ask_flights(trip), ask_weather(trip), return_errors=True)
+    """Ask both peers. While they work, the task is a row that any replica can resume."""
+    flight, forecast = await ctx.gather_outcomes(ask_flights(trip), ask_weather(trip))
     return Itinerary(
         city=trip.city,
-        flight=None if isinstance(flight, Failed) else flight,
-        forecast=None if isinstance(forecast, Failed) else forecast,
+        flight=flight.value if isinstance(flight, Ok) else None,
+        forecast=forecast.value if isinstance(forecast, Ok) else None,
     )
 
 

@@ -1,7 +1,7 @@
-"""Three analysts of one stock, each with its subtasks, and the peer whom one of them asks.
+"""Three analysts of one stock, each with its own subtasks, and a peer with company data.
 
-A subtask runs once: its deliverable is in the database before the next one begins, and an analysis that failed
-goes on behind it.
+A subtask runs once: its deliverable is stored before the next one begins, so a failed analysis
+resumes after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Analysis(BaseModel):
     ticker: str
 
 
-# ── the figures of other companies ─────────────────────────────────────────────────────────────────
+# ── the figures of other companies ───────────────────────────────────────────────────────────────
 
 
 class Ratios(BaseModel):
@@ -57,11 +57,11 @@ async def company_data(ctx: TaskExecutionContext, ticker: str) -> Ratios:
 ask_company = Peer("company_data", str, Ratios)
 
 
-# ── financial analyst ──────────────────────────────────────────────────────────────────────────────
+# ── financial analyst ────────────────────────────────────────────────────────────────────────────
 
 
 class Compared(BaseModel):
-    """One ratio beside those of the peers. `rank` is 1 for the best."""
+    """One ratio and the ratios of the peers. `rank` is 1 for the best."""
 
     value: float
     median_of_peers: float
@@ -84,7 +84,9 @@ async def financial_analyst(ctx: TaskExecutionContext, analysis: Analysis) -> Fi
     ctx.subject = analysis.ticker
     statements = await ctx.subtask("10k_parsing", parse_10k, analysis.ticker)
     ratios = await ctx.subtask("ratio_calculation", calculate_ratios, statements)
-    comparison = await ctx.subtask("peer_comparison", compare_with_peers, ctx, analysis.ticker, ratios)
+    comparison = await ctx.subtask(
+        "peer_comparison", compare_with_peers, ctx, analysis.ticker, ratios
+    )
     red_flags = await ctx.subtask("red_flag_detection", detect_red_flags, statements, comparison)
     return FinancialReport(ratios=ratios, comparison=comparison, red_flags=red_flags)
 
@@ -100,33 +102,50 @@ async def calculate_ratios(statements: list[Statement]) -> Ratios:
 
 
 @counted("peer_comparison")
-async def compare_with_peers(ctx: TaskExecutionContext, ticker: str, ratios: Ratios) -> dict[str, Compared]:
+async def compare_with_peers(
+    ctx: TaskExecutionContext, ticker: str, ratios: Ratios
+) -> dict[str, Compared]:
     """Asks for all peers at once. While they answer, the analysis is a row in the database."""
     peers = await ctx.gather(*[ask_company(peer) for peer in market_of(ticker).peers])
     comparison = {}
     for name, value in ratios:
-        others = [getattr(peer, name) for peer in peers]
-        better = [other for other in others if (other < value if name == "debt_to_equity" else other > value)]
+        peer_values = [getattr(peer, name) for peer in peers]
+        better = [
+            peer_value
+            for peer_value in peer_values
+            if (peer_value < value if name == "debt_to_equity" else peer_value > value)
+        ]
         comparison[name] = Compared(
-            value=value, median_of_peers=median(others), rank=1 + len(better), of=1 + len(others)
+            value=value,
+            median_of_peers=median(peer_values),
+            rank=1 + len(better),
+            of=1 + len(peer_values),
         )
     return comparison
 
 
 @counted("red_flag_detection")
-async def detect_red_flags(statements: list[Statement], comparison: dict[str, Compared]) -> list[str]:
+async def detect_red_flags(
+    statements: list[Statement], comparison: dict[str, Compared]
+) -> list[str]:
     before, last = statements[-2:]
-    sales, receivables = last.revenue / before.revenue - 1, last.receivables / before.receivables - 1
+    sales, receivables = (
+        last.revenue / before.revenue - 1,
+        last.receivables / before.receivables - 1,
+    )
     flags = {
         f"receivables grew by {receivables:.0%}, sales by {sales:.0%}": receivables > 1.5 * sales,
-        f"goodwill is {last.goodwill / last.equity:.0%} of equity": last.goodwill > 0.4 * last.equity,
-        f"earnings of {last.net_income:.0f} are not matched by cash": last.operating_cash_flow < last.net_income,
-        "more debt than any peer": comparison["debt_to_equity"].rank == comparison["debt_to_equity"].of,
+        f"goodwill is {last.goodwill / last.equity:.0%} of equity": last.goodwill
+        > 0.4 * last.equity,
+        f"earnings of {last.net_income:.0f} are not matched by cash": last.operating_cash_flow
+        < last.net_income,
+        "more debt than any peer": comparison["debt_to_equity"].rank
+        == comparison["debt_to_equity"].of,
     }
     return [flag for flag, raised in flags.items() if raised]
 
 
-# ── strategy analyst ───────────────────────────────────────────────────────────────────────────────
+# ── strategy analyst ─────────────────────────────────────────────────────────────────────────────
 
 
 class ReviewedDeal(BaseModel):
@@ -160,8 +179,12 @@ async def strategy_analyst(ctx: TaskExecutionContext, analysis: Analysis) -> Str
     returns = await ctx.subtask("historical_roi", calculate_returns, analysis.ticker)
     deals = await ctx.subtask("ma_review", review_deals, ctx, analysis.ticker)
     compensation = await ctx.subtask("mgmt_compensation", review_compensation, analysis.ticker)
-    score = await ctx.subtask("capital_allocation_scoring", score_allocation, returns, deals, compensation)
-    return StrategyReport(returns_on_capital=returns, deals=deals, compensation=compensation, score=score)
+    score = await ctx.subtask(
+        "capital_allocation_scoring", score_allocation, returns, deals, compensation
+    )
+    return StrategyReport(
+        returns_on_capital=returns, deals=deals, compensation=compensation, score=score
+    )
 
 
 @counted("historical_roi")
@@ -172,7 +195,7 @@ async def calculate_returns(ticker: str) -> dict[int, float]:
 
 @counted("ma_review")
 async def review_deals(ctx: TaskExecutionContext, ticker: str) -> list[ReviewedDeal]:
-    """Keeps each deal that it has paid a request for, so that nothing is asked twice when the limit comes."""
+    """Records each paid deal, so that none is requested twice after a rate limit."""
     known = [Deal.model_validate(deal) for deal in ctx.saved_progress or []]
     for name in deal_service.deals_of(ticker)[len(known) :]:
         known.append(await deal_service.deal(name))
@@ -199,8 +222,10 @@ async def review_compensation(ticker: str) -> Compensation:
 
 
 @counted("capital_allocation_scoring")
-async def score_allocation(returns: dict[int, float], deals: list[ReviewedDeal], compensation: Compensation) -> int:
-    """40 points for the level of returns, 20 for their trend, 25 for acquisitions, 15 for incentives."""
+async def score_allocation(
+    returns: dict[int, float], deals: list[ReviewedDeal], compensation: Compensation
+) -> int:
+    """40 points for the returns, 20 for their trend, 25 for acquisitions, 15 for incentives."""
     series = [returns[year] for year in sorted(returns)]
     level = min(mean(series) / 0.20, 1)
     trend = min(max(0.5 + 10 * (mean(series[-3:]) - mean(series[:3])), 0), 1)
@@ -210,7 +235,7 @@ async def score_allocation(returns: dict[int, float], deals: list[ReviewedDeal],
     return round(40 * level + 20 * trend + 25 * good_deals + 15 * incentives)
 
 
-# ── valuation agent ────────────────────────────────────────────────────────────────────────────────
+# ── valuation agent ──────────────────────────────────────────────────────────────────────────────
 
 
 class Assumptions(BaseModel):
@@ -231,7 +256,10 @@ class CostOfCapital(BaseModel):
 
 
 class Valuation(BaseModel):
-    """Per share. `scenarios`: by change of the cost of capital, and by change of long-term growth."""
+    """Per share.
+
+    `scenarios`: by change of the cost of capital, and by change of long-term growth.
+    """
 
     price: float
     value: float
@@ -262,17 +290,25 @@ async def valuation_agent(ctx: TaskExecutionContext, analysis: Analysis) -> Valu
     ctx.subject = analysis.ticker
     last, market = statements_of(analysis.ticker)[-1], market_of(analysis.ticker)
     assumptions = await ctx.subtask("dcf_assumptions", assume, analysis.ticker, market)
-    cash_flows = await ctx.subtask("cash_flow_projection", project_cash_flows, assumptions, last.revenue)
-    cost = await ctx.subtask("wacc_calculation", calculate_wacc, market, last.debt, assumptions.tax_rate)
-    terminal = await ctx.subtask("terminal_value", value_at_the_end, cash_flows, cost.wacc, market.long_term_growth)
-    scenarios = await ctx.subtask("sensitivity_analysis", vary, cash_flows, cost.wacc, market, last)
+    cash_flows = await ctx.subtask(
+        "cash_flow_projection", project_cash_flows, assumptions, last.revenue
+    )
+    cost = await ctx.subtask(
+        "wacc_calculation", calculate_wacc, market, last.debt, assumptions.tax_rate
+    )
+    terminal = await ctx.subtask(
+        "terminal_value", value_at_the_end, cash_flows, cost.wacc, market.long_term_growth
+    )
+    scenarios = await ctx.subtask(
+        "sensitivity_analysis", vary, cash_flows, cost.wacc, market, last
+    )
     value = value_per_share(cash_flows, terminal, cost.wacc, market, last)
     return Valuation(price=market.price, value=value, cost_of_capital=cost, scenarios=scenarios)
 
 
 @counted("dcf_assumptions")
 async def assume(ticker: str, market: Market) -> Assumptions:
-    """Growth fades from that of the last three years to the long-term one."""
+    """Growth fades from the rate of the last three years to the long-term rate."""
     statements = statements_of(ticker)[-4:]
     first, last, years = statements[0], statements[-1], len(statements) - 1
     growth = (last.revenue / first.revenue) ** (1 / years) - 1
@@ -312,12 +348,18 @@ async def value_at_the_end(cash_flows: list[float], wacc: float, growth: float) 
 
 
 @counted("sensitivity_analysis")
-async def vary(cash_flows: list[float], wacc: float, market: Market, last: Statement) -> dict[str, dict[str, float]]:
+async def vary(
+    cash_flows: list[float], wacc: float, market: Market, last: Statement
+) -> dict[str, dict[str, float]]:
     def value(more_cost: float, more_growth: float) -> float:
         cost, growth = wacc + more_cost, market.long_term_growth + more_growth
-        return value_per_share(cash_flows, perpetuity(cash_flows[-1], cost, growth), cost, market, last)
+        return value_per_share(
+            cash_flows, perpetuity(cash_flows[-1], cost, growth), cost, market, last
+        )
 
-    return {f"{cost:+.1%}": {f"{more:+.1%}": value(cost, more) for more in _STEPS} for cost in _STEPS}
+    return {
+        f"{cost:+.1%}": {f"{more:+.1%}": value(cost, more) for more in _STEPS} for cost in _STEPS
+    }
 
 
 _STEPS = (-0.005, 0.0, 0.005)
@@ -328,7 +370,9 @@ def perpetuity(cash_flow: float, wacc: float, growth: float) -> float:
     return cash_flow * (1 + growth) / (wacc - growth)
 
 
-def value_per_share(cash_flows: list[float], terminal: float, wacc: float, market: Market, last: Statement) -> float:
+def value_per_share(
+    cash_flows: list[float], terminal: float, wacc: float, market: Market, last: Statement
+) -> float:
     discounted = [cash_flow / (1 + wacc) ** year for year, cash_flow in enumerate(cash_flows, 1)]
     company = sum(discounted) + terminal / (1 + wacc) ** len(cash_flows)
     return (company - last.debt + last.cash) / market.shares

@@ -1,4 +1,4 @@
-"""Which code really ran: told by the code itself, and not by Meshpoint."""
+"""Which code really ran, recorded by the code itself rather than by Meshpoint."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 listeners: list[Callable[[str, str], None]] = []
-"""Each hears the name of a subtask and "began" or "completed"."""
+"""Each is called with the name of a subtask and "began" or "completed"."""
 
 
 def counted(subtask: str) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Awaitable[T]]]:
-    """Tell the listeners when the code of a subtask begins, and when it has come to its end."""
+    """Call the listeners when the code of a subtask begins and when it completes."""
 
     def decorate(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         @wraps(function)
         async def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            _tell(subtask, "began")
+            _notify(subtask, "began")
             deliverable = await function(*args, **kwargs)
-            _tell(subtask, "completed")
+            _notify(subtask, "completed")
             return deliverable
 
         return run
@@ -29,6 +29,6 @@ def counted(subtask: str) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, A
     return decorate
 
 
-def _tell(subtask: str, what: str) -> None:
+def _notify(subtask: str, event: str) -> None:
     for listener in listeners:
-        listener(subtask, what)
+        listener(subtask, event)

@@ -61,7 +61,7 @@ class Market(BaseModel):
 
 
 class Proxy(BaseModel):
-    """How the management is paid: millions by year, and fractions of the variable part by what they depend on."""
+    """Management pay: millions by year, and the fractions of the variable part by metric."""
 
     chief_executive_pay: dict[int, float]
     share_of_pay_tied_to: dict[str, float]
@@ -89,11 +89,11 @@ class DealService:
     def __init__(self, quota: int) -> None:
         self.quota = quota
         self.answered = self.refused = 0
-        self._left = quota
+        self._remaining = quota
 
-    def an_hour_passes(self) -> None:
+    def reset_quota(self) -> None:
         """The quota counts from zero again."""
-        self._left = self.quota
+        self._remaining = self.quota
 
     def deals_of(self, ticker: str) -> list[str]:
         """Names of deals, from a public register: without a limit."""
@@ -105,13 +105,15 @@ class DealService:
         Raises:
             RateLimited: the quota is used up.
         """
-        if self._left == 0:
+        if self._remaining == 0:
             self.refused += 1
             raise RateLimited(f"429 Too Many Requests: {self.quota} an hour")
-        self._left -= 1
+        self._remaining -= 1
         self.answered += 1
         ticker = name.partition("-")[0]
-        return next(Deal.model_validate(each) for each in _read("deals")[ticker] if each["deal"] == name)
+        return next(
+            Deal.model_validate(entry) for entry in _read("deals")[ticker] if entry["deal"] == name
+        )
 
 
 deal_service = DealService(quota=3)
@@ -145,7 +147,10 @@ def statements_of(ticker: str) -> list[Statement]:
     """
     filing = _read(f"10-k-{ticker.lower()}")
     years = [
-        Statement(year=year, **{name: filing["facts"][concept][index] for name, concept in _CONCEPTS.items()})
+        Statement(
+            year=year,
+            **{name: filing["facts"][concept][index] for name, concept in _CONCEPTS.items()},
+        )
         for index, year in enumerate(filing["fiscal_years"])
     ]
     for each in years:

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 
 class Day(NamedTuple):
-    """Features are earlier returns, scaled to about 1; `move` is the return that a strategy wants to foresee."""
+    """One day: `features` are earlier returns, scaled to about 1, that predict `next_return`."""
 
     features: tuple[float, ...]
-    move: float
+    next_return: float
 
 
-def moves() -> list[float]:
+def daily_returns() -> list[float]:
     """The return of each day."""
     text = (Path(__file__).parent / "data" / "prices.json").read_text(encoding="utf-8")
     closes = json.loads(text)["closes"]
@@ -24,7 +24,7 @@ def moves() -> list[float]:
 
 
 def correlation(series: list[float], lag: int) -> float:
-    """How much a day's return tells of the one `lag` days later."""
+    """Correlation of a day's return with the return `lag` days later."""
     pairs = list(zip(series, series[lag:], strict=False))
     earlier, later = mean(a for a, _ in pairs), mean(b for _, b in pairs)
     common = mean((a - earlier) * (b - later) for a, b in pairs)
@@ -33,7 +33,7 @@ def correlation(series: list[float], lag: int) -> float:
 
 def days(lags: list[int], scale: float) -> list[Day]:
     """Every day on which all lags are known."""
-    series = moves()
+    series = daily_returns()
     return [
         Day((1.0, *(series[index - lag] / scale for lag in lags)), series[index])
         for index in range(max(lags), len(series))

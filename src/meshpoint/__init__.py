@@ -6,8 +6,7 @@ from meshpoint._version import __version__
 from meshpoint.agents.entrypoint import load_agent
 from meshpoint.agents.function import FunctionAgent, agent
 from meshpoint.agents.peer import Peer, PeerCall
-from meshpoint.agents.replies import Replies
-from meshpoint.agents.stateful import StatefulAgent
+from meshpoint.agents.stateful import Replies, StatefulAgent
 from meshpoint.errors import (
     AgentFailed,
     AgentMisbehaved,
@@ -31,9 +30,11 @@ from meshpoint.errors import (
     ResumeRefused,
     SubtaskRefused,
 )
-from meshpoint.model.agent_memory import AgentMemory, MemoryRecovery, MemorySource
+from meshpoint.model.agent_memory import AgentMemory
 from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Call, Done, Join, Paused
 from meshpoint.model.context import A2AContext, TaskExecutionContext
+from meshpoint.model.log_context import LogContextFilter
+from meshpoint.model.memory import MemoryRecovery, MemorySource
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
 from meshpoint.model.secrets import Secret
 from meshpoint.model.subtasks import SubtaskProgress
@@ -64,6 +65,7 @@ __all__ = [
     "InvalidInput",
     "InvalidOutput",
     "Join",
+    "LogContextFilter",
     "MemoryLost",
     "MemoryRecovery",
     "MemoryRefused",

@@ -13,25 +13,26 @@ from typing import Self
 from pydantic import JsonValue
 
 from meshpoint.errors import MeshpointError, PoisonMessage, QueueFull
-from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse
-from meshpoint.model.calls import LONGEST
+from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse_body
+from meshpoint.model.calls import MAX_DURATION
 from meshpoint.model.envelopes import cancel_message, fingerprint
-from meshpoint.model.ids import AgentName, ReplicaId, TaskId, agent_name, new_id
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
 from meshpoint.model.json_values import check_json
 from meshpoint.model.messages import (
-    MOST_SHARDS,
+    MAX_SHARDS,
     Header,
     HeaderValue,
     Message,
     MessageType,
-    private_of,
-    requests_of,
-    responses_of,
-    shard_for,
-    shard_of,
+    private_queue,
+    request_queue,
+    request_shard,
+    response_queue,
+    shard_for_sender,
+    validate_agent_name,
 )
 from meshpoint.model.outcomes import Outcome, encode_outcome
-from meshpoint.ports.broker import Broker, Delivery, Published, Subscription
+from meshpoint.ports.broker import Broker, Delivery, PublishResult
 
 _SHARD_CACHE_SECONDS = 300.0
 """Seconds. RabbitMQ logs an error for each lookup of a missing queue, so lookups are cached."""
@@ -43,7 +44,10 @@ class UnknownAgent(MeshpointError):
     """No replica of the agent has ever declared its queues in this namespace."""
 
     def __init__(self, agent: str) -> None:
-        fix = "start one with `meshpoint run`, or correct the agent's name, the broker or the namespace"
+        fix = (
+            "start one with `meshpoint run`, "
+            "or correct the agent's name, the broker or the namespace"
+        )
         super().__init__(f"no agent {agent!r} in this mesh: {fix}")
 
 
@@ -66,16 +70,16 @@ class ShardCounts:
 
     async def count(self, agent: AgentName) -> int:
         """Return the number of request queues of `agent`, at least 1."""
-        if (count := self._cached(agent)) is None:
-            async with self._lookup_lock:
-                if (count := self._cached(agent)) is None:
-                    count = await self._query_broker(agent)
-                    self._counts[agent] = count, asyncio.get_running_loop().time() + _SHARD_CACHE_SECONDS
+        now = asyncio.get_running_loop().time
+        count, expires_at = self._counts.get(agent, (1, 0.0))
+        if expires_at > now():
+            return count
+        async with self._lookup_lock:  # another request may have looked it up meanwhile
+            count, expires_at = self._counts.get(agent, (1, 0.0))
+            if expires_at <= now():
+                count = await self._query_broker(agent)
+                self._counts[agent] = count, now() + _SHARD_CACHE_SECONDS
         return count
-
-    def _cached(self, agent: AgentName) -> int | None:
-        count, expires_at = self._counts.get(agent, (None, 0.0))
-        return count if expires_at > asyncio.get_running_loop().time() else None
 
     def invalidate(self, agent: AgentName) -> None:
         """Query the broker again before the next request."""
@@ -83,7 +87,10 @@ class ShardCounts:
 
     async def _query_broker(self, agent: AgentName) -> int:
         number = 1
-        while number < MOST_SHARDS and await self._broker.depth(shard_of(agent, number)) is not None:
+        while (
+            number < MAX_SHARDS
+            and await self._broker.depth(request_shard(agent, number)) is not None
+        ):
             number += 1
         return number
 
@@ -114,14 +121,14 @@ class Client:
 
     def __init__(self, broker: Broker, name: str = "client") -> None:
         self._broker = broker
-        self._name: AgentName = agent_name(name)
+        self._name: AgentName = validate_agent_name(name)
         self._id = ReplicaId(new_id())
+        self._reply_to = private_queue(self._name, self._id)
         self._pending: dict[TaskId, asyncio.Future[Reply]] = {}
         self._agents: dict[TaskId, str] = {}
         self._received_replies: dict[TaskId, _ReceivedReply] = {}  # up to _MAX_KEPT_REPLIES
         self._shards = ShardCounts(broker)
         self._request_fingerprints: dict[TaskId, str] = {}
-        self._subscription: Subscription | None = None
         self._ack_tasks: set[asyncio.Task[bool]] = set()
         self.duplicates = 0
         self.conflicts = 0
@@ -130,16 +137,17 @@ class Client:
         try:
             await self._broker.open()
             await self._broker.declare(self._name, self._id)
-            self._subscription = await self._broker.consume(
-                private_of(self._name, self._id), 100, self._handle_delivery
-            )
+            await self._broker.consume(self._reply_to, 100, self._handle_delivery)
         except BaseException:
             await self._broker.close()
             raise
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await asyncio.gather(*self._ack_tasks, return_exceptions=True)
         await self._broker.close()
@@ -164,30 +172,30 @@ class Client:
             BrokerUnavailable: The broker did not accept the request. Sending again with the same
                 `task_id` is safe.
         """
-        name = agent_name(agent)
+        name = validate_agent_name(agent)
         task_id = task_id or TaskId(new_id())
         reply = self.expect(agent, task_id)
         request = self.request(input_, task_id, timeout=timeout, context_id=context_id)
-        match await self._publish(name, request):
-            case Published.ACCEPTED:
-                return reply
-            case Published.UNROUTABLE:
-                raise UnknownAgent(agent)
-            case Published.OVERLOADED:
-                raise QueueFull(f"the request queue of agent {agent!r} is full; try again later")
-            case Published.REJECTED:
-                raise ValueError(f"the request to agent {agent!r} is larger than the broker accepts")
-
-    async def _publish(self, agent: AgentName, request: Message) -> Published:
-        """Publish to the agent's request queue for this client."""
-        address = shard_for(agent, self._name, await self._shards.count(agent))
+        address = shard_for_sender(name, self._name, await self._shards.count(name))
         (result,) = await self._broker.publish([(address, request)])
-        if result is Published.UNROUTABLE and address != requests_of(agent):
-            self._shards.invalidate(agent)
-            (result,) = await self._broker.publish([(requests_of(agent), request)])
-        return result
+        if result is PublishResult.UNROUTABLE and address != request_queue(name):
+            self._shards.invalidate(name)
+            (result,) = await self._broker.publish([(request_queue(name), request)])
+        match result:
+            case PublishResult.ACCEPTED:
+                return reply
+            case PublishResult.UNROUTABLE:
+                raise UnknownAgent(agent)
+            case PublishResult.OVERLOADED:
+                raise QueueFull(f"the request queue of agent {agent!r} is full; try again later")
+            case PublishResult.REJECTED:
+                raise ValueError(
+                    f"the request to agent {agent!r} is larger than the broker accepts"
+                )
 
-    async def ask(self, agent: str, input_: JsonValue, *, timeout: timedelta | None = None) -> Outcome:
+    async def ask(
+        self, agent: str, input_: JsonValue, *, timeout: timedelta | None = None
+    ) -> Outcome:
         """Send a request and wait for its outcome.
 
         Raises:
@@ -204,7 +212,7 @@ class Client:
         For requests that are built with `request` and sent by other means.
         """
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._pending[task_id], self._agents[task_id] = reply, agent_name(agent)
+        self._pending[task_id], self._agents[task_id] = reply, validate_agent_name(agent)
         self._received_replies.pop(task_id, None)
         reply.add_done_callback(partial(self._discard_pending, task_id))
         return reply
@@ -221,9 +229,12 @@ class Client:
         Raises:
             UnknownAgent: No replica has ever served `agent` in this namespace.
         """
-        envelope = (responses_of(agent_name(agent)), cancel_message(self._name, task_id))
+        envelope = (
+            response_queue(validate_agent_name(agent)),
+            cancel_message(self._name, task_id),
+        )
         (result,) = await self._broker.publish([envelope])
-        if result is Published.UNROUTABLE:
+        if result is PublishResult.UNROUTABLE:
             raise UnknownAgent(agent)
 
     def request(
@@ -249,7 +260,7 @@ class Client:
         )
         headers: dict[str, HeaderValue] = {Header.CALL_DEPTH.value: 0}
         if timeout is not None:
-            if timeout > LONGEST:
+            if timeout > MAX_DURATION:
                 raise ValueError(f"timeout is {timeout}; the maximum is ten years")
             headers[Header.DEADLINE.value] = (datetime.now(UTC) + timeout).timestamp()
         message = Message(
@@ -258,7 +269,7 @@ class Client:
             message_id=task_id,
             correlation_id=task_id,
             app_id=self._name,
-            reply_to=private_of(self._name, self._id),
+            reply_to=self._reply_to,
             headers=headers,
             timestamp=datetime.now(UTC),
         )
@@ -271,30 +282,30 @@ class Client:
             task_id = TaskId(message.correlation_id)
             if (received := self._received_replies.get(task_id)) is not None:
                 self._count_repeated(received, message)
-            elif (reply := self._pending.get(task_id)) is not None and message.app_id == self._agents[task_id]:
+            elif (
+                reply := self._pending.get(task_id)
+            ) is not None and message.app_id == self._agents[task_id]:
                 self._resolve(reply, task_id, message)
         ack_task = asyncio.ensure_future(delivery.ack())
         self._ack_tasks.add(ack_task)
         ack_task.add_done_callback(self._ack_tasks.discard)
 
     def _resolve(self, reply: asyncio.Future[Reply], task_id: TaskId, message: Message) -> None:
-        request_fingerprint = self._request_fingerprints.get(task_id)
         if reply.done():
             return  # the caller has given up
+        request_fingerprint = self._request_fingerprints.get(task_id)
+        digest: bytes | None = None
         try:
-            body = parse(ResponseBody, message.body)
-            if request_fingerprint is not None and body.refuses not in {None, request_fingerprint}:
-                return  # it refuses another sender's request with the same id
-            outcome = body.outcome()
+            outcome = _read_outcome(message, request_fingerprint)
+            if outcome is None:
+                return
+            reply.set_result(Reply(task_id, outcome, message.app_id))
+            digest = _digest(outcome)
         except PoisonMessage as error:
             reply.set_exception(error)
-            self._record_reply(task_id, _ReceivedReply(message.app_id, request_fingerprint, None))
-            return
-        reply.set_result(Reply(task_id, outcome, message.app_id))
-        self._record_reply(task_id, _ReceivedReply(message.app_id, request_fingerprint, _digest(outcome)))
-
-    def _record_reply(self, task_id: TaskId, received: _ReceivedReply) -> None:
-        self._received_replies[task_id] = received
+        self._received_replies[task_id] = _ReceivedReply(
+            message.app_id, request_fingerprint, digest
+        )
         if len(self._received_replies) > _MAX_KEPT_REPLIES:
             del self._received_replies[next(iter(self._received_replies))]
 
@@ -302,14 +313,27 @@ class Client:
         if message.app_id != received.agent:
             return
         try:
-            body = parse(ResponseBody, message.body)
-            if received.request_fingerprint is not None and body.refuses not in {None, received.request_fingerprint}:
-                return
-            differs = received.digest is not None and _digest(body.outcome()) != received.digest
+            outcome = _read_outcome(message, received.request_fingerprint)
         except PoisonMessage:
             return
-        self.conflicts += differs
-        self.duplicates += not differs
+        if outcome is not None:
+            differs = received.digest is not None and _digest(outcome) != received.digest
+            self.conflicts += differs
+            self.duplicates += not differs
+
+
+def _read_outcome(response: Message, request_fingerprint: str | None) -> Outcome | None:
+    """The outcome in `response`.
+
+    Returns `None` if it refuses another sender's request with the same id.
+    """
+    body = parse_body(ResponseBody, response.body)
+    if request_fingerprint is not None and body.refused_fingerprint not in {
+        None,
+        request_fingerprint,
+    }:
+        return None
+    return body.outcome()
 
 
 def _digest(outcome: Outcome) -> bytes:

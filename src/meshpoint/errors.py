@@ -13,7 +13,8 @@
     │       └── MemoryLost      stored keys were lost: recover them from the last checkpoint
     ├── MemoryFenced            stop: another run of the task owns its working memory
     ├── CheckpointError
-    │   └── IncompatibleState   release the task to another replica; park it after a limit
+    │   └── IncompatibleState   park the task until another version of the agent continues it
+    │       └── ReplayMismatch  a function agent made other calls than the recorded ones
     ├── ResumeRefused           an operation cannot be resumed: one class for each reason
     ├── SessionLocked           another process runs this session of `meshpoint exec`: says which
     └── AgentFailed             answer with the error, then ack
@@ -24,8 +25,7 @@
         ├── ConsistencyError    no copy of the working memory matches the checkpoint: names keys
         ├── SubtaskFailed       a subtask failed, and the agent's code did not handle it
         ├── SubtaskRefused      a subtask cannot be recorded: its name, inputs or deliverable
-        ├── PeerFailed          a peer call has no result, and the agent's code did not handle it
-        └── ReplayMismatch      a function agent made other calls than the recorded ones
+        └── PeerFailed          a peer call has no result, and the agent's code did not handle it
 
     NotJson(ValueError)         a value that a checkpoint cannot store, refused when it is set
 
@@ -57,7 +57,8 @@ class ConfigurationError(MeshpointError):
 
     def __init__(self, key: str, problem: str, fix: str) -> None:
         key, problem = (
-            text if len(text) <= _MAX_PART_LENGTH else f"{text[:_MAX_PART_LENGTH]}…" for text in (key, problem)
+            text if len(text) <= _MAX_PART_LENGTH else f"{text[:_MAX_PART_LENGTH]}…"
+            for text in (key, problem)
         )
         super().__init__(f"{key}: {problem}; {fix}")
         self.key, self.problem, self.fix = key, problem, fix
@@ -119,7 +120,18 @@ class CheckpointError(MeshpointError):
 
 
 class IncompatibleState(CheckpointError):
-    """This version of the agent cannot read the state. A replica with another version may."""
+    """This version of the agent cannot continue the task. Another version may.
+
+    `reason` is shown to operators. The error's text also has the `hint` for the agent's author.
+    """
+
+    def __init__(self, reason: str = "", hint: str = "") -> None:
+        super().__init__(f"{reason}; {hint}" if hint else reason)
+        self.reason = reason
+
+
+class ReplayMismatch(IncompatibleState):
+    """On resume, a function agent made another call than the recorded one."""
 
 
 class ResumeRefused(MeshpointError):
@@ -194,7 +206,12 @@ class ConsistencyError(AgentFailed):
     """
 
     def __init__(
-        self, summary: str, *, missing: Sequence[str] = (), extra: Sequence[str] = (), changed: Sequence[str] = ()
+        self,
+        summary: str,
+        *,
+        missing: Sequence[str] = (),
+        extra: Sequence[str] = (),
+        changed: Sequence[str] = (),
     ) -> None:
         kinds = {"missing": missing, "extra": extra, "changed": changed}
         found = [f"{kind}: {_format_keys(keys)}" for kind, keys in kinds.items() if keys]
@@ -218,7 +235,7 @@ class SubtaskFailed(AgentFailed):
     """A subtask failed in an earlier run of this attempt, and its error cannot be recreated."""
 
 
-class FailureLike(Protocol):
+class _FailureLike(Protocol):
     """The attributes of a `Failed` that `PeerFailed` needs."""
 
     @property
@@ -234,13 +251,9 @@ class PeerFailed(AgentFailed):
     `outcome` is its `Failed`: branch on `outcome.kind`, show `outcome.message` to people.
     """
 
-    def __init__(self, peer: str, outcome: FailureLike) -> None:
+    def __init__(self, peer: str, outcome: _FailureLike) -> None:
         super().__init__(f"peer {peer!r}: {outcome.kind}: {outcome.message}")
         self.peer, self.outcome = peer, outcome
-
-
-class ReplayMismatch(AgentFailed):
-    """On resume, a function agent made another call than the recorded one."""
 
 
 class NotJson(MeshpointError, ValueError):

@@ -16,17 +16,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from meshpoint.engine.containment import EXITS, from_outside, in_agent_code
-from meshpoint.model.error_text import described
+from meshpoint.engine.containment import EXITS, in_agent_code, is_user_interrupt
+from meshpoint.model.error_text import describe_exception
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _GC_THRESHOLDS = (10_000, 20, 50)
 
 log = logging.getLogger("meshpoint.run")
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, _T]) -> _T:
     """Run `main` as `asyncio.run` does, and return its result."""
     before = gc.get_threshold()
     gc.collect()
@@ -67,9 +67,13 @@ def _resilient_loop(loop_class: Any) -> Callable[[], asyncio.AbstractEventLoop]:
                 try:
                     return super().run_forever()  # type: ignore[no-any-return]
                 except EXITS as error:
-                    if from_outside(error) or self._main_future is None or self._main_future.done():
+                    if (
+                        is_user_interrupt(error)
+                        or self._main_future is None
+                        or self._main_future.done()
+                    ):
                         raise
-                    log.warning("a callback raised %s", described(error), exc_info=True)
+                    log.warning("a callback raised %s", describe_exception(error), exc_info=True)
                     if self.on_restart is not None:
                         self.call_soon(self.on_restart)
 

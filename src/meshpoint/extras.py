@@ -36,15 +36,23 @@ class Feature:
         for module, library in self.libraries.items():
             if find_spec(module) is None:
                 raise ConfigurationError(
-                    key, f"{self.name} needs the package {library}", f"run: pip install 'meshpoint[{self.extra}]'"
+                    key,
+                    f"{self.name} needs the package {library}",
+                    f"run: pip install 'meshpoint[{self.extra}]'",
                 )
 
 
 RABBITMQ = Feature(
-    "RabbitMQ", "rabbitmq", {"aio_pika": "aio-pika", "aiormq": "aiormq", "pamqp": "pamqp", "yarl": "yarl"}
+    "RabbitMQ",
+    "rabbitmq",
+    {"aio_pika": "aio-pika", "aiormq": "aiormq", "pamqp": "pamqp", "yarl": "yarl"},
 )
 POSTGRESQL = Feature("PostgreSQL", "postgresql", {"asyncpg": "asyncpg"})
 REDIS = Feature("Redis", "redis", {"redis": "redis"})
-COMMAND_LINE = Feature("the command line", "cli", {"typer": "typer", "rich": "rich", "yaml": "pyyaml"})
+COMMAND_LINE = Feature(
+    "the command line", "cli", {"typer": "typer", "rich": "rich", "yaml": "pyyaml"}
+)
 YAML = Feature("a YAML file", "cli", {"yaml": "pyyaml"})
-CONFORMANCE = Feature("a conformance suite", "testing", {"pytest": "pytest", "pytest_asyncio": "pytest-asyncio"})
+CONFORMANCE = Feature(
+    "a conformance suite", "testing", {"pytest": "pytest", "pytest_asyncio": "pytest-asyncio"}
+)

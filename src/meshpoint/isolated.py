@@ -23,12 +23,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pydantic import JsonValue
+
 from meshpoint import event_loop, wiring
-from meshpoint.adapters.logging_observer import logging_to
 from meshpoint.errors import ConfigurationError, Unavailable
-from meshpoint.model.checkpoint import Run
 from meshpoint.model.events import Event
-from meshpoint.ports.isolation import Ending, Word
+from meshpoint.model.tasks import Run
+from meshpoint.ports.isolation import ExitKind, StopSignal
 from meshpoint.settings import Settings
 
 log = logging.getLogger("meshpoint.isolated")
@@ -37,6 +38,8 @@ _HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats."""
 _ATOMIC_WRITE_BYTES = 4096
 """Maximum bytes that a pipe writes atomically."""
+_MAX_SHORTENED = 1_000
+"""Maximum characters of a text in an event that is too large to be written atomically."""
 _OOM_SCORE_ADJ = "1000"
 _PR_SET_PDEATHSIG = 1
 
@@ -47,14 +50,14 @@ def main(job: Mapping[str, Any]) -> NoReturn:
     _prefer_oom_kill()
     reporter = ParentReporter(int(job["report_fd"]))
     code = 1
-    with logging_to(sys.stderr, job["style"]["level"], as_json=job["style"]["as_json"]):
+    with wiring.logging_to(sys.stderr, job["style"]["level"], as_json=job["style"]["as_json"]):
         try:
             event_loop.run(_run(job, reporter))
             code = 0
         except ConfigurationError as error:
-            reporter.exit(Ending.IMPOSSIBLE, f"cannot run the task: {error}")
+            reporter.exit(ExitKind.IMPOSSIBLE, f"cannot run the task: {error}")
         except Unavailable as error:
-            reporter.exit(Ending.UNSTARTED, f"could not start: {error}")
+            reporter.exit(ExitKind.NOT_STARTED, f"could not start: {error}")
         except BaseException:
             log.exception("an isolated run failed")
     sys.stdout.flush()
@@ -69,21 +72,25 @@ async def _run(job: Mapping[str, Any], reporter: ParentReporter) -> None:
     stop, cancel = asyncio.Event(), asyncio.Event()
     # Some platforms signal every process of a service. The segment may then run as long as
     # segments in the parent.
-    loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(options.drain_timeout.total_seconds(), stop.set))
+    loop.add_signal_handler(
+        signal.SIGTERM, lambda: loop.call_later(options.drain_timeout.total_seconds(), stop.set)
+    )
     loop.add_signal_handler(signal.SIGINT, lambda: None)
-    event_by_request = {Word.CANCEL: cancel, Word.DRAIN: stop}
+    event_by_request = {StopSignal.CANCEL: cancel, StopSignal.DRAIN: stop}
     _start_listener(lambda word: loop.call_soon_threadsafe(event_by_request[word].set))
     heartbeat = asyncio.create_task(_send_heartbeats(reporter))
     broker = wiring.make_broker(settings.mesh, "isolated")
-    worker = wiring.make_worker(agent, settings.mesh.namespace, broker, reporter, wiring.isolated_options(options))
+    worker = wiring.make_worker(
+        agent, settings.mesh.namespace, broker, reporter, wiring.isolated_options(options)
+    )
     try:
         await broker.open()
-        settled = await worker.run_one(run, started=reporter.started, stop=stop, cancel=cancel)
+        settled = await worker.run_one(run, on_started=reporter.started, stop=stop, cancel=cancel)
     finally:
         await broker.close()
         heartbeat.cancel()
     if settled:
-        reporter.exit(Ending.SETTLED)
+        reporter.exit(ExitKind.SETTLED)
 
 
 async def _send_heartbeats(reporter: ParentReporter) -> None:
@@ -111,7 +118,9 @@ class ParentReporter:
             "detail": dict(event.detail),
         }
         if not self._write({"event": payload}):
-            self._write({"event": {**payload, "detail": {}}})
+            shortened = _shorten(event.detail)
+            if not self._write({"event": {**payload, "detail": shortened}}):
+                self._write({"event": {**payload, "detail": {}}})
 
     def heartbeat(self) -> None:
         """Report that the event loop is running."""
@@ -121,9 +130,9 @@ class ParentReporter:
         """Report that this process renews the lease from now on."""
         self._write({"started": True}, blocking=True)
 
-    def exit(self, ending: Ending, reason: str = "") -> None:
+    def exit(self, kind: ExitKind, reason: str = "") -> None:
         """Report the result of the run."""
-        self._write({"exit": ending.name, "reason": reason[:1000]}, blocking=True)
+        self._write({"exit": kind.name, "reason": reason[:1000]}, blocking=True)
 
     def _write(self, value: Mapping[str, Any], *, blocking: bool = False) -> bool:
         line = json.dumps(value, default=str).encode() + b"\n"
@@ -142,7 +151,19 @@ class ParentReporter:
         return True
 
 
-def _start_listener(handle: Callable[[Word], object]) -> None:
+def _shorten(detail: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Cut long texts at the end, but tracebacks at the start: they end with the error."""
+    return {
+        key: value
+        if not isinstance(value, str) or len(value) <= _MAX_SHORTENED
+        else f"…{value[-_MAX_SHORTENED:]}"
+        if key == "traceback"
+        else f"{value[:_MAX_SHORTENED]}…"
+        for key, value in detail.items()
+    }
+
+
+def _start_listener(handle: Callable[[StopSignal], object]) -> None:
     """Handle commands of the parent in a thread, since agent code may block the event loop.
 
     If the parent dies, end this process at once.
@@ -150,19 +171,24 @@ def _start_listener(handle: Callable[[Word], object]) -> None:
 
     def listen() -> None:
         for line in sys.stdin.buffer:
-            handle(Word(json.loads(line)))
+            handle(StopSignal(json.loads(line)))
         os._exit(1)
 
     threading.Thread(target=listen, name="meshpoint parent", daemon=True).start()
 
 
-def template(control_socket: socket.socket, modules: Sequence[str], idle_timeout: float) -> NoReturn:
+def template(
+    control_socket: socket.socket, modules: Sequence[str], idle_timeout: float
+) -> NoReturn:
     """Import `modules`, then fork a process for each request, one at a time.
 
     Agent code is never imported here. Exits with its parent, after `idle_timeout` seconds without
     a child, or at the first error. The parent then starts processes without a template.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # may be sent to every process; children handle it
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # may be sent to every process; children handle it
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     for name in modules:

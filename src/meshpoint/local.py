@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from meshpoint.adapters.logging_observer import LoggingObserver
 from meshpoint.client import Client
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.ids import AgentName, new_id
+from meshpoint.model.messages import validate_agent_name
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.observer import Observer
-from meshpoint.settings import AgentSettings, MeshSettings, Settings
-from meshpoint.wiring import build_worker, close_broker, first_error, make_broker
+from meshpoint.settings import AgentOptions, MeshSettings
+from meshpoint.wiring import build_worker, close_broker, first_error, make_broker, make_observer
 
 
 @asynccontextmanager
@@ -53,12 +53,22 @@ async def local_mesh(
     _check_names(agents)
     mesh = MeshSettings(namespace=namespace or f"local-{new_id()}", broker_url=broker_url)
     with tempfile.TemporaryDirectory(prefix="meshpoint-", ignore_cleanup_errors=True) as folder:
-        overrides = {"session_db_url": db_url or f"sqlite:///{folder}/tasks.db", **options}
-        settings = Settings(mesh=mesh, agents=tuple(_agent_settings(agent, overrides) for agent in agents))
-        broker, sink, stop = make_broker(mesh), observer or LoggingObserver(), asyncio.Event()
+        defaults: dict[str, Any] = {
+            "stateless_checkpointing": True,
+            "session_service": "sql",
+            "session_db_url": db_url or f"sqlite:///{folder}/tasks.db",
+            "drain_timeout_seconds": 1,
+        }
+        if db_url is None:  # no other release will ever have these tasks
+            defaults["parked_limit_seconds"] = 0
+        agent_options = AgentOptions(**{**defaults, **options})
+        agent_options.check_mesh(mesh, "agents[0]")
+        broker, sink, stop = make_broker(mesh), observer or make_observer(), asyncio.Event()
         workers = [
-            build_worker(agent, agent_settings, mesh.namespace, broker, sink, agent_settings.options())
-            for agent, agent_settings in zip(agents, settings.agents, strict=True)
+            build_worker(
+                agent, agent_options, mesh.namespace, broker, sink, agent_options.options()
+            )
+            for agent in agents
         ]
         block_error: Exception | None = None
         try:
@@ -82,14 +92,10 @@ async def local_mesh(
 
 
 def _check_names(agents: tuple[DurableAgent[Any, Any], ...]) -> None:
-    names = [agent.name for agent in agents]
+    names = [validate_agent_name(agent.name) for agent in agents]
     if not names:
         raise ConfigurationError("local_mesh", "there are no agents to serve", "pass at least one")
     if duplicate := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigurationError("local_mesh", f"two agents are called {duplicate!r}", "use unique names")
-
-
-def _agent_settings(agent: DurableAgent[Any, Any], overrides: dict[str, Any]) -> AgentSettings:
-    defaults = {"stateless_checkpointing": True, "session_service": "sql", "drain_timeout_seconds": 1}
-    # The entrypoint only has to be valid: the agent is passed as an object.
-    return AgentSettings(name=agent.name, entrypoint="meshpoint.local:local_mesh", **{**defaults, **overrides})
+        raise ConfigurationError(
+            "local_mesh", f"two agents are called {duplicate!r}", "use unique names"
+        )

@@ -8,16 +8,18 @@ from types import TracebackType
 from typing import Self
 
 from meshpoint.errors import OperationNotFound
-from meshpoint.model.bodies import ResponseBody, parse
-from meshpoint.model.ids import agent_name
+from meshpoint.model.bodies import ResponseBody, parse_body
+from meshpoint.model.messages import validate_agent_name
 from meshpoint.model.operations import OperationStatus, OperationSummary, Revived
 from meshpoint.model.outcomes import Outcome
 from meshpoint.model.subtasks import AgentCheckpoint
-from meshpoint.settings import AgentSettings
+from meshpoint.model.tasks import TaskState, TaskSummary
+from meshpoint.settings import StoreSettings
 from meshpoint.subtasks.resuming import parse_operation_id, resume_operation
 from meshpoint.wiring import make_store
 
 _POLL_INTERVAL = 0.2  # seconds
+_UNPARK_BATCH = 100  # tasks per transaction
 
 
 class Operations:
@@ -37,8 +39,7 @@ class Operations:
     """
 
     def __init__(self, db_url: str, *, namespace: str = "meshpoint") -> None:
-        settings = AgentSettings(name="operations", entrypoint="m:a", session_service="sql", session_db_url=db_url)
-        self._store = make_store(settings, namespace)
+        self._store = make_store(StoreSettings.at(db_url, key="db_url"), namespace)
 
     async def __aenter__(self) -> Self:
         try:
@@ -49,7 +50,10 @@ class Operations:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._store.close()
 
@@ -69,7 +73,7 @@ class Operations:
         self, *, agent: str | None = None, statuses: Sequence[str] = (), limit: int = 100
     ) -> list[OperationSummary]:
         """Return operations, newest first. Without `statuses`, operations of any status."""
-        name = None if agent is None else agent_name(agent)
+        name = None if agent is None else validate_agent_name(agent)
         return await self._store.operations(
             agent=name, statuses=[OperationStatus(status) for status in statuses], limit=limit
         )
@@ -85,6 +89,26 @@ class Operations:
         """
         return await resume_operation(self._store, parse_operation_id(id_))
 
+    async def parked(
+        self, *, agent: str | None = None, reason: str = "", limit: int = 100_000
+    ) -> list[TaskSummary]:
+        """Return parked tasks whose reason contains `reason`, newest first."""
+        name = None if agent is None else validate_agent_name(agent)
+        tasks = await self._store.tasks(agent=name, states=[TaskState.PARKED], limit=limit)
+        return [task for task in tasks if reason in (task.parked_reason or "")]
+
+    async def unpark(self, ids: Sequence[str]) -> list[str]:
+        """Offer parked tasks to every version again, even if it has tried them.
+
+        Returns the ids of the tasks that were parked.
+        """
+        found: list[str] = []
+        for first in range(0, len(ids), _UNPARK_BATCH):
+            part = [parse_operation_id(id_) for id_ in ids[first : first + _UNPARK_BATCH]]
+            results = await self._store.unpark(part)
+            found += [id_ for id_, result in zip(part, results, strict=True) if result]
+        return found
+
     async def wait(self, id_: str) -> Outcome:
         """Wait until an operation has ended, and return its outcome.
 
@@ -99,7 +123,7 @@ class Operations:
             if row is None:
                 raise OperationNotFound(id_, f"there is no operation {id_}")
             if row.reply is not None:
-                return parse(ResponseBody, row.reply.body).outcome()
+                return parse_body(ResponseBody, row.reply.body).outcome()
             await asyncio.sleep(_POLL_INTERVAL)
 
     async def preserve(self, id_: str, *, preserve: bool = True) -> None:

@@ -7,34 +7,36 @@ process, on one broker connection.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
 from urllib.parse import urlsplit
 
-from meshpoint.adapters.database_clock import DatabaseClock
-from meshpoint.adapters.inprocess.broker import InProcessBroker
-from meshpoint.adapters.inprocess.exchange import InProcessExchange
+from meshpoint.adapters import logging_observer
+from meshpoint.adapters.clocks import DatabaseClock, SystemClock
+from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchange
 from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
-from meshpoint.adapters.logging_observer import LoggingObserver
-from meshpoint.adapters.sqlite_queue import SqliteBroker
-from meshpoint.adapters.system_clock import SystemClock
-from meshpoint.agents.entrypoint import load_agent
-from meshpoint.engine.background import bounded
+from meshpoint.adapters.sqlite_queue import SqliteBroker, queues
+from meshpoint.agents.entrypoint import load_versions
+from meshpoint.engine.background import run_with_timeout
+from meshpoint.engine.runtime import build_runtime
 from meshpoint.engine.worker import Worker
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.events import Event, Phase, Step
+from meshpoint.model.ids import AgentName
 from meshpoint.model.options import Options
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Broker
-from meshpoint.ports.checkpoint_cache import CheckpointCache
+from meshpoint.ports.clock import Clock
 from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.observer import Observer
-from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
-from meshpoint.settings import AgentSettings, MeshSettings, Settings
+from meshpoint.settings import AgentOptions, AgentSettings, MeshSettings, Settings, StoreSettings
 
 _CLOCK = SystemClock()
 _EXCHANGES: dict[str, InProcessExchange] = {}
@@ -52,7 +54,9 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
     scheme = urlsplit(mesh.broker_url).scheme
     if scheme == "memory":
         return InProcessBroker(
-            _EXCHANGES.setdefault(mesh.namespace, InProcessExchange(max_length=mesh.max_queue_length))
+            _EXCHANGES.setdefault(
+                mesh.namespace, InProcessExchange(max_length=mesh.max_queue_length)
+            )
         )
     if scheme == "sqlite":
         return SqliteBroker(
@@ -75,24 +79,40 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
     )
 
 
-def make_store(agent: AgentSettings, namespace: str) -> CheckpointStore:
-    """Create the store of an agent's database; `await store.open()` connects."""
+def make_store(store: StoreSettings, namespace: str) -> CheckpointStore:
+    """Create the store in a database; `await store.open()` connects."""
     from meshpoint.adapters.sql import SqlStore
 
-    timings = agent.timings()
+    timings = store.timings
     return SqlStore(
-        agent.session_db_url,
+        store.url,
         namespace=namespace,
         dispatch_lease=timings.dispatch_lease,
         tombstone_ttl=timings.tombstone_ttl,
-        incompatible_limit=timings.incompatible_limit,
+        parked_limit=timings.parked_limit,
         checkpoint_ttl=timings.checkpoint_ttl,
         checkpoint_history=timings.checkpoint_history,
         checkpoint_archive=timings.checkpoint_archive,
-        pool_size=agent.db_pool_size,
-        max_join_bytes=agent.max_join_bytes,
+        pool_size=store.pool_size,
+        max_join_bytes=store.max_join_bytes,
         confirm_linger=timings.dispatch_lease / 25,
     )
+
+
+@asynccontextmanager
+async def open_store(store: StoreSettings, namespace: str) -> AsyncIterator[CheckpointStore]:
+    """Open the store in a database while the block runs.
+
+    Raises:
+        ConfigurationError: The database schema is not up to date.
+        StoreUnavailable: The database does not answer.
+    """
+    opened = make_store(store, namespace)
+    try:
+        await opened.open()
+        yield opened
+    finally:
+        await opened.close()
 
 
 def make_worker(
@@ -108,45 +128,50 @@ def make_worker(
     Raises:
         ConfigurationError: The entrypoint is not an agent, or is an agent with another name.
     """
-    durable_agent = load_agent(agent.entrypoint)
+    durable_agent = load_versions(agent.entrypoints)
     if durable_agent.name != agent.name:
-        problem = f"{agent.name!r} is configured, but the agent at {agent.entrypoint!r} is {durable_agent.name!r}"
+        problem = (
+            f"{agent.name!r} is configured, "
+            f"but the agent at {agent.entrypoints[0]!r} is {durable_agent.name!r}"
+        )
         raise ConfigurationError("agent.name", problem, f"write name: {durable_agent.name}")
     return build_worker(durable_agent, agent, namespace, broker, observer, options, isolation)
 
 
 def build_worker(
     durable_agent: DurableAgent[Any, Any],
-    agent: AgentSettings,
+    agent: AgentOptions,
     namespace: str,
     broker: Broker,
     observer: Observer,
     options: Options,
     isolation: Isolation | None = None,
 ) -> Worker:
-    """Create the worker of `durable_agent` with the settings of `agent`, ready to `run`."""
-    store = make_store(agent, namespace) if agent.stateless_checkpointing else None
+    """Create the worker of `durable_agent` with the options `agent`, ready to `run`."""
+    settings = agent.store_settings()
+    store = make_store(settings, namespace) if agent.has_database else None
     clock = DatabaseClock(_CLOCK, store) if store else _CLOCK
-    inprocess_store = InProcessStore(clock, timings=agent.timings(), max_ended=_MAX_ENDED_TASKS)
-    return Worker(
+    inprocess_store = InProcessStore(clock, timings=settings.timings, max_ended=_MAX_ENDED_TASKS)
+    runtime = build_runtime(
         durable_agent,
         broker=broker,
         memory=inprocess_store,
         durable=store,
-        lease_store=(lambda: make_store(agent, namespace)) if store else None,
+        lease_store=(lambda: make_store(settings, namespace)) if store else None,
         clock=clock,
         observer=observer,
         options=options,
-        cache=make_cache(agent, namespace, store.copy_key) if store else None,
+        cache=_make_cache(agent, namespace, store.copy_key) if store else None,
         local=InProcessWorkingMemory(_CLOCK),
         l1=make_working_memory(agent, namespace),
-        snapshots=make_snapshots(agent, namespace, (store or inprocess_store).copy_key),
+        snapshots=_make_snapshots(agent, namespace, (store or inprocess_store).copy_key),
         isolation=isolation,
     )
+    return Worker(durable_agent, runtime)
 
 
-def make_cache(
-    agent: AgentSettings, namespace: str, secret: Callable[[], Awaitable[bytes]]
+def _make_cache(
+    agent: AgentOptions, namespace: str, secret: Callable[[], Awaitable[bytes]]
 ) -> CheckpointCache | None:
     """Create the cache of an agent's checkpoints, if configured.
 
@@ -157,10 +182,12 @@ def make_cache(
     from meshpoint.adapters.redis import RedisCheckpointCache
 
     ttl = timedelta(seconds=agent.checkpoint_cache_ttl_seconds)
-    return RedisCheckpointCache(agent.checkpoint_cache_url, namespace=namespace, secret=secret, ttl=ttl)
+    return RedisCheckpointCache(
+        agent.checkpoint_cache_url, namespace=namespace, secret=secret, ttl=ttl
+    )
 
 
-def make_working_memory(agent: AgentSettings, namespace: str) -> WorkingMemory | None:
+def make_working_memory(agent: AgentOptions, namespace: str) -> WorkingMemory | None:
     """Create the Redis working memory of an agent's tasks.
 
     Returns `None` if not configured: memories then stay in the process and in each checkpoint.
@@ -178,8 +205,8 @@ def make_working_memory(agent: AgentSettings, namespace: str) -> WorkingMemory |
     )
 
 
-def make_snapshots(
-    agent: AgentSettings, namespace: str, secret: Callable[[], Awaitable[bytes]]
+def _make_snapshots(
+    agent: AgentOptions, namespace: str, secret: Callable[[], Awaitable[bytes]]
 ) -> SnapshotStore | None:
     """Create the store for snapshots of working memories in Redis.
 
@@ -191,21 +218,25 @@ def make_snapshots(
     from meshpoint.adapters.redis import RedisSnapshotStore
 
     ttl = timedelta(seconds=agent.memory_paused_ttl_seconds)
-    return RedisSnapshotStore(url, namespace=namespace, secret=secret, max_bytes=_read_limit(agent), ttl=ttl)
+    return RedisSnapshotStore(
+        url, namespace=namespace, secret=secret, max_bytes=_read_limit(agent), ttl=ttl
+    )
 
 
-def _read_limit(agent: AgentSettings) -> int:
+def _read_limit(agent: AgentOptions) -> int:
     """Read limit in bytes for a working memory or its snapshot, above the largest written."""
     return 2 * agent.memory_max_bytes + 2**20
 
 
-def make_isolation(agent: AgentSettings, mesh: MeshSettings, observer: Observer) -> Isolation | None:
+def make_isolation(
+    agent: AgentSettings, mesh: MeshSettings, observer: Observer
+) -> Isolation | None:
     """Create the runner for tasks in processes of their own.
 
-    Returns `None` without checkpointing or with a `memory://` broker: other processes cannot run
-    such tasks.
+    Returns `None` without a database or with a `memory://` broker: other processes cannot run such
+    tasks.
     """
-    if not agent.stateless_checkpointing or urlsplit(mesh.broker_url).scheme == "memory":
+    if not agent.has_database or urlsplit(mesh.broker_url).scheme == "memory":
         return None
     from meshpoint.adapters.child_process import ChildProcesses
 
@@ -213,12 +244,172 @@ def make_isolation(agent: AgentSettings, mesh: MeshSettings, observer: Observer)
     return ChildProcesses(settings, observer, agent.options().isolated_stall)
 
 
+def delete_embedded_namespace(file: Path, namespace: str) -> None:
+    """Delete every task, checkpoint and queue of `namespace` from the SQLite file of both.
+
+    No process may use the namespace meanwhile. A failure leaves part of it: repeat the call.
+
+    Raises:
+        Unavailable: Others kept the file locked for 10 seconds, or it is unreadable.
+    """
+    from meshpoint.adapters.sql.cleanup import delete_namespace
+
+    delete_namespace(file, namespace)
+    queues.delete_queues(file, namespace)
+
+
+def delete_unserved_queues(file: Path, namespace: str, served: Collection[str]) -> None:
+    """Delete the queues of agents not in `served`, and the private queues of all processes.
+
+    A request for an agent that is no longer served then fails at once instead of waiting for a
+    replica that never starts.
+
+    Raises:
+        BrokerUnavailable: Others kept the file locked for 10 seconds, or it is unreadable.
+    """
+    queues.delete_queues(file, namespace, keep=served)
+
+
+async def delete_tasks(
+    store: StoreSettings, namespace: str, agent: AgentName, timeout: timedelta
+) -> None:
+    """Delete the tasks of an agent that no replica serves any more, with their calls."""
+    from meshpoint.adapters.sql import cleanup
+
+    await cleanup.delete_tasks(store.url, namespace, agent, timeout)
+
+
+async def delete_queues(mesh: MeshSettings, agents: Sequence[AgentName]) -> None:
+    """Delete the shared queues of agents that no replica serves any more, and the exchange.
+
+    Only RabbitMQ has any: other queues are in a file or in the process.
+    """
+    if urlsplit(mesh.broker_url).scheme not in {"amqp", "amqps"}:
+        return
+    from meshpoint.adapters.rabbitmq import topology
+
+    names = topology.Topology(mesh.namespace, mesh.private_queue_ttl, mesh.delivery_limit, None)
+    await topology.delete_queues(mesh.broker_url, names, agents)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaStatus:
+    """The schema of a database: its `revision`, `None` if it has no tables, and the newest one."""
+
+    revision: str | None
+    newest: str
+    is_outdated: bool
+
+
+def check_schema(store: StoreSettings) -> SchemaStatus:
+    """Compare the schema of a database with this release. Must not be called from an event loop.
+
+    Raises:
+        ConfigurationError: The database rejects the URL's user, does not exist, or has an invalid
+            version table.
+        StoreUnavailable: The database does not respond.
+    """
+    from meshpoint.adapters.sql import migrations, tables
+
+    revision, newest = migrations.check(store.url)
+    return SchemaStatus(revision, newest, tables.is_outdated(revision))
+
+
+def upgrade_schema(store: StoreSettings) -> None:
+    """Upgrade the schema of a database to this release, in one transaction.
+
+    Must not be called from an event loop.
+
+    Raises:
+        ConfigurationError: As for `check_schema`, or the database has conflicting tables or a
+            revision that this release does not know.
+        StoreUnavailable: The database does not respond.
+    """
+    from meshpoint.adapters.sql import migrations
+
+    migrations.upgrade(store.url)
+
+
+@dataclass(frozen=True, slots=True)
+class Downgrade:
+    """A downgrade of a schema. `losses` lists the data it would delete that tasks still need."""
+
+    revision: str
+    target: str
+    losses: tuple[str, ...]
+
+
+def plan_downgrade(store: StoreSettings, target: str | None) -> Downgrade:
+    """Describe what `downgrade_schema` would do. Must not be called from an event loop.
+
+    Raises:
+        ConfigurationError: As for `downgrade_schema`.
+        StoreUnavailable: The database does not respond.
+    """
+    from meshpoint.adapters.sql import migrations
+
+    plan = migrations.plan_downgrade(store.url, target)
+    return Downgrade(plan.revision, plan.target, plan.losses)
+
+
+def downgrade_schema(store: StoreSettings, target: str | None, *, lose_data: bool = False) -> None:
+    """Return the schema of a database to an earlier revision, by default the previous one.
+
+    Must not be called from an event loop.
+
+    Raises:
+        ConfigurationError: As for `check_schema`; or the revision is unknown or not an earlier
+            one; or tasks need data that would be deleted, and `lose_data` is not set.
+        StoreUnavailable: The database does not respond.
+    """
+    from meshpoint.adapters.sql import migrations
+
+    migrations.downgrade(store.url, target, lose_data=lose_data)
+
+
+def downgrade_sql(store: StoreSettings, target: str | None) -> str:
+    """Return the SQL that `downgrade_schema` runs, without its checks."""
+    from meshpoint.adapters.sql import migrations
+
+    return migrations.downgrade_sql(store.url, target)
+
+
+def schema_sql(store: StoreSettings) -> str:
+    """Return the SQL that creates the schema in an empty database."""
+    from meshpoint.adapters.sql import migrations
+
+    return migrations.upgrade_sql(store.url)
+
+
+def make_observer() -> Observer:
+    """Create the observer that logs all events."""
+    return logging_observer.LoggingObserver()
+
+
+def logging_to(
+    stream: TextIO, level: str, *, as_json: bool = False
+) -> AbstractContextManager[None]:
+    """Send this process's logs to `stream` while the block runs.
+
+    A terminal gets readable lines if rich is installed; otherwise, or with `as_json`, each record
+    is a JSON line.
+    """
+    return logging_observer.logging_to(stream, level, as_json=as_json)
+
+
+def make_clock() -> Clock:
+    """Create the clock of this machine."""
+    return SystemClock()
+
+
 def isolated_options(options: Options) -> Options:
     """Return `options` for a process that runs a single segment."""
     return replace(options, max_concurrency=0)
 
 
-async def serve(settings: Settings, *, observer: Observer | None = None, stop: asyncio.Event | None = None) -> None:
+async def serve(
+    settings: Settings, *, observer: Observer | None = None, stop: asyncio.Event | None = None
+) -> None:
     """Run all agents of `settings` until `stop` is set, then drain.
 
     Returns within the longest `drain_timeout + release_timeout` after `stop`. Agent code that does
@@ -229,10 +420,17 @@ async def serve(settings: Settings, *, observer: Observer | None = None, stop: a
         ConfigurationError: The settings cannot work. The message names the key and the fix.
         Unavailable: The broker or a database did not answer within `startup_timeout`.
     """
-    stop, observer = stop or asyncio.Event(), observer or LoggingObserver()
+    stop, observer = stop or asyncio.Event(), observer or make_observer()
     broker, mesh = make_broker(settings.mesh), settings.mesh
     workers = [
-        make_worker(each, mesh.namespace, broker, observer, each.options(), make_isolation(each, mesh, observer))
+        make_worker(
+            each,
+            mesh.namespace,
+            broker,
+            observer,
+            each.options(),
+            make_isolation(each, mesh, observer),
+        )
         for each in settings.agents
     ]
     try:
@@ -249,8 +447,10 @@ async def serve(settings: Settings, *, observer: Observer | None = None, stop: a
 async def close_broker(broker: Broker, workers: Sequence[Worker]) -> None:
     """Close the broker connection of ended `workers`, in the time that their drains have left."""
     timeout = max((worker.seconds_left for worker in workers), default=_CLOSE_TIMEOUT)
-    await bounded(
-        broker.close(), min(max(timeout, _MIN_CLOSE_TIMEOUT), _CLOSE_TIMEOUT), "closing the broker's connection"
+    await run_with_timeout(
+        broker.close(),
+        min(max(timeout, _MIN_CLOSE_TIMEOUT), _CLOSE_TIMEOUT),
+        "closing the broker's connection",
     )
 
 
@@ -268,7 +468,7 @@ async def sweep_once(settings: Settings) -> dict[str, int]:
     try:
         for agent in settings.agents:
             options = replace(agent.options(), max_concurrency=0, settle_time=timedelta())
-            await make_worker(agent, settings.mesh.namespace, broker, counts, options).look_once()
+            await make_worker(agent, settings.mesh.namespace, broker, counts, options).sweep_once()
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     finally:

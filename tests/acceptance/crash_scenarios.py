@@ -8,186 +8,211 @@ from dataclasses import dataclass
 
 from meshpoint.model.events import Step
 
-from .crash_stage import VICTIM, Stage
+from .crash_harness import VICTIM, CrashHarness
 
-Scenario = Callable[[Stage], Awaitable[None]]
+Scenario = Callable[[CrashHarness], Awaitable[None]]
 
 
-async def journey(stage: Stage) -> None:
+async def two_pauses(stage: CrashHarness) -> None:
     """A request, two pauses and the reply, all in one replica."""
     await stage.ask(1, 2, rounds=2)
-    await stage.doom()
+    await stage.start_victim()
 
 
-async def on_receipt(stage: Stage) -> None:
+async def on_receipt(stage: CrashHarness) -> None:
     """A request that is acked before its first segment."""
     stage.configure(ack_policy="on_receipt")
     await stage.ask(1, 2)
-    await stage.doom()
+    await stage.start_victim()
 
 
-async def long_segment(stage: Stage) -> None:
+async def long_segment(stage: CrashHarness) -> None:
     """Agent code that runs for as long as its replica lives."""
     stage.configure(ack_policy="on_receipt")
     await stage.ask(1, gated=True)
-    await stage.doom()
+    await stage.start_victim()
 
 
-async def drained(stage: Stage) -> None:
+async def drained(stage: CrashHarness) -> None:
     """SIGTERM arrives while the code runs, and the code does not end in time."""
     await long_segment(stage)
-    await stage.terminate_while_it_runs(stage.doomed)
+    await stage.terminate_while_it_runs(stage.victim)
 
 
-async def handed_back(stage: Stage) -> None:
+async def released_by_drain(stage: CrashHarness) -> None:
     """A drained replica has left a ready task."""
     stage.configure(ack_policy="on_receipt")
     await stage.ask(1, gated=True)
-    earlier = await stage.replica()
-    await stage.terminate_while_it_runs(earlier)
-    assert await earlier.ended() == 0
-    await stage.doom()
+    first_replica = await stage.replica()
+    await stage.terminate_while_it_runs(first_replica)
+    assert await first_replica.wait_ended() == 0
+    await stage.start_victim()
 
 
-async def orphaned(stage: Stage) -> None:
+async def orphaned(stage: CrashHarness) -> None:
     """A killed replica has left a running task."""
     stage.configure(ack_policy="on_receipt")
     await stage.ask(1)
-    await stage.kill_one_at("begin:after")
-    await stage.doom()
+    await stage.start_and_kill_at("begin:after")
+    await stage.start_victim()
 
 
-async def overdue(stage: Stage) -> None:
+async def overdue(stage: CrashHarness) -> None:
     """A killed replica has left a waiting task, and its deadline passes."""
     await stage.ask(-1, -2, timeout=0.4)
     stage.configure(sweep_interval_seconds=600)
-    await stage.kill_one_at("ack:after")
+    await stage.start_and_kill_at("ack:after")
     # so that the first sweep already finds the deadline passed
     stage.configure(settle_time_seconds=0.5)
     stage.expected = ["timeout", "timeout"]
-    await stage.doom()
+    await stage.start_victim()
 
 
-async def unsent(stage: Stage) -> None:
+async def unsent(stage: CrashHarness) -> None:
     """A killed replica has left calls that are committed but not sent."""
     stage.configure(dispatch_lease_seconds=0.5)
     await stage.ask(1, 2)
-    await stage.kill_one_at("dispatch:before")
-    await stage.doom()
+    await stage.start_and_kill_at("dispatch:before")
+    await stage.start_victim()
 
 
-async def unanswered(stage: Stage) -> None:
+async def unanswered(stage: CrashHarness) -> None:
     """A killed replica has left an ended task whose reply is not sent."""
     await stage.ask(1, 2)
-    await stage.kill_one_at("end:after")
-    await stage.doom()
+    await stage.start_and_kill_at("end:after")
+    await stage.start_victim()
 
 
-async def cancelled(stage: Stage) -> None:
+async def cancelled(stage: CrashHarness) -> None:
     """The client cancels the task at the top; the cancel travels down three levels to the peer."""
     await stage.ask(-1)
-    await stage.doom()
+    await stage.start_victim()
     await stage.cancel()
 
 
-async def no_such_peer(stage: Stage) -> None:
+async def no_such_peer(stage: CrashHarness) -> None:
     """The peer's queue does not exist at the broker."""
+    stage.configure(undeliverable_after_seconds=0)
     await stage.ask(1, peer="nobody")
     stage.expected = ["undeliverable"]
-    await stage.doom()
+    await stage.start_victim()
 
 
-async def entombed(stage: Stage) -> None:
+async def expired_tombstone(stage: CrashHarness) -> None:
     """A killed replica has left an ended task whose tombstone has expired."""
     stage.configure(tombstone_ttl_seconds=0.2, sweep_interval_seconds=0.02)
     await stage.ask(1, agent=VICTIM)
-    await stage.kill_one_at("mark:after", skip=1)
+    await stage.start_and_kill_at("confirm_sent:after", skip=1)
     stage.all_purged = True
-    await stage.doom()
+    await stage.start_victim()
 
 
-async def operation(stage: Stage) -> None:
+async def operation(stage: CrashHarness) -> None:
     """An operation in one replica: two subtasks, a pause and a third subtask."""
     await stage.ask(1, 2, steps=2)
-    await stage.doom()
+    await stage.start_victim()
 
 
-async def failing(stage: Stage) -> None:
+async def failing(stage: CrashHarness) -> None:
     """An operation that fails in the end and keeps its checkpoint."""
     await stage.ask(1, steps=1, broken=True)
-    await stage.doom()
+    await stage.start_victim()
 
 
-async def asked_again(stage: Stage) -> None:
+async def requested_again(stage: CrashHarness) -> None:
     """A failed operation is asked for again, because its requester was resumed."""
     await stage.ask(1, steps=1, broken=True)
-    earlier = await stage.replica()
-    await earlier.wait("reply:after", agent=VICTIM)
-    earlier.signal(signal.SIGTERM)
-    assert await earlier.ended() == 0
-    await stage.doom()
+    first_replica = await stage.replica()
+    await first_replica.wait("reply:after", agent=VICTIM)
+    first_replica.signal(signal.SIGTERM)
+    assert await first_replica.wait_ended() == 0
+    await stage.start_victim()
     await stage.resume()
     stage.expected = [10]
 
 
 @dataclass(frozen=True)
-class Way:
+class CrashCase:
     """A scenario, and how many times the victim passes the step before it dies there."""
 
     scenario: Scenario
-    what: str
+    label: str
     skip: int = 0
 
 
-WAYS: Mapping[Step, Sequence[Way]] = {
-    Step.RECEIVE: [Way(journey, "request")],
-    Step.BEGIN: [Way(on_receipt, "request"), Way(operation, "within a segment")],
-    Step.SEGMENT: [Way(journey, "first"), Way(journey, "resumed", 1), Way(journey, "last", 2)],
-    Step.SUBTASK: [Way(operation, "first"), Way(operation, "second", 1), Way(operation, "after a pause", 2)],
-    Step.SAVE: [
-        Way(operation, "first"),
-        Way(operation, "second", 1),
-        Way(operation, "after a pause", 2),
-        Way(failing, "before a failure", 1),
+CASES_BY_STEP: Mapping[Step, Sequence[CrashCase]] = {
+    Step.RECEIVE: [CrashCase(two_pauses, "request")],
+    Step.BEGIN: [CrashCase(on_receipt, "request"), CrashCase(operation, "within a segment")],
+    Step.SEGMENT: [
+        CrashCase(two_pauses, "first"),
+        CrashCase(two_pauses, "resumed", 1),
+        CrashCase(two_pauses, "last", 2),
     ],
-    Step.RESUME: [Way(asked_again, "failed")],
-    Step.CHECKPOINT: [Way(journey, "first"), Way(journey, "second", 1), Way(operation, "of an operation")],
-    Step.DISPATCH: [Way(journey, "first"), Way(journey, "second", 1), Way(unsent, "by the sweeper")],
-    Step.MARK: [
-        Way(journey, "of calls"),
-        Way(journey, "of the reply", 2),
-        Way(unsent, "of calls by the sweeper"),
-        Way(cancelled, "of cancels", 1),
+    Step.SUBTASK: [
+        CrashCase(operation, "first"),
+        CrashCase(operation, "second", 1),
+        CrashCase(operation, "after a pause", 2),
+    ],
+    Step.SAVE: [
+        CrashCase(operation, "first"),
+        CrashCase(operation, "second", 1),
+        CrashCase(operation, "after a pause", 2),
+        CrashCase(failing, "before a failure", 1),
+    ],
+    Step.RESUME: [CrashCase(requested_again, "failed")],
+    Step.CHECKPOINT: [
+        CrashCase(two_pauses, "first"),
+        CrashCase(two_pauses, "second", 1),
+        CrashCase(operation, "of an operation"),
+    ],
+    Step.DISPATCH: [
+        CrashCase(two_pauses, "first"),
+        CrashCase(two_pauses, "second", 1),
+        CrashCase(unsent, "by the sweeper"),
+    ],
+    Step.CONFIRM_SENT: [
+        CrashCase(two_pauses, "of calls"),
+        CrashCase(two_pauses, "of the reply", 2),
+        CrashCase(unsent, "of calls by the sweeper"),
+        CrashCase(cancelled, "of cancels", 1),
     ],
     Step.ACK: [
-        Way(journey, "of the request"),
-        Way(journey, "of a response", 1),
-        Way(journey, "of the last response", 2),
-        Way(on_receipt, "on receipt"),
-        Way(operation, "within a segment"),
-        Way(asked_again, "of a repeated request"),
+        CrashCase(two_pauses, "of the request"),
+        CrashCase(two_pauses, "of a response", 1),
+        CrashCase(two_pauses, "of the last response", 2),
+        CrashCase(on_receipt, "on receipt"),
+        CrashCase(operation, "within a segment"),
+        CrashCase(requested_again, "of a repeated request"),
     ],
-    Step.CLAIM: [Way(journey, "of one of two"), Way(journey, "of the last", 1), Way(no_such_peer, "undeliverable")],
+    Step.CLAIM: [
+        CrashCase(two_pauses, "of one of two"),
+        CrashCase(two_pauses, "of the last", 1),
+        CrashCase(no_such_peer, "undeliverable"),
+    ],
     Step.RESTORE: [
-        Way(journey, "first"),
-        Way(orphaned, "after a rescue"),
-        Way(operation, "of an operation"),
+        CrashCase(two_pauses, "first"),
+        CrashCase(orphaned, "after a rescue"),
+        CrashCase(operation, "of an operation"),
     ],
     Step.END: [
-        Way(journey, "completed"),
-        Way(overdue, "after a timeout"),
-        Way(operation, "of an operation"),
-        Way(failing, "of an operation, failed"),
+        CrashCase(two_pauses, "completed"),
+        CrashCase(overdue, "after a timeout"),
+        CrashCase(operation, "of an operation"),
+        CrashCase(failing, "of an operation, failed"),
     ],
-    Step.REPLY: [Way(journey, "at once"), Way(unanswered, "by the sweeper"), Way(cancelled, "cancelled")],
-    Step.SWEEP: [Way(unsent, "calls are due"), Way(unanswered, "a reply is due")],
-    Step.CANCEL: [Way(cancelled, "waiting")],
-    Step.CANCEL_NOTICE: [Way(cancelled, "cancelled"), Way(overdue, "timed out")],
-    Step.RELEASE: [Way(drained, "running")],
-    Step.RENEW: [Way(long_segment, "running")],
-    Step.EXPIRE: [Way(overdue, "waiting")],
-    Step.TAKE: [Way(handed_back, "ready"), Way(asked_again, "resumed")],
-    Step.TAKE_OVER: [Way(orphaned, "running")],
-    Step.PURGE: [Way(entombed, "tombstone")],
+    Step.REPLY: [
+        CrashCase(two_pauses, "at once"),
+        CrashCase(unanswered, "by the sweeper"),
+        CrashCase(cancelled, "cancelled"),
+    ],
+    Step.SWEEP: [CrashCase(unsent, "calls are due"), CrashCase(unanswered, "a reply is due")],
+    Step.CANCEL: [CrashCase(cancelled, "waiting")],
+    Step.CANCEL_NOTICE: [CrashCase(cancelled, "cancelled"), CrashCase(overdue, "timed out")],
+    Step.RELEASE: [CrashCase(drained, "running")],
+    Step.RENEW: [CrashCase(long_segment, "running")],
+    Step.EXPIRE: [CrashCase(overdue, "waiting")],
+    Step.ACQUIRE: [CrashCase(released_by_drain, "ready"), CrashCase(requested_again, "resumed")],
+    Step.RESCUE: [CrashCase(orphaned, "running")],
+    Step.PURGE: [CrashCase(expired_tombstone, "tombstone")],
 }
 """Every step with an effect, and the scenarios in which a task reaches it."""

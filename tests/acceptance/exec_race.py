@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import IO
 
 from meshpoint.cli import main
-from meshpoint.exec import running  # noqa: F401  imported once, for all children
+from meshpoint.exec import attempt  # noqa: F401  imported once, for all children
 
-GATE = """    import asyncio, os
-    await asyncio.to_thread(os.read, int(os.environ["GATE"]), 1)
+GATE_CODE = """    import asyncio, os
+    await asyncio.to_thread(os.read, int(os.environ["GATE_CODE"]), 1)
 """
 
 
-def child(arguments: list[str], go: int, errors: IO[bytes]) -> int:
-    """Fork a process that runs `meshpoint exec` once `go` is readable, and return its process id."""
+def fork_exec(arguments: list[str], start_pipe: int, errors: IO[bytes]) -> int:
+    """Fork a process that runs `meshpoint exec` once `start_pipe` is readable; return its pid."""
     pid = os.fork()
     if pid == 0:
         code = 99
         try:
             os.dup2(errors.fileno(), 2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            os.read(go, 1)
+            os.read(start_pipe, 1)
             main(["exec", "flow:flow", "--input", "3", *arguments])
         except SystemExit as ended:
             code = int(ended.code or 0)
@@ -38,28 +38,33 @@ def child(arguments: list[str], go: int, errors: IO[bytes]) -> int:
     return pid
 
 
-def exit_code(pid: int = -1) -> int:
+def wait_for_exit_code(pid: int = -1) -> int:
     """Exit code of the next child that ends."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def trial() -> tuple[list[int], str]:
+def run_trial() -> tuple[list[int], str]:
     """Run one race; return both exit codes and the error line of the refused process."""
-    go, start = os.pipe()
+    start_reader, start = os.pipe()
     gate, open_gate = os.pipe()
-    os.environ["GATE"] = str(gate)
+    os.environ["GATE_CODE"] = str(gate)
     with tempfile.TemporaryFile() as errors:
         for _ in range(2):
-            child(["--resume"], go, errors)
+            fork_exec(["--resume"], start_reader, errors)
         os.write(start, b"12")
-        codes = [exit_code()]
+        codes = [wait_for_exit_code()]
         os.write(open_gate, b"12")
-        codes.append(exit_code())
+        codes.append(wait_for_exit_code())
         errors.seek(0)
         refusal = next(
-            (line for line in errors.read().decode().splitlines() if line.startswith("error: session")), ""
+            (
+                line
+                for line in errors.read().decode().splitlines()
+                if line.startswith("error: session")
+            ),
+            "",
         )
-    for handle in (go, start, gate, open_gate):
+    for handle in (start_reader, start, gate, open_gate):
         os.close(handle)
     return codes, refusal
 
@@ -68,7 +73,16 @@ if __name__ == "__main__":
     source = Path("flow.py")
     gate, start = os.pipe()
     os.write(start, b"1")
-    assert exit_code(child([], gate, sys.stderr.buffer)) == 4
-    source.write_text(source.read_text().replace('    ran("rate")\n', f'    ran("rate")\n{GATE}'))
-    trials = [trial() for _ in range(int(sys.argv[1]))]
-    print(json.dumps({"codes": [codes for codes, _ in trials], "refusals": [refusal for _, refusal in trials]}))
+    assert wait_for_exit_code(fork_exec([], gate, sys.stderr.buffer)) == 4
+    source.write_text(
+        source.read_text().replace('    ran("rate")\n', f'    ran("rate")\n{GATE_CODE}')
+    )
+    trials = [run_trial() for _ in range(int(sys.argv[1]))]
+    print(
+        json.dumps(
+            {
+                "codes": [codes for codes, _ in trials],
+                "refusals": [refusal for _, refusal in trials],
+            }
+        )
+    )

@@ -12,64 +12,82 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from redis.asyncio import Redis
 
 from meshpoint.adapters.redis import RedisSnapshotStore, RedisWorkingMemory
 from meshpoint.adapters.redis.connection import RedisConnection
 from meshpoint.adapters.sql import SqlStore
-from meshpoint.model.checkpoint import L1Snapshot, Run, Save
 from meshpoint.model.ids import AgentName, RunId, TaskId
-from meshpoint.model.memory import Owner, agent_id
-from meshpoint.model.subtasks import AgentCheckpoint, Saved
+from meshpoint.model.memory import Owner, make_agent_id
+from meshpoint.model.subtasks import AgentCheckpoint, SaveCommitted
+from meshpoint.model.tasks import L1Snapshot, Run
+from meshpoint.model.transitions import Save
 from meshpoint.working_memory.packing import to_bytes
 from meshpoint.working_memory.recovery import DualRecoveryStrategy
 from meshpoint.working_memory.snapshots import L1CacheSnapshotter
-from servers import copy_key
+from servers import redis_data_key
 
 T = TypeVar("T")
 
 AGENT = AgentName("travel")
 
 
-class Steps:
+class StepCounter:
     """Counts requests and kills the process at the selected request."""
 
-    def __init__(self, last: int, when: str) -> None:
-        self.count, self._last, self._when = 0, last, when
+    def __init__(self, fatal_step: int, when: str) -> None:
+        self.count, self._fatal_step, self._when = 0, fatal_step, when
 
     async def step(self, request: Callable[[], Awaitable[T]]) -> T:
         """Do one request, unless the process dies first."""
         self.count += 1
-        here = self.count == self._last
-        if here and self._when == "before":
+        is_fatal = self.count == self._fatal_step
+        if is_fatal and self._when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         answer = await request()
-        if here:
+        if is_fatal:
             os.kill(os.getpid(), signal.SIGKILL)
         return answer
 
 
 async def main(
-    redis_url: str, database_url: str, namespace: str, task: str, run_id: str, fence: str, work: str
+    redis_url: str,
+    database_url: str,
+    namespace: str,
+    task: str,
+    run_id: str,
+    fence: str,
+    action: str,
 ) -> None:
-    """Do `work`: "keep" or "restore"."""
+    """Do `action`: "keep" or "restore"."""
     l1, snapshots = (
         RedisWorkingMemory(redis_url, namespace=namespace),
-        RedisSnapshotStore(redis_url, namespace=namespace, secret=copy_key),
+        RedisSnapshotStore(redis_url, namespace=namespace, secret=redis_data_key),
     )
     store = SqlStore(database_url, namespace=namespace)
     await store.open()
     run = Run(TaskId(task), AGENT, RunId(run_id), int(fence))
-    owner = Owner(agent_id(AGENT, run.task_id), run.id, run.fence)
-    last = await store.latest(run.task_id)
-    assert last is not None
-    if work == "keep":
+    owner = Owner(make_agent_id(AGENT, run.task_id), run.id, run.fence)
+    final_checkpoint = await store.latest(run.task_id)
+    assert final_checkpoint is not None
+    if action == "keep":
         snapshotter = L1CacheSnapshotter(l1, snapshots, 2**30, lambda *_: None)
-        packed = (await snapshotter.snapshot_on_checkpoint(owner, last.seq + 1)).packed
-        checkpoint = last.model_copy(
-            update={"seq": last.seq + 1, "l1_snapshot_hash": packed.digest, "l1_snapshot": to_bytes(packed)}
+        packed = (await snapshotter.snapshot_on_checkpoint(owner, final_checkpoint.seq + 1)).packed
+        checkpoint = final_checkpoint.model_copy(
+            update={
+                "seq": final_checkpoint.seq + 1,
+                "l1_snapshot_hash": packed.digest,
+                "l1_snapshot": to_bytes(packed),
+            }
         )
-        assert await steps.step(lambda: store.save(Save(run, AgentCheckpoint.model_validate(checkpoint)))) == Saved()
+        assert (
+            await steps.step(
+                lambda: store.save(Save(run, AgentCheckpoint.model_validate(checkpoint)))
+            )
+            == SaveCommitted()
+        )
         await snapshotter.store_snapshot(owner.agent_id, packed)
     else:
 
@@ -77,21 +95,23 @@ async def main(
             return await steps.step(lambda: store.l1_snapshot(run.task_id, AGENT))
 
         strategy = DualRecoveryStrategy(l1, snapshots, lambda *_: None)
-        await strategy.recover(owner, last.l1_snapshot_hash, from_sql)
+        await strategy.recover(owner, final_checkpoint.l1_snapshot_hash, from_sql)
     print(steps.count)
 
 
 def count_requests() -> None:
     """Count each request to Redis as a step."""
-    ask = RedisConnection.execute
+    original_request = RedisConnection.execute
 
-    async def counted(self: RedisConnection, what: str, request: Callable[[Any], Awaitable[T]]) -> T:
-        return await steps.step(lambda: ask(self, what, request))
+    async def counted_request(
+        self: RedisConnection, subject: str, request: Callable[[Redis], Awaitable[T]]
+    ) -> T:
+        return await steps.step(lambda: original_request(self, subject, request))
 
-    RedisConnection.execute = counted  # type: ignore[method-assign]
+    RedisConnection.execute = counted_request  # type: ignore[method-assign]  # counts
 
 
 if __name__ == "__main__":
-    steps = Steps(int(sys.argv[8]), sys.argv[9])
+    steps = StepCounter(int(sys.argv[8]), sys.argv[9])
     count_requests()
     asyncio.run(main(*sys.argv[1:8]))

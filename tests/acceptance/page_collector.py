@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from meshpoint import Peer, TaskExecutionContext, agent
 
 
-class Collection(BaseModel):
+class CollectRequest(BaseModel):
     """Input of the collector. `fetched` gets a line per fetch: page number and digest."""
 
     pages: int
@@ -37,11 +37,11 @@ def digest_of(pages: Iterable[str]) -> str:
 
 
 @agent("collector", version="1")
-async def collector(ctx: TaskExecutionContext, collection: Collection) -> str:
+async def collector(ctx: TaskExecutionContext, request: CollectRequest) -> str:
     """The digest of all pages, returned after the peer has answered."""
-    for number in range(collection.pages):
+    for number in range(request.pages):
         if await ctx.memory.get(f"page:{number}") is None:
-            await ctx.memory.set(f"page:{number}", await fetch(number, collection.fetched))
-    await ctx.call(Peer("peer", int, int)(collection.pages))
-    pages = await ctx.memory.get_many(f"page:{number}" for number in range(collection.pages))
+            await ctx.memory.set(f"page:{number}", await fetch(number, request.fetched))
+    await ctx.call(Peer("peer", int, int)(request.pages))
+    pages = await ctx.memory.get_many(f"page:{number}" for number in range(request.pages))
     return digest_of(sha256(page).hexdigest() for page in pages.values())

@@ -23,14 +23,14 @@ from meshpoint.settings import load
 _SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 
 
-class Reporter:
+class EventReporter:
     """Prints events, and kills or freezes this process at the selected event."""
 
-    def __init__(self, at: str | None, do: str, agent: str | None, skip: int) -> None:
-        self._at, self._do, self._agent, self._skip = at, do, agent, skip
+    def __init__(self, at: str | None, action: str, agent: str | None, skip: int) -> None:
+        self._at, self._action, self._agent, self._skip = at, action, agent, skip
 
     def emit(self, event: Event) -> None:
-        told = {
+        record = {
             "step": event.step.value,
             "phase": event.phase.value,
             "agent": event.agent,
@@ -39,13 +39,13 @@ class Reporter:
             "task_ids": list(event.task_ids),
             "detail": dict(event.detail),
         }
-        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.write(json.dumps(record) + "\n")
         sys.stdout.flush()
         if self._at == f"{event.step}:{event.phase}" and self._agent in {None, event.agent}:
             self._skip -= 1
             if self._skip < 0:
                 self._at = None
-                os.kill(os.getpid(), _SIGNALS[self._do])
+                os.kill(os.getpid(), _SIGNALS[self._action])
 
 
 async def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,7 +59,7 @@ async def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    reporter = Reporter(options.at, options.do, options.agent, options.skip)
+    reporter = EventReporter(options.at, options.do, options.agent, options.skip)
     try:
         await wiring.serve(load([options.config]), observer=reporter, stop=stop)
     except MeshpointError as error:

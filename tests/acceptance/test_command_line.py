@@ -28,7 +28,7 @@ CONFIG = "agent: {name: shout, entrypoint: 'my_agents:shout'}\n"
 MESHPOINT = [sys.executable, "-m", "meshpoint.cli"]
 
 
-class Replicas:
+class Supervisor:
     """`meshpoint run --replicas 2` and its log."""
 
     def __init__(self, folder: Path) -> None:
@@ -36,15 +36,18 @@ class Replicas:
         self.process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
         self.pids: list[int] = []
 
-    def started(self, count: int) -> None:
+    def wait_started(self, count: int) -> None:
         """Return when `count` more replicas consume."""
         assert self.process.stderr is not None
         while count:
             line: dict[str, Any] = json.loads(self.process.stderr.readline())
-            self.pids += [int(pid) for pid in re.findall(r"is running as process (\d+)", line.get("message", ""))]
+            self.pids += [
+                int(pid)
+                for pid in re.findall(r"is running as process (\d+)", line.get("message", ""))
+            ]
             count -= line.get("step") == "started"
 
-    def rest(self) -> list[dict[str, Any]]:
+    def remaining_lines(self) -> list[dict[str, Any]]:
         """The rest of the log, which ends when the last process that writes it has ended."""
         assert self.process.stderr is not None
         return [json.loads(line) for line in self.process.stderr.read().splitlines()]
@@ -58,11 +61,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def replicas(folder: Path) -> Iterator[Replicas]:
-    replicas = Replicas(folder)
+def replicas(folder: Path) -> Iterator[Supervisor]:
+    replicas = Supervisor(folder)
     yield replicas
     replicas.process.kill()
-    replicas.rest()  # replicas end on their own when their supervisor is gone
+    replicas.remaining_lines()  # replicas end on their own when their supervisor is gone
     replicas.process.communicate()
 
 
@@ -72,29 +75,29 @@ def send(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_killed_replica_is_replaced_and_a_signal_drains_all(
-    folder: Path, replicas: Replicas, number: signal.Signals
+def test_a_killed_replica_is_replaced_and_a_signal_drains_all_replicas(
+    folder: Path, replicas: Supervisor, number: signal.Signals
 ) -> None:
-    replicas.started(2)
+    replicas.wait_started(2)
     answered = send(folder, "shout", "hello")
     assert (answered.returncode, answered.stdout) == (0, "HELLO\n")
     os.kill(replicas.pids[0], signal.SIGKILL)
-    replicas.started(1)
+    replicas.wait_started(1)
     assert len(set(replicas.pids)) == 3
     replicas.process.send_signal(number)
     assert replicas.process.wait() == 0
-    told = sorted(line["step"] for line in replicas.rest() if "step" in line)
-    assert told == ["drained", "drained", "draining", "draining"]
+    records = sorted(line["step"] for line in replicas.remaining_lines() if "step" in line)
+    assert records == ["drained", "drained", "draining", "draining"]
 
 
-def test_replicas_drain_when_their_supervisor_is_killed(replicas: Replicas) -> None:
-    replicas.started(2)
+def test_replicas_drain_when_their_supervisor_is_killed(replicas: Supervisor) -> None:
+    replicas.wait_started(2)
     replicas.process.kill()
-    told = sorted(line["step"] for line in replicas.rest() if "step" in line)
-    assert told == ["drained", "drained", "draining", "draining"]
+    records = sorted(line["step"] for line in replicas.remaining_lines() if "step" in line)
+    assert records == ["drained", "drained", "draining", "draining"]
 
 
-def test_an_agent_that_cannot_be_imported_stops_all_with_one_reason(folder: Path) -> None:
+def test_an_agent_that_cannot_be_imported_stops_all_replicas_with_one_error(folder: Path) -> None:
     (folder / "other.yaml").write_text(CONFIG.replace("my_agents", "no_agents"), encoding="utf-8")
     command = [*MESHPOINT, "run", "other.yaml", "--replicas", "2", "--log-level", "error"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -103,20 +106,20 @@ def test_an_agent_that_cannot_be_imported_stops_all_with_one_reason(folder: Path
     assert "no_agents" in done.stderr
 
 
-def test_failures_are_told_by_exit_codes(folder: Path, replicas: Replicas) -> None:
-    replicas.started(2)
-    refused = send(folder, "shout", '{"not": "text"}')
-    assert (refused.returncode, "failed (invalid)" in refused.stderr) == (4, True)
+def test_failures_are_reported_by_exit_codes(folder: Path, replicas: Supervisor) -> None:
+    replicas.wait_started(2)
+    invalid = send(folder, "shout", '{"not": "text"}')
+    assert (invalid.returncode, "failed (invalid)" in invalid.stderr) == (4, True)
     unknown = send(folder, "nobody", "hello")
     assert (unknown.returncode, unknown.stderr.count("\n")) == (1, 1)
     assert "nobody" in unknown.stderr
 
 
-def test_a_broker_that_is_away_is_one_line(folder: Path) -> None:
+def test_an_unavailable_broker_is_reported_in_one_line(folder: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound but not listening
         broker = f"amqp://u:secret@127.0.0.1:{closed.getsockname()[1]}/"
-        ended = send(folder, "shout", "hello", "--broker", broker)
-    assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)
-    assert ended.stderr.startswith("error: ")
-    assert "secret" not in ended.stderr
+        completed = send(folder, "shout", "hello", "--broker", broker)
+    assert (completed.returncode, completed.stderr.count("\n")) == (3, 1)
+    assert completed.stderr.startswith("error: ")
+    assert "secret" not in completed.stderr

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
-from meshpoint.demo import stage
-from meshpoint.demo.processes import ReplicaProcess
+from meshpoint.demo.environment import delete_queues
+from meshpoint.demo.replica import ReplicaProcess
 from meshpoint.model.ids import AgentName
-from meshpoint.model.messages import requests_of
+from meshpoint.model.messages import request_queue
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(tmp_path)}
 
 
-def run(environment: dict[str, str], requests: int, *arguments: str) -> tuple[dict[str, Any], str]:
+def run_demo(
+    environment: dict[str, str], requests: int, *arguments: str
+) -> tuple[dict[str, Any], str]:
     """The ledger and standard error. The exit code must be 0."""
     command = [*DEMO, str(requests), "--json", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -44,30 +46,35 @@ def run(environment: dict[str, str], requests: int, *arguments: str) -> tuple[di
     return ledger, done.stderr
 
 
-def check(ledger: dict[str, Any], requests: int) -> None:
-    counted = ("requests", "answers", "lost", "duplicated", "failed")
-    assert [ledger[name] for name in counted] == [requests, requests, 0, 0, 0]
+def check_ledger(ledger: dict[str, Any], requests: int) -> None:
+    counts = ("requests", "answers", "lost", "duplicated", "failed")
+    assert [ledger[name] for name in counts] == [requests, requests, 0, 0, 0]
     for name in ("paused_in_killed", "running_in_killed", "resumed_elsewhere", "rescued"):
         assert ledger[name] > 0, name
 
 
-def test_without_servers_every_request_is_answered_once(environment: dict[str, str], tmp_path: Path) -> None:
-    ledger, said = run(environment, 20)
-    check(ledger, 20)
-    assert [line.split("SIGKILL")[0][-2:] for line in said.splitlines() if "SIGKILL" in line] == ["✗ ", "✗ "]
+def test_without_servers_every_request_is_answered_once(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    ledger, said = run_demo(environment, 20)
+    check_ledger(ledger, 20)
+    assert [line.split("SIGKILL")[0][-2:] for line in said.splitlines() if "SIGKILL" in line] == [
+        "✗ ",
+        "✗ ",
+    ]
     assert not list(tmp_path.iterdir()), "the demo left files behind"
 
 
-def test_one_request_meets_both_kills(environment: dict[str, str]) -> None:
-    check(run(environment, 1)[0], 1)
+def test_a_single_request_survives_both_kills(environment: dict[str, str]) -> None:
+    check_ledger(run_demo(environment, 1)[0], 1)
 
 
 @pytest.mark.servers
-async def test_on_servers_it_makes_the_tables_and_leaves_nothing(
+async def test_demo_on_servers_creates_the_tables_and_leaves_no_rows_or_queues(
     environment: dict[str, str], amqp_url: str, empty_postgres_url: str
 ) -> None:
-    ledger, said = run(environment, 20, "--broker", amqp_url, "--db", empty_postgres_url)
-    check(ledger, 20)
+    ledger, said = run_demo(environment, 20, "--broker", amqp_url, "--db", empty_postgres_url)
+    check_ledger(ledger, 20)
     assert "created them" in said
     connection = await asyncpg.connect(empty_postgres_url)
     try:
@@ -78,35 +85,35 @@ async def test_on_servers_it_makes_the_tables_and_leaves_nothing(
 
 
 @pytest.mark.servers
-async def test_its_queues_are_deleted(amqp_url: str, namespace: str) -> None:
+async def test_the_demo_deletes_its_queues(amqp_url: str, namespace: str) -> None:
     mesh = MeshSettings(namespace=namespace, broker_url=amqp_url)
     broker = RabbitMqBroker(amqp_url, namespace=mesh.namespace, private_ttl=mesh.private_queue_ttl)
     await broker.open()
     try:
         await broker.declare(AgentName("travel"))
-        assert await broker.depth(requests_of(AgentName("travel"))) == 0
-        await stage.delete_queues(mesh)
-        assert await broker.depth(requests_of(AgentName("travel"))) is None
+        assert await broker.depth(request_queue(AgentName("travel"))) == 0
+        await delete_queues(mesh)
+        assert await broker.depth(request_queue(AgentName("travel"))) is None
     finally:
         await broker.close()
 
 
-def test_servers_that_are_away_are_told_in_one_line(environment: dict[str, str]) -> None:
+def test_unavailable_servers_are_reported_in_one_line(environment: dict[str, str]) -> None:
     command = [*DEMO, "20", "--broker", "amqp://127.0.0.1:1/"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (3, "", 1)
     assert done.stderr.startswith("error: ")
 
 
-async def test_a_replica_that_cannot_start_says_why_in_one_line() -> None:
+async def test_a_replica_that_cannot_start_reports_the_reason_in_one_line() -> None:
     agent = AgentSettings(name="travel", entrypoint="meshpoint.demo.agents:nobody")
     process = await ReplicaProcess.start("A", Settings(mesh=MeshSettings(), agents=(agent,)))
-    assert [told async for told in process.read_events()] == []
+    assert [message async for message in process.read_events()] == []
     await process.close()
-    why = str(process.startup_error())
-    assert why.startswith("replica A did not start: ")
-    assert "nobody" in why
-    assert "\n" not in why
+    reason = str(process.startup_error())
+    assert reason.startswith("replica A did not start: ")
+    assert "nobody" in reason
+    assert "\n" not in reason
 
 
 @pytest.mark.parametrize(
@@ -117,16 +124,20 @@ async def test_a_replica_that_cannot_start_says_why_in_one_line() -> None:
         (signal.SIGTERM, signal.SIG_IGN),  # as a shell does for background jobs
     ],
 )
-def test_interrupted_it_leaves_no_process_and_no_file(
+def test_an_interrupted_demo_leaves_no_process_and_no_file(
     number: signal.Signals, sigint: signal.Handlers, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    ours = signal.signal(signal.SIGINT, sigint)  # the child inherits it
+    reader = signal.signal(signal.SIGINT, sigint)  # the child inherits it
     try:
         demo = subprocess.Popen(
-            [*DEMO, "500"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [*DEMO, "500"],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     finally:
-        signal.signal(signal.SIGINT, ours)
+        signal.signal(signal.SIGINT, reader)
     assert demo.stderr is not None
     with demo:
         try:
@@ -141,20 +152,28 @@ def test_interrupted_it_leaves_no_process_and_no_file(
     assert not list(tmp_path.iterdir())
 
 
-def test_on_a_terminal_it_draws_the_replicas(environment: dict[str, str]) -> None:
-    ours, theirs = pty.openpty()
+def test_the_demo_draws_the_replicas_on_a_terminal(environment: dict[str, str]) -> None:
+    controller, terminal = pty.openpty()
     environment |= {"TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
-    demo = subprocess.Popen([*DEMO, "9"], env=environment, stdout=theirs, stderr=subprocess.PIPE, text=True)
-    os.close(theirs)
-    shown = b"".join(_read(ours)).decode()
-    os.close(ours)
+    demo = subprocess.Popen(
+        [*DEMO, "9"], env=environment, stdout=terminal, stderr=subprocess.PIPE, text=True
+    )
+    os.close(terminal)
+    output = b"".join(_read_chunks(controller)).decode()
+    os.close(controller)
     assert demo.communicate()[1] == ""
     assert demo.returncode == 0
-    for part in ("Meshpoint demo", "✗ killed", "resumed", "9 of 9", "every request was answered once"):
-        assert part in shown
+    for part in (
+        "Meshpoint demo",
+        "✗ killed",
+        "resumed",
+        "9 of 9",
+        "every request was answered once",
+    ):
+        assert part in output
 
 
-def _read(descriptor: int) -> Iterator[bytes]:
+def _read_chunks(descriptor: int) -> Iterator[bytes]:
     with suppress(OSError):  # the other end was closed
         while chunk := os.read(descriptor, 1 << 16):
             yield chunk

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MESHPOINT = [sys.executable, "-m", "meshpoint.cli"]
 
-PRINTED = {
+EXPECTED_OUTPUT = {
     "two_agents.py": "Buongiorno, God morgen, Buenos días, Ada!\n",
     "trip_planner.py": """\
 Rome:
@@ -32,27 +32,32 @@ Rome:
     "nested_mesh.py": "The Waiting Mesh: 45 pages reviewed, 90 mistakes\n",
 }
 WITH_README = ("stock_analysis", "strategy_research", "market_screen")
-"""Folders whose `run.py` prints what their README shows."""
-ON_REPLICAS = ("replicas",)
+"""Folders whose script of the same name prints what their README shows."""
+RUN_ON_REPLICAS = ("replicas",)
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PRINTED)
-    assert {path.parent.name for path in EXAMPLES.glob("*/*.py")} == {*WITH_README, *ON_REPLICAS}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED_OUTPUT)
+    assert {path.parent.name for path in EXAMPLES.glob("*/*.py")} == {
+        *WITH_README,
+        *RUN_ON_REPLICAS,
+    }
 
 
-@pytest.mark.parametrize("name", PRINTED)
-def test_an_example_prints_what_it_promises(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", EXPECTED_OUTPUT)
+def test_an_example_prints_its_documented_output(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, PRINTED[name]), done.stderr
+    assert (done.returncode, done.stdout) == (0, EXPECTED_OUTPUT[name]), done.stderr
     assert not list(tmp_path.iterdir()), "the example left files behind"
 
 
 @pytest.mark.parametrize("name", WITH_README)
-def test_an_example_proves_its_claim_and_prints_what_its_page_shows(name: str, tmp_path: Path) -> None:
+def test_an_example_verifies_its_claims_and_prints_what_its_readme_shows(
+    name: str, tmp_path: Path
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name / "run.py")],
+        [sys.executable, "-W", "error", str(EXAMPLES / name / f"{name}.py")],
         cwd=tmp_path,
         env={**os.environ, "COLUMNS": "80", "TMPDIR": str(tmp_path)},
         capture_output=True,
@@ -66,9 +71,18 @@ def test_an_example_proves_its_claim_and_prints_what_its_page_shows(name: str, t
 
 
 @pytest.mark.servers
-def test_a_memory_in_redis_that_expired_is_found_in_its_snapshot(redis_url: str, tmp_path: Path) -> None:
+def test_an_expired_memory_in_redis_is_recovered_from_its_snapshot(
+    redis_url: str, tmp_path: Path
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / "market_screen" / "run.py"), "--redis", redis_url],
+        [
+            sys.executable,
+            "-W",
+            "error",
+            str(EXAMPLES / "market_screen" / "market_screen.py"),
+            "--redis",
+            redis_url,
+        ],
         cwd=tmp_path,
         env={**os.environ, "COLUMNS": "80", "TMPDIR": str(tmp_path)},
         capture_output=True,
@@ -86,7 +100,10 @@ def test_a_memory_in_redis_that_expired_is_found_in_its_snapshot(redis_url: str,
     ("url", "said"),
     [
         ("foo", "is no URL of a Redis; write redis://127.0.0.1:6379/0\n"),
-        ("redis://:secret@h/0?colour=red", "is no URL of a Redis; write redis://127.0.0.1:6379/0\n"),
+        (
+            "redis://:secret@h/0?colour=red",
+            "is no URL of a Redis; write redis://127.0.0.1:6379/0\n",
+        ),
         (
             "redis://:secret@127.0.0.1:{closed}/0",
             "Connect call failed ('127.0.0.1', {closed}); start a Redis there, or",
@@ -95,14 +112,19 @@ def test_a_memory_in_redis_that_expired_is_found_in_its_snapshot(redis_url: str,
     ],
     ids=["no URL", "an unknown option", "nothing there", "no answer"],
 )
-def test_a_redis_that_cannot_be_had_is_told_in_one_line(url: str, said: str, tmp_path: Path) -> None:
+def test_an_unusable_redis_is_reported_in_one_line(url: str, said: str, tmp_path: Path) -> None:
     with socket.socket() as closed, socket.create_server(("127.0.0.1", 0)) as silent:
         # bound but not listening, so that no other process can listen there
         closed.bind(("127.0.0.1", 0))
         ports = {"closed": closed.getsockname()[1], "silent": silent.getsockname()[1]}
         done = subprocess.run(
             [
-                *(sys.executable, "-W", "error", str(EXAMPLES / "market_screen" / "run.py")),
+                *(
+                    sys.executable,
+                    "-W",
+                    "error",
+                    str(EXAMPLES / "market_screen" / "market_screen.py"),
+                ),
                 *("--redis", url.format(**ports)),
             ],
             cwd=tmp_path,
@@ -119,36 +141,50 @@ def test_a_redis_that_cannot_be_had_is_told_in_one_line(url: str, said: str, tmp
     assert not list(tmp_path.iterdir()), "the example left files behind"
 
 
-def test_replicas_on_one_file(tmp_path: Path) -> None:
+def test_the_replicas_example_runs_on_one_file(tmp_path: Path) -> None:
     for name in ("agents.py", "travel.yaml"):
         (tmp_path / name).write_text((EXAMPLES / "replicas" / name).read_text())
-    asyncio.run(_ask_replicas(tmp_path, {}))
+    asyncio.run(_send_to_replicas(tmp_path, {}))
 
 
 @pytest.mark.servers
-def test_replicas_on_servers(amqp_url: str, empty_postgres_url: str, namespace: str) -> None:
+def test_the_replicas_example_runs_on_servers(
+    amqp_url: str, empty_postgres_url: str, namespace: str
+) -> None:
     folder = EXAMPLES / "replicas"
-    servers = {"BROKER_URL": amqp_url, "DATABASE_URL": empty_postgres_url, "MESH_NAMESPACE": namespace}
+    servers = {
+        "BROKER_URL": amqp_url,
+        "DATABASE_URL": empty_postgres_url,
+        "MESH_NAMESPACE": namespace,
+    }
     upgrade = [*MESHPOINT, "db", "upgrade", "--config", "travel.yaml"]
     subprocess.run(upgrade, cwd=folder, env={**os.environ, **servers}, check=True)
-    asyncio.run(_ask_replicas(folder, servers))
+    asyncio.run(_send_to_replicas(folder, servers))
     assert not list(folder.glob("*.db"))
 
 
-async def _ask_replicas(folder: Path, variables: dict[str, str]) -> None:
+async def _send_to_replicas(folder: Path, variables: dict[str, str]) -> None:
     environment = {**os.environ, **variables}
-    async with _replicas(folder, environment):
+    async with _run_replicas(folder, environment):
         send = [*MESHPOINT, "send", "travel", '{"city": "Rome"}', "--config", "travel.yaml"]
         sent = await asyncio.create_subprocess_exec(
-            *send, cwd=folder, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            *send,
+            cwd=folder,
+            env=environment,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
         )
         out, err = await sent.communicate()
     assert sent.returncode == 0, err.decode()
-    assert json.loads(out) == {"city": "Rome", "flight": "MP101 to Rome, 120 EUR", "forecast": "3 days of sun"}
+    assert json.loads(out) == {
+        "city": "Rome",
+        "flight": "MP101 to Rome, 120 EUR",
+        "forecast": "3 days of sun",
+    }
 
 
 @asynccontextmanager
-async def _replicas(folder: Path, environment: dict[str, str]) -> AsyncIterator[None]:
+async def _run_replicas(folder: Path, environment: dict[str, str]) -> AsyncIterator[None]:
     """`meshpoint run` with two replicas that serve all three agents."""
     command = [*MESHPOINT, "run", "travel.yaml", "--replicas", "2"]
     supervisor = await asyncio.create_subprocess_exec(

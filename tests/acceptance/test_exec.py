@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from command_result import Command, CommandResult
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +19,7 @@ HERE = Path(__file__).parent
 EXEC = [sys.executable, "-m", "meshpoint.cli", "exec"]
 TRIALS = int(os.environ.get("MESHPOINT_TRIALS", "20"))
 
-FLOW = """
+FLOW_CODE = """
 from pathlib import Path
 
 from meshpoint import agent
@@ -52,12 +51,13 @@ def ran(step):
     with Path("effects").open("a") as file:
         file.write(step + "\\n")
 """
-REPAIRED = FLOW.replace('raise RuntimeError("no rate today")', "return sum(numbers)")
-HANGS = "import asyncio\n" + FLOW.replace(
-    'ran("parse")\n', 'ran("parse")\n    print("parse hangs", flush=True)\n    await asyncio.Event().wait()\n'
+REPAIRED_CODE = FLOW_CODE.replace('raise RuntimeError("no rate today")', "return sum(numbers)")
+HANGING_CODE = "import asyncio\n" + FLOW_CODE.replace(
+    'ran("parse")\n',
+    'ran("parse")\n    print("parse hangs", flush=True)\n    await asyncio.Event().wait()\n',
 )
 
-CALLER = """
+CALLER_CODE = """
 import asyncio
 from pathlib import Path
 
@@ -101,62 +101,46 @@ def ran(step):
 """
 
 
-@dataclass
-class Run:
-    """A finished `meshpoint exec`."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    @property
-    def steps(self) -> list[tuple[str, str, str | None]]:
-        return [(step["name"], step["status"], step["why"]) for step in self.json["steps"]]
-
-
-Exec = Callable[..., Run]
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "flow.py").write_text(FLOW)
+    (tmp_path / "flow.py").write_text(FLOW_CODE)
     return tmp_path
 
 
 @pytest.fixture
-def execute(folder: Path) -> Exec:
-    def run(*arguments: str, agent: str = "flow:flow") -> Run:
+def execute(folder: Path) -> Command:
+    def run(*arguments: str, agent: str = "flow:flow") -> CommandResult:
         command = [*EXEC, agent, *arguments]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        return Run(done.returncode, done.stdout, done.stderr)
+        return CommandResult(done.returncode, done.stdout, done.stderr)
 
     return run
 
 
-def started(folder: Path, *arguments: str, until: str, agent: str = "flow:flow") -> subprocess.Popen[str]:
-    """Start `meshpoint exec` and wait until it writes a line with `until` to standard error."""
-    process = subprocess.Popen([*EXEC, agent, *arguments], cwd=folder, stderr=subprocess.PIPE, text=True)
+def start_exec(
+    folder: Path, *arguments: str, marker: str, agent: str = "flow:flow"
+) -> subprocess.Popen[str]:
+    """Start `meshpoint exec` and wait until it writes a line with `marker` to standard error."""
+    process = subprocess.Popen(
+        [*EXEC, agent, *arguments], cwd=folder, stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     for line in process.stderr:
-        if until in line:
+        if marker in line:
             return process
-    raise AssertionError(f"exec ended with {process.wait()} before it wrote {until!r}")
+    raise AssertionError(f"exec ended with {process.wait()} before it wrote {marker!r}")
 
 
-def killed(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.communicate()
 
 
-def effects(folder: Path) -> list[str]:
+def recorded_effects(folder: Path) -> list[str]:
     return (folder / "effects").read_text().split()
 
 
-def test_a_flow_is_repaired_step_by_step(folder: Path, execute: Exec) -> None:
+def test_a_flow_is_repaired_step_by_step(folder: Path, execute: Command) -> None:
     failed = execute("--input", "3", "--json")
     assert failed.code == 4
     assert failed.steps == [
@@ -165,7 +149,13 @@ def test_a_flow_is_repaired_step_by_step(folder: Path, execute: Exec) -> None:
         ("rate", "failed", "RuntimeError: no rate today"),
     ]
     report = failed.json
-    assert report | {"steps": None, "checkpoint": None, "session": None, "operation_id": None, "resume": None} == {
+    assert report | {
+        "steps": None,
+        "checkpoint": None,
+        "session": None,
+        "operation_id": None,
+        "resume": None,
+    } == {
         "success": False,
         "session": None,
         "attempt": 1,
@@ -179,26 +169,37 @@ def test_a_flow_is_repaired_step_by_step(folder: Path, execute: Exec) -> None:
         "resume": None,
     }
     assert report["resume"] == f"meshpoint exec flow:flow --session {report['session']}"
-    assert [each["name"] for each in report["checkpoint"]["subtasks"]] == ["fetch", "parse", "rate"]
+    assert [each["name"] for each in report["checkpoint"]["subtasks"]] == [
+        "fetch",
+        "parse",
+        "rate",
+    ]
     assert "output" not in report["checkpoint"]["subtasks"][0]
 
-    (folder / "flow.py").write_text(REPAIRED)
+    (folder / "flow.py").write_text(REPAIRED_CODE)
     repaired = execute("--input", " 3 ", "--resume", "--json")
     assert (repaired.code, repaired.json["output"], repaired.json["attempt"]) == (0, 8, 2)
-    assert repaired.steps == [("fetch", "reused", None), ("parse", "reused", None), ("rate", "completed", None)]
-    assert (repaired.json["session"], repaired.json["operation_id"]) == (report["session"], report["operation_id"])
+    assert repaired.steps == [
+        ("fetch", "reused", None),
+        ("parse", "reused", None),
+        ("rate", "completed", None),
+    ]
+    assert (repaired.json["session"], repaired.json["operation_id"]) == (
+        report["session"],
+        report["operation_id"],
+    )
     assert (repaired.json["checkpoint"], repaired.json["resume"]) == (None, None)
-    assert effects(folder) == ["fetch", "parse", "rate", "rate"]
+    assert recorded_effects(folder) == ["fetch", "parse", "rate", "rate"]
 
-    again = execute("--input", "3", "--resume")
-    assert (again.code, again.out) == (12, "")
-    assert again.err.count("\n") == 1
-    assert report["session"] in again.err
+    second_run = execute("--input", "3", "--resume")
+    assert (second_run.code, second_run.out) == (12, "")
+    assert second_run.err.count("\n") == 1
+    assert report["session"] in second_run.err
 
 
-def test_a_changed_first_step_takes_all_after_it_along(folder: Path, execute: Exec) -> None:
+def test_a_changed_first_step_reruns_all_later_steps(folder: Path, execute: Command) -> None:
     assert execute("--input", "3").code == 4
-    (folder / "flow.py").write_text(REPAIRED.replace("return n + 1", "return n + 2"))
+    (folder / "flow.py").write_text(REPAIRED_CODE.replace("return n + 1", "return n + 2"))
     resumed = execute("--input", "3", "--resume", "--json")
     assert (resumed.code, resumed.json["output"]) == (0, 10)
     assert resumed.steps == [
@@ -206,65 +207,84 @@ def test_a_changed_first_step_takes_all_after_it_along(folder: Path, execute: Ex
         ("parse", "completed", "after 'fetch', which runs again"),
         ("rate", "completed", None),
     ]
-    assert effects(folder) == ["fetch", "parse", "rate"] * 2
+    assert recorded_effects(folder) == ["fetch", "parse", "rate"] * 2
 
 
-def test_a_killed_attempt_is_gone_on_with(folder: Path, execute: Exec) -> None:
-    (folder / "flow.py").write_text(HANGS)
-    killed(started(folder, "--input", "3", "--session", "mine", until="parse hangs"))
-    (folder / "flow.py").write_text(REPAIRED)
+def test_a_killed_attempt_can_be_resumed(folder: Path, execute: Command) -> None:
+    (folder / "flow.py").write_text(HANGING_CODE)
+    kill(start_exec(folder, "--input", "3", "--session", "mine", marker="parse hangs"))
+    (folder / "flow.py").write_text(REPAIRED_CODE)
     done = execute("--session", "mine", "--json")  # the session has recorded its input
     assert (done.code, done.json["output"], done.json["attempt"]) == (0, 8, 2)
     assert [status for _, status, _ in done.steps] == ["reused", "completed", "completed"]
-    assert effects(folder) == ["fetch", "parse", "parse", "rate"]
+    assert recorded_effects(folder) == ["fetch", "parse", "parse", "rate"]
     shown = subprocess.run(
-        [*EXEC[:-1], "sessions", "show", "mine", "--json"], cwd=folder, capture_output=True, check=True
+        [*EXEC[:-1], "sessions", "show", "mine", "--json"],
+        cwd=folder,
+        capture_output=True,
+        check=True,
     )
-    assert [each["ending"] for each in json.loads(shown.stdout)["attempts"]] == ["killed", "completed"]
+    assert [each["ending"] for each in json.loads(shown.stdout)["attempts"]] == [
+        "killed",
+        "completed",
+    ]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 5)])
-def test_a_signal_cancels_and_keeps_the_checkpoint(folder: Path, number: signal.Signals, code: int) -> None:
-    (folder / "flow.py").write_text(HANGS)
+def test_a_signal_cancels_the_run_and_keeps_its_checkpoint(
+    folder: Path, number: signal.Signals, code: int
+) -> None:
+    (folder / "flow.py").write_text(HANGING_CODE)
     export = ("--export", "kept.json", "--include-outputs")
-    process = started(folder, "--input", "3", "--session", "mine", *export, until="parse hangs")
+    process = start_exec(
+        folder, "--input", "3", "--session", "mine", *export, marker="parse hangs"
+    )
     process.send_signal(number)
-    _, err = process.communicate()
+    _, stderr = process.communicate()
     assert process.returncode == code
-    assert "resume with: meshpoint exec flow:flow --session mine" in err
+    assert "resume with: meshpoint exec flow:flow --session mine" in stderr
     exported = json.loads((folder / "kept.json").read_text())
-    assert [(each["name"], each.get("output")) for each in exported["subtasks"]][:1] == [("fetch", 4)]
+    assert [(each["name"], each.get("output")) for each in exported["subtasks"]][:1] == [
+        ("fetch", 4)
+    ]
     session = json.loads((folder / ".meshpoint/sessions/mine.json").read_text())
     assert [attempt["ending"] for attempt in session["attempts"]] == ["cancelled"]
 
 
-def test_a_second_signal_ends_code_that_hears_nothing(folder: Path, execute: Exec) -> None:
-    (folder / "flow.py").write_text("import threading\n" + HANGS.replace("await asyncio.Event", "threading.Event"))
-    process = started(folder, "--input", "3", "--session", "mine", until="parse hangs")
+def test_a_second_signal_ends_code_that_ignores_the_first(folder: Path, execute: Command) -> None:
+    (folder / "flow.py").write_text(
+        "import threading\n" + HANGING_CODE.replace("await asyncio.Event", "threading.Event")
+    )
+    process = start_exec(folder, "--input", "3", "--session", "mine", marker="parse hangs")
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     assert "cancelling; a second signal ends it at once" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == 130
-    (folder / "flow.py").write_text(REPAIRED)
+    (folder / "flow.py").write_text(REPAIRED_CODE)
     done = execute("--session", "mine", "--json")
-    assert (done.code, [status for _, status, _ in done.steps]) == (0, ["reused", "completed", "completed"])
+    assert (done.code, [status for _, status, _ in done.steps]) == (
+        0,
+        ["reused", "completed", "completed"],
+    )
 
 
-def test_a_peer_that_was_killed_goes_on_too(folder: Path, execute: Exec) -> None:
-    (folder / "calls.py").write_text(CALLER)
+def test_a_killed_peer_is_resumed_too(folder: Path, execute: Command) -> None:
+    (folder / "calls.py").write_text(CALLER_CODE)
     arguments = ("--with", "calls:answerer", "--input", "5", "--session", "mine")
-    killed(started(folder, *arguments, until="the answerer waits", agent="calls:caller"))
+    kill(start_exec(folder, *arguments, marker="the answerer waits", agent="calls:caller"))
     (folder / "open").touch()
     done = execute(*arguments, "--json", agent="calls:caller")
     assert (done.code, done.json["output"]) == (0, 11), done.err
     assert [status for _, status, _ in done.steps] == ["reused", "completed"]
-    assert effects(folder) == ["question", "search"], "a step ran twice"
+    assert recorded_effects(folder) == ["question", "search"], "a step ran twice"
 
 
-def test_a_peer_that_nobody_serves_is_told_with_the_way_out(folder: Path, execute: Exec) -> None:
-    (folder / "calls.py").write_text(CALLER)
+def test_the_error_about_an_unserved_peer_says_how_to_fix_it(
+    folder: Path, execute: Command
+) -> None:
+    (folder / "calls.py").write_text(CALLER_CODE)
     (folder / "open").touch()
     alone = execute("--input", "5", "--session", "mine", "--json", agent="calls:caller")
     assert alone.code == 4
@@ -272,23 +292,32 @@ def test_a_peer_that_nobody_serves_is_told_with_the_way_out(folder: Path, execut
     done = execute("--with", "calls:answerer", "--session", "mine", "--json", agent="calls:caller")
     assert (done.code, done.json["output"]) == (0, 11)
     later = execute("--input", "6", "--session", "mine", "--json", agent="calls:caller")
-    assert "add --with MODULE:answerer" in later.json["error"]["message"], "its queue was not deleted"
+    assert "add --with MODULE:answerer" in later.json["error"]["message"], (
+        "its queue was not deleted"
+    )
 
 
 def test_two_sessions_share_a_store(folder: Path) -> None:
-    (folder / "flow.py").write_text(REPAIRED)
+    (folder / "flow.py").write_text(REPAIRED_CODE)
     command = [*EXEC, "flow:flow", "--json", "--input"]
-    both = [subprocess.Popen([*command, n], cwd=folder, stdout=subprocess.PIPE, text=True) for n in ("3", "4")]
-    assert [json.loads(each.communicate()[0])["output"] for each in both] == [8, 10]
+    processes = [
+        subprocess.Popen([*command, n], cwd=folder, stdout=subprocess.PIPE, text=True)
+        for n in ("3", "4")
+    ]
+    assert [json.loads(each.communicate()[0])["output"] for each in processes] == [8, 10]
 
 
-def test_of_two_resumes_at_a_time_one_runs(folder: Path) -> None:
+def test_only_one_of_two_concurrent_resumes_runs(folder: Path) -> None:
     command = [sys.executable, str(HERE / "exec_race.py"), str(TRIALS)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-5000:]
     trials = json.loads(done.stdout)
     assert [sorted(codes) for codes in trials["codes"]] == [[4, 7]] * TRIALS
     session = json.loads(next((folder / ".meshpoint/sessions").glob("*.json")).read_text())
     assert len(session["attempts"]) == 1 + TRIALS
     assert all("is in use by pid" in line for line in trials["refusals"])
-    assert effects(folder) == ["fetch", "parse", *["rate"] * (1 + TRIALS)], "a recorded step ran again"
+    assert recorded_effects(folder) == ["fetch", "parse", *["rate"] * (1 + TRIALS)], (
+        "a recorded step ran again"
+    )

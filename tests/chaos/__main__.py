@@ -15,42 +15,52 @@ from rich.console import Console
 
 from servers import PostgresServer, RabbitServer, RedisServer
 
-from . import picture, show
+from . import display, plot
 from .report import Report
-from .run import Running, Wish, run
+from .run import RunConfig, RunState, run
 
 
-def _arguments() -> argparse.Namespace:
-    arguments = argparse.ArgumentParser(prog="chaos", description=__doc__)
-    arguments.add_argument("--minutes", type=float, default=20.0)
-    arguments.add_argument("--seed", type=int, help="seed of the fault plan; random by default")
-    arguments.add_argument("--rate", type=float, default=9.5, help="requests per second")
-    arguments.add_argument("--in-flight", type=int, default=100, help="maximum number of unanswered requests")
-    arguments.add_argument("--replicas", type=int, default=4, help="number of processes, each serving all agents")
-    arguments.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
-    arguments.add_argument("--plots", type=Path, default=Path("docs/images/benchmarks"), help="folder for the plot")
-    arguments.add_argument("--keep", action="store_true", help="keep the events of every replica")
-    arguments.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
-    return arguments.parse_args()
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, help="seed of the fault plan; random by default")
+    parser.add_argument("--rate", type=float, default=9.5, help="requests per second")
+    parser.add_argument(
+        "--in-flight", type=int, default=100, help="maximum number of unanswered requests"
+    )
+    parser.add_argument(
+        "--replicas", type=int, default=4, help="number of processes, each serving all agents"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results"), help="folder for the results"
+    )
+    parser.add_argument(
+        "--plots", type=Path, default=Path("docs/images/benchmarks"), help="folder for the plot"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the events of every replica")
+    parser.add_argument(
+        "--json", action="store_true", help="print the report as JSON and nothing else"
+    )
+    return parser.parse_args()
 
 
-async def _run(wish: Wish, console: Console) -> Report:
+async def _run(config: RunConfig, console: Console) -> Report:
     rabbit, postgres, redis = RabbitServer(), PostgresServer(), RedisServer()
-    following: list[asyncio.Task[None]] = []
+    display_tasks: list[asyncio.Task[None]] = []
 
-    def watch(running: Running) -> None:
-        following.append(asyncio.create_task(show.follow(running, console)))
+    def on_start(running: RunState) -> None:
+        display_tasks.append(asyncio.create_task(display.show_progress(running, console)))
 
     try:
         rabbit.launch()
         await postgres.start()
         await rabbit.start()
         await redis.start()
-        return await run(wish, rabbit, postgres, redis, watch)
+        return await run(config, rabbit, postgres, redis, on_start)
     finally:
-        for task in following:
+        for task in display_tasks:
             task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
+        await asyncio.gather(*display_tasks, return_exceptions=True)
         postgres.close()
         rabbit.close()
         redis.close()
@@ -58,33 +68,37 @@ async def _run(wish: Wish, console: Console) -> Report:
 
 def main() -> None:
     """Run, report, write the files."""
-    options = _arguments()
-    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1_000_000)
-    console = Console(stderr=options.json)
+    arguments = _parse_arguments()
+    seed = (
+        arguments.seed
+        if arguments.seed is not None
+        else random.SystemRandom().randrange(1_000_000)
+    )
+    console = Console(stderr=arguments.json)
     for name in ("aiormq", "meshpoint"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the broker is stopped on purpose
-    console.print(f"chaos: {options.minutes:g} minutes, seed {seed}")
-    wish = Wish(
+    console.print(f"chaos: {arguments.minutes:g} minutes, seed {seed}")
+    config = RunConfig(
         seed=seed,
-        seconds=options.minutes * 60,
-        rate=options.rate,
-        in_flight=options.in_flight,
-        replicas=options.replicas,
-        stories=options.out / "chaos-stories",
-        keep=options.keep,
+        seconds=arguments.minutes * 60,
+        rate=arguments.rate,
+        in_flight=arguments.in_flight,
+        replicas=arguments.replicas,
+        history_folder=arguments.out / "chaos-stories",
+        keep_events=arguments.keep,
     )
-    report = asyncio.run(_run(wish, console))
-    options.out.mkdir(parents=True, exist_ok=True)
-    written = json.dumps(asdict(report), indent=1)
-    (options.out / "chaos.json").write_text(written + "\n")
-    options.plots.mkdir(parents=True, exist_ok=True)
-    if not picture.draw(report, options.plots / "chaos.png"):
+    report = asyncio.run(_run(config, console))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report_json = json.dumps(asdict(report), indent=1)
+    (arguments.out / "chaos.json").write_text(report_json + "\n")
+    arguments.plots.mkdir(parents=True, exist_ok=True)
+    if not plot.draw_plot(report, arguments.plots / "chaos.png"):
         console.print("no plot: matplotlib is not installed (`make chaos` installs it)")
-    if options.json:
-        sys.stdout.write(written + "\n")
+    if arguments.json:
+        sys.stdout.write(report_json + "\n")
     else:
-        console.print(show.table(report))
-    for line in show.verdict(report):
+        console.print(display.make_table(report))
+    for line in display.verdict_lines(report):
         console.print(line, soft_wrap=True)
     sys.exit(0 if report.good else 1)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Outcome
 
-from .cast import Work, right
+from .agents import Work, is_correct
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Entry:
+class RequestRecord:
     """One request and all its answers."""
 
     task_id: TaskId
@@ -34,13 +34,15 @@ class Entry:
     answers: list[Answer] = field(default_factory=list)
 
     @property
-    def wrong(self) -> bool:
+    def is_wrong(self) -> bool:
         """Whether the first answer is incorrect."""
         first = self.answers[0] if self.answers else None
-        return first is not None and not (first.sender == self.agent and right(self.agent, self.work, first.outcome))
+        return first is not None and not (
+            first.sender == self.agent and is_correct(self.agent, self.work, first.outcome)
+        )
 
     @property
-    def differing(self) -> bool:
+    def has_differing_answers(self) -> bool:
         """Whether two answers have different outcomes."""
         return any(answer.outcome != self.answers[0].outcome for answer in self.answers[1:])
 
@@ -54,48 +56,52 @@ class Ledger:
     """All requests, by task id."""
 
     def __init__(self) -> None:
-        self.entries: dict[TaskId, Entry] = {}
-        self.strangers: list[tuple[float, str]] = []
-        self.answered = 0
+        self.records: dict[TaskId, RequestRecord] = {}
+        self.unknown_replies: list[tuple[float, str]] = []
+        self.answered_count = 0
 
-    def asked(self, entry: Entry) -> None:
-        self.entries[entry.task_id] = entry
+    def record_request(self, record: RequestRecord) -> None:
+        self.records[record.task_id] = record
 
-    def answer(self, task_id: TaskId, answer: Answer) -> Entry | None:
+    def record_answer(self, task_id: TaskId, answer: Answer) -> RequestRecord | None:
         """Record a reply. Returns its request if this is the first one."""
-        entry = self.entries.get(task_id)
-        if entry is None:
-            self.strangers.append((answer.at, task_id))
+        record = self.records.get(task_id)
+        if record is None:
+            self.unknown_replies.append((answer.at, task_id))
             return None
-        entry.answers.append(answer)
-        if len(entry.answers) > 1:
+        record.answers.append(answer)
+        if len(record.answers) > 1:
             return None
-        self.answered += 1
-        return entry
+        self.answered_count += 1
+        return record
 
     @property
-    def open(self) -> list[Entry]:
+    def open_requests(self) -> list[RequestRecord]:
         """Requests without an answer."""
-        return [entry for entry in self.entries.values() if not entry.answers]
+        return [record for record in self.records.values() if not record.answers]
 
-    def wrong(self) -> list[Entry]:
+    def wrong_requests(self) -> list[RequestRecord]:
         """Requests whose first answer is incorrect."""
-        return [entry for entry in self.entries.values() if entry.wrong]
+        return [record for record in self.records.values() if record.is_wrong]
 
-    def duplicated(self, degraded: Collection[str]) -> list[Entry]:
+    def duplicated_requests(self, degraded: Collection[str]) -> list[RequestRecord]:
         """Requests with two different answers, or with two ends.
 
         A task that fell back to the in-process backend may run twice, as the guarantees say; its
         answers must still agree.
         """
-        entries = self.entries.values()
-        return [entry for entry in entries if entry.differing or _twice(entry, degraded)]
+        records = self.records.values()
+        return [
+            record
+            for record in records
+            if record.has_differing_answers or _ended_twice(record, degraded)
+        ]
 
     @property
-    def repeated(self) -> int:
+    def repeated_answer_count(self) -> int:
         """Number of repeated, equal answers."""
-        return sum(len(entry.answers) - 1 for entry in self.entries.values() if entry.answers)
+        return sum(len(record.answers) - 1 for record in self.records.values() if record.answers)
 
 
-def _twice(entry: Entry, degraded: Collection[str]) -> bool:
-    return entry.ended_twice and entry.task_id not in degraded
+def _ended_twice(record: RequestRecord, degraded: Collection[str]) -> bool:
+    return record.ended_twice and record.task_id not in degraded

@@ -19,29 +19,38 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from meshpoint import event_loop, wiring
-from meshpoint.adapters.system_clock import SystemClock
+from meshpoint.adapters.clocks import SystemClock
 from meshpoint.cli.watchdog import DrainExitObserver
 from meshpoint.errors import MeshpointError
 from meshpoint.ports.broker import Broker
 from meshpoint.settings import load
 
-from .cast import EFFECTS
-from .tap import DoublingBroker, EventFile
+from .agents import EFFECTS_VARIABLE
+from .instrumentation import DoublingBroker, EventFile
 
-HEAVY = ["meshpoint.wiring", "meshpoint.settings", "meshpoint.agents.function", "meshpoint.adapters.rabbitmq"]
-HEAVY += ["meshpoint.adapters.sql", "asyncpg", "sqlalchemy.dialects.postgresql.asyncpg"]
+PRELOADED_MODULES = [
+    "meshpoint.wiring",
+    "meshpoint.settings",
+    "meshpoint.agents.function",
+    "meshpoint.adapters.rabbitmq",
+]
+PRELOADED_MODULES += [
+    "meshpoint.adapters.sql",
+    "asyncpg",
+    "sqlalchemy.dialects.postgresql.asyncpg",
+]
 """Modules imported before forking: a start then costs milliseconds, not a second of CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Parameters of a replica. `double` is the share of messages that it sends twice."""
+class ReplicaSpec:
+    """Parameters of a replica. `duplicate_share` is the share of messages that it sends twice."""
 
     config: Path
     folder: Path
     name: str
     seed: str
-    double: float
+    duplicate_share: float
 
 
 class SteppedClock(SystemClock):
@@ -50,7 +59,9 @@ class SteppedClock(SystemClock):
     def __init__(self) -> None:
         super().__init__()
         self._offset = timedelta()
-        self._offsets = cycle((timedelta(minutes=10), timedelta(), timedelta(hours=-1), timedelta()))
+        self._offsets = cycle(
+            (timedelta(minutes=10), timedelta(), timedelta(hours=-1), timedelta())
+        )
 
     def step(self) -> None:
         self._offset = next(self._offsets)
@@ -60,46 +71,53 @@ class SteppedClock(SystemClock):
         return super().now() + self._offset
 
 
-Wrap = Callable[[Broker, EventFile, Order], Broker]
+WrapBroker = Callable[[Broker, EventFile, ReplicaSpec], Broker]
 """Wraps a replica's broker."""
 
 
-def doubling(broker: Broker, events: EventFile, order: Order) -> Broker:
+def wrap_in_doubling_broker(broker: Broker, events: EventFile, spec: ReplicaSpec) -> Broker:
     """A broker that doubles some messages."""
-    return DoublingBroker(broker, events, random.Random(order.seed), order.double)
+    return DoublingBroker(broker, events, random.Random(spec.seed), spec.duplicate_share)
 
 
-def main(order: Order, told: Connection, wrap: Wrap = doubling) -> None:
+def main(
+    spec: ReplicaSpec, supervisor: Connection, wrap: WrapBroker = wrap_in_doubling_broker
+) -> None:
     """Serve, and exit with 0 after a drain."""
-    log = os.open(order.folder / f"{order.name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    log = os.open(spec.folder / f"{spec.name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(log, sys.stderr.fileno())
-    os.environ[EFFECTS] = str(order.folder / "effects")
+    os.environ[EFFECTS_VARIABLE] = str(spec.folder / "effects")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the supervisor
     clock = SteppedClock()
     signal.signal(signal.SIGUSR2, lambda *_: clock.step())
     wiring._CLOCK = clock
     try:
-        event_loop.run(_serve(order, told, wrap))
+        event_loop.run(_serve(spec, supervisor, wrap))
     except MeshpointError as error:
         sys.exit(f"error: {error}")
 
 
-async def _serve(order: Order, told: Connection, wrap: Wrap) -> None:
+async def _serve(spec: ReplicaSpec, supervisor: Connection, wrap: WrapBroker) -> None:
     """Like `meshpoint run`, with a wrapped broker and without its watchdog."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     # the pipe carries no data this way: readable means that the supervisor is gone
-    loop.add_reader(told.fileno(), os._exit, 1)
-    settings = load([order.config])
-    ending = DrainExitObserver(len(settings.agents), lambda: os._exit(0))
-    events = EventFile(order.folder / f"{order.name}.events", told, ending)
+    loop.add_reader(supervisor.fileno(), os._exit, 1)
+    settings = load([spec.config])
+    exit_observer = DrainExitObserver(len(settings.agents), lambda: os._exit(0))
+    events = EventFile(spec.folder / f"{spec.name}.events", supervisor, exit_observer)
     mesh = settings.mesh
-    broker = wrap(wiring.make_broker(mesh), events, order)
+    broker = wrap(wiring.make_broker(mesh), events, spec)
     workers = [
         wiring.make_worker(
-            each, mesh.namespace, broker, events, each.options(), wiring.make_isolation(each, mesh, events)
+            agent_worker,
+            mesh.namespace,
+            broker,
+            events,
+            agent_worker.options(),
+            wiring.make_isolation(agent_worker, mesh, events),
         )
-        for each in settings.agents
+        for agent_worker in settings.agents
     ]
     try:
         await broker.open()

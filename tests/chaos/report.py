@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .crew import LATE
-from .ledger import Entry, Ledger
+from .event_counts import Effects
+from .fault_injector import AppliedFault
+from .fault_plan import FaultKind
+from .ledger import Ledger, RequestRecord
 from .leftovers import Leftovers
-from .plan import Kind
-from .strikes import Strike
-from .tally import Effects
+from .replica_pool import LATE_DRAIN
 
-_UNREST = 10.0
+_RECOVERY_SECONDS = 10.0
 """Seconds after a fault in which a latency does not count as fault-free."""
 
 
@@ -58,9 +58,9 @@ class Findings:
 
     seed: int
     seconds: float
-    began: float
+    started_at: float
     ledger: Ledger
-    strikes: list[Strike]
+    applied_faults: list[AppliedFault]
     faults: dict[str, int]
     events: dict[str, int]
     exits: dict[str, int]
@@ -68,85 +68,119 @@ class Findings:
     effects: Effects
     leftovers: Leftovers
 
-    def bad(self) -> dict[str, list[Entry]]:
+    def failed_requests(self) -> dict[str, list[RequestRecord]]:
         """The failed requests, by kind of failure."""
-        of = {entry.work.number: entry for entry in self.ledger.entries.values()}
+        record_by_number = {record.work.number: record for record in self.ledger.records.values()}
         return {
-            "lost": self.ledger.open,
+            "lost": self.ledger.open_requests,
             "duplicated": [
-                *self.ledger.duplicated(self.degraded),
-                *(of[number] for number in sorted(self.effects.doubled_calls) if number in of),
+                *self.ledger.duplicated_requests(self.degraded),
+                *(
+                    record_by_number[number]
+                    for number in sorted(self.effects.doubled_calls)
+                    if number in record_by_number
+                ),
             ],
             "stuck": [
-                of[number]
+                record_by_number[number]
                 for number, ids in self.effects.tasks.items()
-                if ids & self.leftovers.tasks and number in of
+                if ids & self.leftovers.tasks and number in record_by_number
             ],
-            "wrong": [*self.ledger.wrong(), *(of[number] for number in sorted(self.effects.missing))],
+            "wrong": [
+                *self.ledger.wrong_requests(),
+                *(record_by_number[number] for number in sorted(self.effects.missing)),
+            ],
         }
 
 
-def judge(found: Findings) -> Report:
+def make_report(findings: Findings) -> Report:
     """Turn the findings into a report."""
-    bad, ledger = found.bad(), found.ledger
-    last = max((entry.answers[0].at for entry in ledger.entries.values() if entry.answers), default=found.began)
+    failed, ledger = findings.failed_requests(), findings.ledger
+    last = max(
+        (record.answers[0].at for record in ledger.records.values() if record.answers),
+        default=findings.started_at,
+    )
     return Report(
-        seed=found.seed,
-        seconds=found.seconds,
-        requests=len(ledger.entries),
-        answers=ledger.answered,
-        lost=len(bad["lost"]),
-        duplicated=len(bad["duplicated"]),
-        stuck=found.leftovers.total,
-        wrong=len(bad["wrong"]) + len(ledger.strangers),
-        repeated=ledger.repeated,
-        faults=found.faults,
-        events=found.events,
-        exits=found.exits,
-        leftovers=found.leftovers.to_dict(),
-        effects=found.effects.count,
-        effects_repeated=found.effects.repeated,
-        effects_missing=len(found.effects.missing),
-        calls_doubled=len(found.effects.doubled_calls),
-        late_drains=found.exits.get(LATE, 0),
-        answered_last_after=round(last - found.began - found.seconds, 1),
-        latency=_latency(ledger, found.strikes),
-        per_second=_per_second(ledger, found.began),
+        seed=findings.seed,
+        seconds=findings.seconds,
+        requests=len(ledger.records),
+        answers=ledger.answered_count,
+        lost=len(failed["lost"]),
+        duplicated=len(failed["duplicated"]),
+        stuck=findings.leftovers.total,
+        wrong=len(failed["wrong"]) + len(ledger.unknown_replies),
+        repeated=ledger.repeated_answer_count,
+        faults=findings.faults,
+        events=findings.events,
+        exits=findings.exits,
+        leftovers=findings.leftovers.to_dict(),
+        effects=findings.effects.count,
+        effects_repeated=findings.effects.repeated,
+        effects_missing=len(findings.effects.missing),
+        calls_doubled=len(findings.effects.doubled_calls),
+        late_drains=findings.exits.get(LATE_DRAIN, 0),
+        answered_last_after=round(last - findings.started_at - findings.seconds, 1),
+        latency=_latency(ledger, findings.applied_faults),
+        per_second=_per_second(ledger, findings.started_at),
         timeline=[
-            {"kind": each.kind.value, "what": each.what, "at": _ago(each.at, found), "until": _ago(each.until, found)}
-            for each in sorted(found.strikes, key=lambda strike: strike.at)
+            {
+                "kind": fault.kind.value,
+                "what": fault.description,
+                "at": _since_start(fault.started_at, findings),
+                "until": _since_start(fault.ended_at, findings),
+            }
+            for fault in sorted(
+                findings.applied_faults, key=lambda applied_fault: applied_fault.started_at
+            )
         ],
     )
 
 
-def _ago(at: float, found: Findings) -> float:
-    return round(at - found.began, 2)
+def _since_start(at: float, findings: Findings) -> float:
+    return round(at - findings.started_at, 2)
 
 
-def _per_second(ledger: Ledger, began: float) -> list[int]:
-    seconds = Counter(int(entry.answers[0].at - began) for entry in ledger.entries.values() if entry.answers)
+def _per_second(ledger: Ledger, started_at: float) -> list[int]:
+    seconds = Counter(
+        int(record.answers[0].at - started_at)
+        for record in ledger.records.values()
+        if record.answers
+    )
     return [seconds[second] for second in range(max(seconds, default=-1) + 1)]
 
 
-def _latency(ledger: Ledger, strikes: Sequence[Strike]) -> dict[str, float | None]:
+def _latency(ledger: Ledger, applied_faults: Sequence[AppliedFault]) -> dict[str, float | None]:
     """Percentiles in seconds: from sending to the answer, and, for requests in flight at a kill,
     from the kill to the answer.
     """
-    spans = [(entry.sent_at, entry.answers[0].at) for entry in ledger.entries.values() if entry.answers]
-    unrest = [(each.at, each.until + _UNREST) for each in strikes]
-    quiet = [(start, end) for start, end in spans if not any(at < end and start < until for at, until in unrest)]
-    kills = [each.at for each in strikes if each.kind is Kind.KILL]
+    spans = [
+        (record.sent_at, record.answers[0].at)
+        for record in ledger.records.values()
+        if record.answers
+    ]
+    unsettled = [
+        (fault.started_at, fault.ended_at + _RECOVERY_SECONDS) for fault in applied_faults
+    ]
+    quiet_spans = [
+        (start, end)
+        for start, end in spans
+        if not any(at < end and start < until for at, until in unsettled)
+    ]
+    kills = [each.started_at for each in applied_faults if each.kind is FaultKind.KILL]
     recovery = [end - kill for kill in kills for start, end in spans if start < kill < end]
-    found: dict[str, float | None] = {"samples in quiet": len(quiet), "in flight at kills": len(recovery)}
+    latencies: dict[str, float | None] = {
+        "samples in quiet": len(quiet_spans),
+        "in flight at kills": len(recovery),
+    }
     for name, values in (
         ("all", [end - start for start, end in spans]),
-        ("quiet", [end - start for start, end in quiet]),
+        ("quiet", [end - start for start, end in quiet_spans]),
         ("recovery", recovery),
     ):
         for share in (50, 99):
-            found[f"{name} p{share}"] = _percentile(values, share)
-        found[f"{name} max"] = _percentile(values, 100)
-    return found
+            latencies[f"{name} p{share}"] = _percentile(values, share)
+        latencies[f"{name} max"] = _percentile(values, 100)
+    return latencies
 
 
 def _percentile(values: Iterable[float], share: int) -> float | None:

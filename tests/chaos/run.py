@@ -18,21 +18,21 @@ from meshpoint.model.ids import new_id
 from meshpoint.settings import MeshSettings
 from servers import PostgresServer, RabbitServer, RedisServer, own_database
 
-from . import leftovers, story, tally
-from .crew import Crew, configuration
+from . import event_counts, leftovers, task_history
+from .fault_injector import FaultInjector
+from .fault_plan import make_plan
 from .ledger import Ledger
-from .plan import plan
-from .report import Findings, Report, judge
-from .stream import Stream
-from .strikes import Strikes
+from .load_generator import LoadGenerator
+from .replica_pool import ReplicaPool, make_configuration
+from .report import Findings, Report, make_report
 
 _HEARTBEAT = "heartbeat=5"
 """Bounds how long a frozen replica keeps its messages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """Parameters of a run. `stories`: folder for the histories of failed tasks."""
+class RunConfig:
+    """Parameters of a run. `history_folder`: folder for the histories of failed tasks."""
 
     seed: int
     seconds: float
@@ -40,108 +40,131 @@ class Wish:
     in_flight: int = 100
     replicas: int = 4
     # seconds to wait for the next answer, and then for rows and messages to change
-    patience: float = 90.0
-    stories: Path = Path("chaos-stories")
-    keep: bool = False  # keep the events even of a good run
+    stall_timeout: float = 90.0
+    history_folder: Path = Path("chaos-stories")
+    keep_events: bool = False  # keep the events even of a good run
 
 
 @dataclass
-class Running:
+class RunState:
     """A run in progress, for display."""
 
-    wish: Wish
+    config: RunConfig
     ledger: Ledger
-    strikes: Strikes
-    crew: Crew
-    began: float = field(default_factory=time.time)
+    injector: FaultInjector
+    pool: ReplicaPool
+    started_at: float = field(default_factory=time.time)
     phase: str = "faults"
 
 
-Watch = Callable[[Running], None]
+OnStart = Callable[[RunState], None]
 
 
 async def run(
-    wish: Wish, rabbit: RabbitServer, postgres: PostgresServer, redis: RedisServer, watch: Watch | None = None
+    config: RunConfig,
+    rabbit: RabbitServer,
+    postgres: PostgresServer,
+    redis: RedisServer,
+    on_start: OnStart | None = None,
 ) -> Report:
-    """Run chaos on the given servers. `watch` is called once, when the run starts."""
+    """Run chaos on the given servers. `on_start` is called once, when the run starts."""
     folder = Path(tempfile.mkdtemp(prefix="meshpoint-chaos-"))
     try:
         async with own_database(postgres.url) as db_url:
             await asyncio.to_thread(migrations.upgrade, db_url)
-            return await _run(wish, rabbit, postgres, redis, db_url, folder, watch)
+            return await _run(config, rabbit, postgres, redis, db_url, folder, on_start)
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
 async def _run(
-    wish: Wish,
+    config: RunConfig,
     rabbit: RabbitServer,
     postgres: PostgresServer,
     redis: RedisServer,
     db_url: str,
     folder: Path,
-    watch: Watch | None,
+    on_start: OnStart | None,
 ) -> Report:
     namespace, ledger = f"chaos-{new_id()}", Ledger()
     broker_url = f"{rabbit.url}?{_HEARTBEAT}"
 
     broker = wiring.make_broker(MeshSettings(namespace=namespace, broker_url=broker_url))
-    configure = partial(configuration, namespace, redis.url)
-    async with Crew(folder, configure, broker_url, db_url, seed=wish.seed, size=wish.replicas) as crew:
-        async with Stream(broker, ledger, seed=wish.seed, rate=wish.rate, in_flight=wish.in_flight) as stream:
-            strikes = Strikes(crew, rabbit, postgres, redis, stream, broker, db_url, namespace)
-            running = Running(wish, ledger, strikes, crew)
-            if watch is not None:
-                watch(running)
-            async with asyncio.TaskGroup() as storm:
-                storm.create_task(stream.run(wish.seconds))
-                storm.create_task(strikes.run(plan(wish.seed, wish.seconds)))
-            running.phase = "last answers"
-            await stream.all_answered(wish.patience)
-            running.phase = "last rows"
-            left = await leftovers.until_none(db_url, rabbit, namespace, wish.patience)
-            await crew.drain()
-        running.phase = "verdict"
-        faults = Counter({**strikes.counts, "requests doubled": stream.doubled})
-        found = await asyncio.to_thread(_findings, running, folder, dict(faults), left)
-        report = judge(found)
-        report.bad = await _stories(found, wish.stories / str(wish.seed), folder, db_url)
-        if wish.keep or not report.good:
+    configure_agents = partial(make_configuration, namespace, redis.url)
+    async with ReplicaPool(
+        folder, configure_agents, broker_url, db_url, seed=config.seed, size=config.replicas
+    ) as pool:
+        async with LoadGenerator(
+            broker, ledger, seed=config.seed, rate=config.rate, in_flight=config.in_flight
+        ) as generator:
+            injector = FaultInjector(
+                pool, rabbit, postgres, redis, generator, broker, db_url, namespace
+            )
+            state = RunState(config, ledger, injector, pool)
+            if on_start is not None:
+                on_start(state)
+            async with asyncio.TaskGroup() as load_and_faults:
+                load_and_faults.create_task(generator.run(config.seconds))
+                load_and_faults.create_task(injector.run(make_plan(config.seed, config.seconds)))
+            state.phase = "last answers"
+            await generator.wait_until_answered(config.stall_timeout)
+            state.phase = "last rows"
+            leftover_work = await leftovers.wait_until_none(
+                db_url, rabbit, namespace, config.stall_timeout
+            )
+            await pool.drain()
+        state.phase = "verdict"
+        faults = Counter({**injector.counts, "requests doubled": generator.doubled_requests})
+        findings = await asyncio.to_thread(
+            _collect_findings, state, folder, dict(faults), leftover_work
+        )
+        report = make_report(findings)
+        report.bad = await _write_histories(
+            findings, config.history_folder / str(config.seed), folder, db_url
+        )
+        if config.keep_events or not report.good:
             await asyncio.to_thread(
-                shutil.copytree, folder, wish.stories / str(wish.seed) / "events", dirs_exist_ok=True
+                shutil.copytree,
+                folder,
+                config.history_folder / str(config.seed) / "events",
+                dirs_exist_ok=True,
             )
         return report
 
 
-def _findings(running: Running, folder: Path, faults: dict[str, int], left: leftovers.Leftovers) -> Findings:
-    counts, degraded = tally.counts(folder)
+def _collect_findings(
+    state: RunState, folder: Path, faults: dict[str, int], leftover_work: leftovers.Leftovers
+) -> Findings:
+    counts, degraded = event_counts.count_events(folder)
     return Findings(
-        seed=running.wish.seed,
-        seconds=running.wish.seconds,
-        began=running.began,
-        ledger=running.ledger,
-        strikes=running.strikes.log,
+        seed=state.config.seed,
+        seconds=state.config.seconds,
+        started_at=state.started_at,
+        ledger=state.ledger,
+        applied_faults=state.injector.applied,
         faults=faults,
         events=dict(counts),
-        exits=dict(running.crew.exits),
+        exits=dict(state.pool.exits),
         degraded=degraded,
-        effects=tally.effects(folder, running.ledger, degraded),
-        leftovers=left,
+        effects=event_counts.collect_effects(folder, state.ledger, degraded),
+        leftovers=leftover_work,
     )
 
 
-async def _stories(found: Findings, into: Path, folder: Path, db_url: str) -> list[str]:
-    bad = found.bad()
-    files = await story.write(
-        [entry for entries in bad.values() for entry in entries],
-        into,
+async def _write_histories(
+    findings: Findings, destination: Path, folder: Path, db_url: str
+) -> list[str]:
+    failed = findings.failed_requests()
+    files = await task_history.write_histories(
+        [record for records in failed.values() for record in records],
+        destination,
         folder=folder,
-        found=found.effects,
-        strikes=found.strikes,
+        effects=findings.effects,
+        applied_faults=findings.applied_faults,
         db_url=db_url,
     )
-    if found.leftovers.shown:
-        into.mkdir(parents=True, exist_ok=True)
-        files.append(into / "rows-left.txt")
-        files[-1].write_text("\n".join(found.leftovers.shown) + "\n")
+    if findings.leftovers.task_rows:
+        destination.mkdir(parents=True, exist_ok=True)
+        files.append(destination / "rows-left.txt")
+        files[-1].write_text("\n".join(findings.leftovers.task_rows) + "\n")
     return [str(path) for path in files]

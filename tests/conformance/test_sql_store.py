@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from meshpoint.adapters.inprocess.clock import FakeClock
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import TIMINGS
 from meshpoint.testing.conformance.store import CheckpointStoreSuite
 
 
 @asynccontextmanager
-async def opened(url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
+async def open_store(url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
     store = SqlStore(
         url,
         namespace="test",
         dispatch_lease=TIMINGS.dispatch_lease,
         tombstone_ttl=TIMINGS.tombstone_ttl,
-        incompatible_limit=TIMINGS.incompatible_limit,
+        parked_limit=TIMINGS.parked_limit,
         checkpoint_ttl=TIMINGS.checkpoint_ttl,
         checkpoint_history=TIMINGS.checkpoint_history,
         checkpoint_archive=TIMINGS.checkpoint_archive,
@@ -36,14 +36,14 @@ async def opened(url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
 class SqlStoreSuite(CheckpointStoreSuite):
     @pytest.fixture
     async def store(self, clock: FakeClock, database_url: str) -> AsyncIterator[CheckpointStore]:
-        async with opened(database_url, clock) as store:
+        async with open_store(database_url, clock) as store:
             yield store
 
     @pytest.fixture
     async def other(
         self, clock: FakeClock, database_url: str, store: CheckpointStore
     ) -> AsyncIterator[CheckpointStore]:
-        async with opened(database_url, clock) as other:
+        async with open_store(database_url, clock) as other:
             yield other
 
 

@@ -8,15 +8,15 @@ from datetime import timedelta
 
 import pytest
 
-from meshpoint.adapters.inprocess.clock import FakeClock
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.adapters.redis import RedisWorkingMemory
 from meshpoint.model.memory import Command
 from meshpoint.ports.working_memory import WorkingMemory
+from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.working_memory import WorkingMemorySuite
-from meshpoint.testing.conformance.working_memory_case import Hand, an_owner, contents, hand_of
+from meshpoint.testing.conformance.working_memory_values import Hand, an_owner, contents, hand_of
 
-PLENTY = timedelta(seconds=30)
+LARGE_LIMIT = timedelta(seconds=30)
 """The suite has no time limits, because the machine may be busy."""
 
 
@@ -35,63 +35,73 @@ class TestLocalWorkingMemory(WorkingMemorySuite):
     async def pass_time(self, memory: WorkingMemory, duration: timedelta) -> None:
         self.moved.advance(duration)
 
-    async def test_it_ends_with_the_process(self, memory: WorkingMemory) -> None:
-        assert not memory.survives
+    async def test_a_local_memory_ends_with_the_process(self, memory: WorkingMemory) -> None:
+        assert not memory.durable
 
-    async def test_its_times_end_at_their_millisecond(self, do: Hand, clock: FakeClock) -> None:
+    async def test_keys_expire_at_their_millisecond(self, do: Hand, clock: FakeClock) -> None:
         await do.all(("SET", "k", b"1"), ("PEXPIRE", "k", b"100"))
         clock.advance(timedelta(milliseconds=99))
         assert await do("PTTL", "k") == 1
-        assert contents(await do.held()) == {"k": b"1"}
+        assert contents(await do.read_all()) == {"k": b"1"}
         clock.advance(timedelta(milliseconds=1))
         assert await do("PTTL", "k") == -2
-        assert (await do.held()).items == ()
+        assert (await do.read_all()).items == ()
 
     async def test_a_long_list_is_built_and_emptied_one_by_one(self, do: Hand) -> None:
         for _ in range(20):
             batch = [Command("RPUSH", "k", (b"a",)), Command("LPUSH", "k", (b"b",))] * 2500
             await do.memory.execute(do.owner, batch)
-        assert await do.all(("LLEN", "k"), ("LINDEX", "k", b"0"), ("LINDEX", "k", b"-1")) == [100_000, b"b", b"a"]
+        assert await do.all(("LLEN", "k"), ("LINDEX", "k", b"0"), ("LINDEX", "k", b"-1")) == [
+            100_000,
+            b"b",
+            b"a",
+        ]
         for _ in range(20):
             await do.memory.execute(do.owner, [Command("LPOP", "k"), Command("RPOP", "k")] * 2500)
         assert await do.memory.keys(do.owner) == []
 
-    async def test_nothing_is_kept_of_a_memory_that_was_forgotten(self, memory: WorkingMemory) -> None:
-        before = _objects(memory)
+    async def test_a_forgotten_memory_leaves_no_objects(self, memory: WorkingMemory) -> None:
+        before = live_objects(memory)
         for _ in range(100):
             do = await hand_of(memory, an_owner())
             await do("SET", "k", b"1")
             await memory.forget(do.owner)
             await memory.read(do.owner.agent_id)
-        assert _objects(memory) == before
+        assert live_objects(memory) == before
 
 
 class TestRedisWorkingMemory(WorkingMemorySuite):
     @pytest.fixture
     async def memory(self, redis_url: str, namespace: str) -> AsyncIterator[WorkingMemory]:
-        memory = RedisWorkingMemory(redis_url, namespace=namespace, timeout=PLENTY)
+        memory = RedisWorkingMemory(redis_url, namespace=namespace, timeout=LARGE_LIMIT)
         yield memory
         await memory.close()
 
     @pytest.fixture
-    async def other(self, memory: WorkingMemory, redis_url: str, namespace: str) -> AsyncIterator[WorkingMemory]:
-        other = RedisWorkingMemory(redis_url, namespace=namespace, timeout=PLENTY)
+    async def other(
+        self, memory: WorkingMemory, redis_url: str, namespace: str
+    ) -> AsyncIterator[WorkingMemory]:
+        other = RedisWorkingMemory(redis_url, namespace=namespace, timeout=LARGE_LIMIT)
         yield other
         await other.close()
 
-    async def test_it_outlives_the_process(self, memory: WorkingMemory, other: WorkingMemory) -> None:
-        assert memory.survives
+    async def test_a_redis_memory_outlives_the_process(
+        self, memory: WorkingMemory, other: WorkingMemory
+    ) -> None:
+        assert memory.durable
         do = await hand_of(memory, an_owner())
         await do("SET", "k", b"1")
         await memory.close()
         assert contents(await other.read(do.owner.agent_id)) == {"k": b"1"}
 
 
-def _objects(memory: WorkingMemory) -> int:
+def live_objects(memory: WorkingMemory) -> int:
     return sum(len(value) for value in vars(memory).values() if hasattr(value, "__len__"))
 
 
-def test_no_section_of_the_suite_hides_a_test_of_another() -> None:
+def test_test_names_are_unique_across_the_suite() -> None:
     sections = WorkingMemorySuite.__bases__
-    names = Counter(name for section in sections for name in vars(section) if name.startswith("test_"))
+    names = Counter(
+        name for section in sections for name in vars(section) if name.startswith("test_")
+    )
     assert [name for name, times in names.items() if times > 1] == []

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from chaos.crew import QUICK
+from chaos.replica_pool import FAST_OPTIONS
 
 DURABLE = {
-    "root": "chaos.cast:root",
-    "leaf": "chaos.cast:leaf",
-    "asker": "fuzz.cast:asker",
-    "sleeper": "fuzz.cast:sleeper",
-    "solo": "fuzz.cast:solo",
-    "diary": "fuzz.cast:diary",
+    "root": "chaos.agents:root",
+    "leaf": "chaos.agents:leaf",
+    "asker": "fuzz.agents:asker",
+    "sleeper": "fuzz.agents:sleeper",
+    "solo": "fuzz.agents:solo",
+    "diary": "fuzz.agents:diary",
 }
-IN_PROCESS = {"light": "fuzz.cast:light", "spark": "fuzz.cast:spark", "doubter": "fuzz.cast:doubter"}
+IN_PROCESS = {
+    "light": "fuzz.agents:light",
+    "spark": "fuzz.agents:spark",
+    "doubter": "fuzz.agents:doubter",
+}
 AGENTS = (*DURABLE, *IN_PROCESS)
 CREDULOUS = ("asker", "doubter")
 """Agents that call the lying peer.
@@ -27,39 +31,50 @@ LOGIN = "guest"
 """Login of the honest agents and of the honest requester."""
 OPERATOR = "operator"
 """Login that may cancel and resume any task."""
-LARGEST = 200_000
+MAX_BODY_BYTES = 200_000
 """Message size limit in bytes."""
 
 
-def configuration(namespace: str, publish_timeout: float, broker_url: str, db_url: str) -> dict[str, Any]:
+def make_configuration(
+    namespace: str, publish_timeout: float, broker_url: str, db_url: str
+) -> dict[str, Any]:
     """Configuration of a replica.
 
     On a broker that verifies logins, agents and requester are tied to theirs.
     """
-    verified = not broker_url.startswith("sqlite:")
-    logins = dict.fromkeys((*AGENTS, "ledger"), LOGIN) if verified else {}
-    quick = {
-        name: value for name, value in QUICK.items() if name not in {"session_service", "stateless_checkpointing"}
+    verification = not broker_url.startswith("sqlite:")
+    logins = dict.fromkeys((*AGENTS, "ledger"), LOGIN) if verification else {}
+    fast_options = {
+        name: value
+        for name, value in FAST_OPTIONS.items()
+        if name not in {"session_service", "stateless_checkpointing"}
     }
-    common = {
-        **quick,
+    shared_options = {
+        **fast_options,
         "peer_timeout_seconds": 10,
         "sweep_interval_seconds": 0.5,
         "max_attempts": 5,
         "peer_logins": logins,
-        "operator_logins": [OPERATOR] if verified else [],
+        "operator_logins": [OPERATOR] if verification else [],
     }
-    stored = {"stateless_checkpointing": True, "session_service": "sql", "session_db_url": db_url}
+    durable_options = {
+        "stateless_checkpointing": True,
+        "session_service": "sql",
+        "session_db_url": db_url,
+    }
     agents: list[dict[str, Any]] = [
-        {"name": name, "entrypoint": path, **common, **stored} for name, path in DURABLE.items()
+        {"name": name, "entrypoint": path, **shared_options, **durable_options}
+        for name, path in DURABLE.items()
     ]
-    agents += [{"name": name, "entrypoint": path, **common} for name, path in IN_PROCESS.items()]
+    agents += [
+        {"name": name, "entrypoint": path, **shared_options} for name, path in IN_PROCESS.items()
+    ]
     for agent in agents:
         agent["peer_timeout_seconds"] = 10 if agent["name"] in CREDULOUS else 3600
     mesh = {
         "namespace": namespace,
         "broker_url": broker_url,
-        "max_message_bytes": LARGEST,
+        "max_message_bytes": MAX_BODY_BYTES,
         "publish_timeout_seconds": publish_timeout,
     }
     return {"mesh": mesh, "agents": agents}

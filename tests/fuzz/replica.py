@@ -8,31 +8,36 @@ import signal
 from multiprocessing.connection import Connection
 
 from chaos import replica
-from chaos.replica import Order
-from chaos.tap import EventFile, WrappedBroker
+from chaos.instrumentation import EventFile, WrappedBroker
+from chaos.replica import ReplicaSpec
 from meshpoint.model.messages import Address, Message
 from meshpoint.ports.broker import Broker, Delivery, OnDelivery, Subscription
 
-from .branches import Counting
+from .branches import BranchCounter
 
 MARK = re.compile(rb"fz-\d{7}")
 """Pattern that every mutated message contains in its message id, a header or its body."""
-SETTLED = "fuzz_settled"
+SETTLED_EVENT = "fuzz_settled"
 """Event that reports how a message was settled."""
-_NEAR = 4096
+_SEARCHED_BYTES = 4096
 
 
 def marks_of(*parts: bytes) -> set[str]:
     """Marks in the first and last bytes of `parts`."""
-    return {mark.decode() for part in parts for end in (part[:_NEAR], part[-_NEAR:]) for mark in MARK.findall(end)}
+    return {
+        mark.decode()
+        for part in parts
+        for end in (part[:_SEARCHED_BYTES], part[-_SEARCHED_BYTES:])
+        for mark in MARK.findall(end)
+    }
 
 
-def main(order: Order, told: Connection) -> None:
+def main(spec: ReplicaSpec, supervisor: Connection) -> None:
     """Serve like a replica under chaos.
 
     SIGRTMIN writes the branch counts, as does the end; SIGUSR1 resets them.
     """
-    counting, path = Counting(), order.folder / f"{order.name}.branches"
+    counting, path = BranchCounter(), spec.folder / f"{spec.name}.branches"
 
     def write() -> None:
         counts = [[module, line, count] for (module, line), count in list(counting.counts.items())]
@@ -44,7 +49,7 @@ def main(order: Order, told: Connection) -> None:
     signal.signal(signal.SIGRTMIN, lambda *_: write())
     counting.start()
     try:
-        replica.main(order, told, WatchedBroker)
+        replica.main(spec, supervisor, WatchedBroker)
     finally:
         write()
 
@@ -52,22 +57,26 @@ def main(order: Order, told: Connection) -> None:
 class WatchedBroker(WrappedBroker):
     """Records how marked deliveries are settled."""
 
-    def __init__(self, broker: Broker, events: EventFile, order: Order) -> None:
+    def __init__(self, broker: Broker, events: EventFile, spec: ReplicaSpec) -> None:
         super().__init__(broker)
         self._events = events
 
-    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> Subscription:
-        """Deliver; marked messages are wrapped in `_Watched`."""
+    async def consume(
+        self, address: Address, prefetch: int, on_delivery: OnDelivery
+    ) -> Subscription:
+        """Deliver; marked messages are wrapped in `_WatchedDelivery`."""
 
-        def delivered(delivery: Delivery) -> None:
+        def wrap_and_deliver(delivery: Delivery) -> None:
             message = delivery.message
             marks = marks_of(message.message_id.encode("utf-8", "surrogateescape"), message.body)
-            on_delivery(_Watched(delivery, sorted(marks), self._events) if marks else delivery)
+            on_delivery(
+                _WatchedDelivery(delivery, sorted(marks), self._events) if marks else delivery
+            )
 
-        return await self._broker.consume(address, prefetch, delivered)
+        return await self._broker.consume(address, prefetch, wrap_and_deliver)
 
 
-class _Watched:
+class _WatchedDelivery:
     def __init__(self, delivery: Delivery, marks: list[str], events: EventFile) -> None:
         self._delivery, self._marks, self._events = delivery, marks, events
 
@@ -83,8 +92,8 @@ class _Watched:
         return self._delivery.address
 
     @property
-    def count(self) -> int:
-        return self._delivery.count
+    def delivery_count(self) -> int:
+        return self._delivery.delivery_count
 
     @property
     def lost(self) -> bool:
@@ -92,7 +101,7 @@ class _Watched:
 
     async def ack(self) -> bool:
         settled = await self._delivery.ack()
-        self._note("ack", settled)
+        self._record("ack", settled)
         return settled
 
     async def requeue(self) -> bool:
@@ -100,12 +109,17 @@ class _Watched:
 
     async def dead_letter(self, reason: str) -> bool:
         settled = await self._delivery.dead_letter(reason)
-        self._note("dead", settled, reason)
+        self._record("dead", settled, reason)
         return settled
 
-    def _note(self, how: str, settled: bool, reason: str = "") -> None:
-        if settled:
+    def _record(self, settlement: str, succeeded: bool, reason: str = "") -> None:
+        if succeeded:
             message = self._delivery.message
             ids = [message.correlation_id[:300]]
-            detail = {"how": how, "marks": self._marks, "reason": reason[:200], "type": message.type.value}
-            self._events.write(SETTLED, "noted", self._delivery.address, ids, detail)
+            detail = {
+                "how": settlement,
+                "marks": self._marks,
+                "reason": reason[:200],
+                "type": message.type.value,
+            }
+            self._events.append(SETTLED_EVENT, "info", self._delivery.address, ids, detail)

@@ -8,26 +8,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos import tally
+from chaos import event_counts
 from chaos.ledger import Ledger
 
 from .branches import Branch, branches
-from .excluded import is_a_matter_of_time, reason_never, reason_to_exclude
-from .replica import SETTLED
+from .excluded_branches import depends_on_timing, reason_to_exclude, reason_unreachable
+from .replica import SETTLED_EVENT
 
-REACHED = 20
+MIN_BRANCH_HITS = 20
 """Required hits of each branch."""
-SLOWER = 5.0
+MAX_SLOWDOWN = 5.0
 """Maximum ratio of the honest p99 under fuzz to the p99 before it."""
-GROWN = 20.0
+MAX_GROWTH_MB = 20.0
 """Maximum memory growth of a replica, in MB."""
-PER_MINUTE = 5000
-_ONCE = 4
+MIN_PER_MINUTE = 5000
+_ALLOWED_RECONNECTS = 4
 """Connections of two replicas.
 
 On a busy machine a replica may lose a silent broker and reconnect once.
 """
-_OUTCOMES = {
+_OUTCOME_STEPS = {
     "segment",
     "reply",
     "end",
@@ -90,51 +90,53 @@ class Report:
 
 
 @dataclass
-class Accounts:
+class Fates:
     """Fate of each mutated message."""
 
-    by: Counter[str]
+    count_by_fate: Counter[str]
     missing: list[str]
 
 
-def account(sent: Mapping[str, str], folder: Path, refused: set[str], dead: set[str], replied: set[str]) -> Accounts:
+def find_fates(
+    sent: Mapping[str, str], folder: Path, refused: set[str], dead: set[str], replied: set[str]
+) -> Fates:
     """Find the fate of each marked message. `sent` maps marks to recipes."""
     settled: dict[str, tuple[str, str, str]] = {}
     outcomes: set[str] = set()
-    for _, step, _, _, ids, detail in tally.events(folder):
-        if step == SETTLED:
+    for _, step, _, _, ids, detail in event_counts.read_events(folder):
+        if step == SETTLED_EVENT:
             for mark in detail["marks"]:
                 settled[mark] = (detail["how"], detail["type"], ids[0] if ids else "")
-        elif step in _OUTCOMES:
+        elif step in _OUTCOME_STEPS:
             outcomes.update(ids)
-    by, missing = Counter[str](), list[str]()
+    fate_counts, missing = Counter[str](), list[str]()
     for mark, recipe in sent.items():
-        how, kind, task_id = settled.get(mark, ("", "", ""))
+        fate, kind, task_id = settled.get(mark, ("", "", ""))
         if mark in refused:
-            by["refused by the broker"] += 1
-        elif mark in dead or how == "dead":
-            by["dead letter"] += 1
-        elif how == "ack" and (kind != "request" or task_id in outcomes):
-            by["outcome of a request" if kind == "request" else f"{kind} settled"] += 1
+            fate_counts["refused by the broker"] += 1
+        elif mark in dead or fate == "dead":
+            fate_counts["dead letter"] += 1
+        elif fate == "ack" and (kind != "request" or task_id in outcomes):
+            fate_counts["outcome of a request" if kind == "request" else f"{kind} settled"] += 1
         elif mark in replied:
-            by["answered"] += 1
+            fate_counts["answered"] += 1
         else:
-            missing.append(f"{mark} {recipe} ({how or 'never settled'})")
-    return Accounts(by, missing)
+            missing.append(f"{mark} {recipe} ({fate or 'never settled'})")
+    return Fates(fate_counts, missing)
 
 
 @dataclass
-class Reached:
+class BranchCoverage:
     """Result of the branch count: total, rarely reached, forbidden but reached, and excluded."""
 
     count: int
-    few: list[str]
+    rarely_reached: list[str]
     defects: list[str]
     excluded: dict[str, str]
 
 
-def reached(folder: Path, often: int, *, by_the_clock: bool) -> Reached:
-    """Check that each branch was reached at least `often` times.
+def measure_coverage(folder: Path, min_hits: int, *, by_the_clock: bool) -> BranchCoverage:
+    """Check that each branch was reached at least `min_hits` times.
 
     Without `by_the_clock`, skip the branches that depend on timing.
     """
@@ -145,24 +147,28 @@ def reached(folder: Path, often: int, *, by_the_clock: bool) -> Reached:
     every = branches()
     excluded = {branch.name: reason for branch in every if (reason := reason_to_exclude(branch))}
 
-    def shown(branch: Branch) -> str:
+    def describe(branch: Branch) -> str:
         return f"{branch.name} ({counts[branch.module, branch.line]})"
 
-    forbidden = [branch for branch in every if reason_never(branch)]
-    judged = [branch for branch in every if branch.name not in excluded and branch not in forbidden]
+    forbidden = [branch for branch in every if reason_unreachable(branch)]
+    judged = [
+        branch for branch in every if branch.name not in excluded and branch not in forbidden
+    ]
     if not by_the_clock:
-        judged = [branch for branch in judged if not is_a_matter_of_time(branch)]
-    few = [shown(branch) for branch in judged if counts[branch.module, branch.line] < often]
-    defects = [shown(branch) for branch in forbidden if counts[branch.module, branch.line]]
-    return Reached(len(every), few, defects, excluded)
+        judged = [branch for branch in judged if not depends_on_timing(branch)]
+    rarely = [
+        describe(branch) for branch in judged if counts[branch.module, branch.line] < min_hits
+    ]
+    defects = [describe(branch) for branch in forbidden if counts[branch.module, branch.line]]
+    return BranchCoverage(len(every), rarely, defects, excluded)
 
 
 def p99(ledger: Ledger, start: float, end: float) -> float:
     """p99 latency in seconds of the requests sent between `start` and `end`."""
     spans = [
-        entry.answers[0].at - entry.sent_at
-        for entry in ledger.entries.values()
-        if entry.answers and start <= entry.sent_at < end
+        record.answers[0].at - record.sent_at
+        for record in ledger.records.values()
+        if record.answers and start <= record.sent_at < end
     ]
     return percentile(spans, 99)
 
@@ -170,30 +176,36 @@ def p99(ledger: Ledger, start: float, end: float) -> float:
 def percentile(values: Iterable[float], share: int) -> float:
     """The percentile, rounded; 0 if there are no values."""
     ordered = sorted(values)
-    return round(ordered[min(len(ordered) - 1, len(ordered) * share // 100)], 4) if ordered else 0.0
+    return (
+        round(ordered[min(len(ordered) - 1, len(ordered) * share // 100)], 4) if ordered else 0.0
+    )
 
 
-def judge(report: Report, *, by_the_clock: bool) -> None:
+def find_faults(report: Report, *, by_the_clock: bool) -> None:
     """Fill in `faults`.
 
     Rates and latencies count only `by_the_clock`, since a busy machine spoils them.
     """
-    zero = {
+    must_be_zero = {
         "honest requests lost": report.lost,
         "honest answers wrong": report.wrong,
         "honest outcomes duplicated": report.duplicated,
         "replicas that fell": report.fell,
         "drains that failed": report.bad_drains,
         "connections lost": report.lost_connections,
-        "connections opened again": report.reconnects if by_the_clock or report.reconnects > _ONCE else 0,
+        "connections opened again": report.reconnects
+        if by_the_clock or report.reconnects > _ALLOWED_RECONNECTS
+        else 0,
         "mutated messages unaccounted for": len(report.unaccounted),
         "branches reached too rarely": len(report.unreached),
         "forbidden branches reached": len(report.defects),
     }
-    report.faults = [f"{count} {what}" for what, count in zero.items() if count]
-    if report.grown > GROWN:
+    report.faults = [
+        f"{count} {description}" for description, count in must_be_zero.items() if count
+    ]
+    if report.grown > MAX_GROWTH_MB:
         report.faults.append(f"a replica grew by {report.grown:.1f} MB")
-    if by_the_clock and report.slower > SLOWER:
+    if by_the_clock and report.slower > MAX_SLOWDOWN:
         report.faults.append(f"the honest p99 is {report.slower:.1f} times its value without fuzz")
-    if by_the_clock and report.per_minute < PER_MINUTE:
+    if by_the_clock and report.per_minute < MIN_PER_MINUTE:
         report.faults.append(f"only {report.per_minute:,.0f} messages per minute")

@@ -24,13 +24,16 @@ def parsing_any_filing(checkpoint: dict[str, Any]) -> dict[str, Any]:
         names[:] = ["filing_parsing" if name == "10k_parsing" else name for name in names]
     if (statement := checkpoint["interim_results"].pop("10k_parsing", None)) is not None:
         access = {"token": statement.pop("vault_token")}
-        checkpoint["interim_results"]["filing_parsing"] = statement | {"currency": "USD", "access": access}
+        checkpoint["interim_results"]["filing_parsing"] = statement | {
+            "currency": "USD",
+            "access": access,
+        }
     return checkpoint
 
 
 @migrates("1.1", "1.2")
 def ratios_by_name(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Ratios become a dict, peers are compared before the report, and half-done ratios start over."""
+    """Ratios become a dict, peers are compared before the report, and half-done ratios restart."""
     results = checkpoint["interim_results"]
     if "ratio_calculation" in results:
         results["ratio_calculation"] = dict(results["ratio_calculation"])
@@ -82,7 +85,7 @@ def test_every_file_reaches_the_newest_version(path: Path) -> None:
     assert migrate_checkpoint(checkpoint, "1.2", MIGRATIONS).agent_version == "1.2"
 
 
-def test_a_failed_operation_goes_on_under_1_1() -> None:
+def test_a_failed_operation_continues_under_1_1() -> None:
     after = migrate_checkpoint(read("analyst_1.0_failed_in_ratios"), "1.1", MIGRATIONS)
     assert after.progress.completed == ("filing_parsing",)
     assert after.progress.pending == ("ratio_calculation", "report")
@@ -101,11 +104,16 @@ def test_a_failed_operation_goes_on_under_1_1() -> None:
     )
 
 
-def test_a_failed_operation_goes_on_under_1_2() -> None:
+def test_a_failed_operation_continues_under_1_2() -> None:
     after = migrate_checkpoint(read("analyst_1.0_failed_in_ratios"), "1.2", MIGRATIONS)
     assert after.progress.pending == ("ratio_calculation", "peer_comparison", "report")
     assert after.saved_progress == {}
-    assert after.agent_config == {"type": "analysis", "exclusive": False, "preserve": False, "peers": 5}
+    assert after.agent_config == {
+        "type": "analysis",
+        "exclusive": False,
+        "preserve": False,
+        "peers": 5,
+    }
     assert after.failure_reason == "ZeroDivisionError: division by zero"
 
 
@@ -118,6 +126,11 @@ def test_a_cancelled_operation_has_both_results_under_1_2() -> None:
         "current": 1.8,
         "net_margin": -0.0153,
     }
-    assert (ratios.function, ratios.retry, ratios.generation, ratios.seconds) == (None, 1, 2, 61.04)
+    assert (ratios.function, ratios.retry, ratios.generation, ratios.seconds) == (
+        None,
+        1,
+        2,
+        61.04,
+    )
     assert ratios.inputs == {"statement": "9f86d081884c7d659a2feaa0c55ad015"}
     assert ratios.context == '{"token_usage": {"input_tokens": 1200, "output_tokens": 80}}'

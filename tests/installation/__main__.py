@@ -18,7 +18,7 @@ PROBE = Path(__file__).with_name("probe.py")
 NEIGHBOURS = {"fastapi": "fastapi", "langgraph": "langgraph.graph", "pydantic-ai": "pydantic_ai"}
 """Other frameworks, and a module of each to import."""
 FEATURES = (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML, CONFORMANCE)
-BROUGHT: dict[str, tuple[Feature, ...]] = {
+FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "core": (),
     "rabbitmq": (RABBITMQ,),
     "postgresql": (POSTGRESQL,),
@@ -30,7 +30,7 @@ BROUGHT: dict[str, tuple[Feature, ...]] = {
 """Features that each extra makes usable."""
 
 
-class Failed(Exception):
+class CommandFailed(Exception):
     """A command failed; the message is its output."""
 
 
@@ -50,11 +50,16 @@ class Environment:
         """
         # The working directory is the environment's own, so that the checkout is not importable.
         command = [self._python, *arguments]
-        outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(command, cwd=self.folder, env=outside, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise Failed(f"{' '.join(arguments)[:200]}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
-        return done.stdout
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        completed = subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False
+        )
+        if completed.returncode != 0:
+            raise CommandFailed(
+                f"{' '.join(arguments)[:200]}: exit code {completed.returncode}\n"
+                f"{completed.stdout}{completed.stderr}"
+            )
+        return completed.stdout
 
     def install(self, *requirements: str) -> int:
         """Install `requirements`, check for conflicts, and return the number of packages."""
@@ -62,13 +67,17 @@ class Environment:
         self.run(*pip, "install", "--no-input", *requirements)
         self.run(*pip, "check")
         count = (
-            "import importlib.metadata as m; print(len({d.name for d in m.distributions()} - {'pip', 'setuptools'}))"
+            "import importlib.metadata as m; "
+            "print(len({d.name for d in m.distributions()} - {'pip', 'setuptools'}))"
         )
         return int(self.run("-c", count))
 
     def versions(self, *names: str) -> str:
         """Installed versions of `names`."""
-        code = "import sys, importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in sys.argv[1:]), sep=', ')"
+        code = (
+            "import sys, importlib.metadata as m; "
+            "print(*(f'{n} {m.version(n)}' for n in sys.argv[1:]), sep=', ')"
+        )
         return self.run("-c", code, *names).strip()
 
 
@@ -77,7 +86,7 @@ def example_on(page: str) -> str:
     return code_blocks((ROOT / page).read_text(encoding="utf-8"), "python")[0]
 
 
-def check(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
+def check_extra(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
     """Install `wheel` with `extra` and use it.
 
     Unless `alone`, repeat this next to other frameworks.
@@ -87,25 +96,27 @@ def check(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
     example.write_text(code)
     (folder / "test_adapter.py").write_text(example_on("docs/how-to/write-an-adapter.md"))
     packages = environment.install(f"{wheel}[{extra}]" if extra != "core" else str(wheel))
-    tell(extra, f"{packages} packages, no conflicts")
+    print_progress(extra, f"{packages} packages, no conflicts")
     printed = environment.run("-W", "error", str(example)).strip()
     if not printed:
-        raise Failed("README's first example printed nothing")
-    tell("", f"README's first example: {printed}")
-    usable = {feature.name for feature in BROUGHT[extra]}
+        raise CommandFailed("README's first example printed nothing")
+    print_progress("", f"README's first example: {printed}")
+    usable = {feature.name for feature in FEATURES_BY_EXTRA[extra]}
     for feature in FEATURES:
-        way = "use" if feature.name in usable else "miss"
-        tell("", environment.run(str(PROBE), way, feature.name).strip())
+        check_function = "use" if feature.name in usable else "miss"
+        print_progress("", environment.run(str(PROBE), check_function, feature.name).strip())
     if not alone:
         packages = environment.install(*NEIGHBOURS)
-        tell("", f"next to {environment.versions(*NEIGHBOURS)}: {packages} packages, no conflicts")
+        print_progress(
+            "", f"next to {environment.versions(*NEIGHBOURS)}: {packages} packages, no conflicts"
+        )
         printed = environment.run("-c", f"import {', '.join(NEIGHBOURS.values())}\n{code}").strip()
-        tell("", f"README's first example, with all of them imported: {printed}")
-        for feature in BROUGHT[extra]:
-            tell("", environment.run(str(PROBE), "use", feature.name).strip())
+        print_progress("", f"README's first example, with all of them imported: {printed}")
+        for feature in FEATURES_BY_EXTRA[extra]:
+            print_progress("", environment.run(str(PROBE), "use", feature.name).strip())
 
 
-def tell(extra: str, line: str) -> None:
+def print_progress(extra: str, line: str) -> None:
     """Print progress."""
     print(f"{extra:<11} {line}", flush=True)
 
@@ -114,19 +125,24 @@ def main() -> int:
     """Check the named extras, or all. Returns 1 if any fails."""
     parser = argparse.ArgumentParser(prog="make install-check", description=__doc__)
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"of {', '.join(BROUGHT)}; default: all")
+    parser.add_argument(
+        "extras",
+        nargs="*",
+        metavar="EXTRA",
+        help=f"of {', '.join(FEATURES_BY_EXTRA)}; default: all",
+    )
     parser.add_argument("--alone", action="store_true", help="without other frameworks")
-    given = parser.parse_args()
-    if unknown := set(given.extras) - BROUGHT.keys():
+    known = parser.parse_args()
+    if unknown := set(known.extras) - FEATURES_BY_EXTRA.keys():
         parser.error(f"unknown: {', '.join(unknown)}")
     failed = []
-    for extra in given.extras or BROUGHT:
+    for extra in known.extras or FEATURES_BY_EXTRA:
         with tempfile.TemporaryDirectory(prefix="meshpoint-") as folder:
             try:
-                check(extra, given.wheel.resolve(), Path(folder), alone=given.alone)
-            except Failed as error:
+                check_extra(extra, known.wheel.resolve(), Path(folder), alone=known.alone)
+            except CommandFailed as error:
                 failed.append(extra)
-                tell(extra, f"FAILED: {error}")
+                print_progress(extra, f"FAILED: {error}")
     print(f"failed: {', '.join(failed)}" if failed else "every extra works", flush=True)
     return bool(failed)
 

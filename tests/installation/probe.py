@@ -24,12 +24,11 @@ def rabbitmq() -> str:
 
 
 def postgresql() -> str:
-    from meshpoint.settings import AgentSettings
+    from meshpoint.settings import StoreSettings
     from meshpoint.wiring import make_store
 
-    url = "postgresql://localhost/mesh"
-    agent = AgentSettings(name="a", entrypoint="m:a", session_service="sql", session_db_url=url)
-    return type(make_store(agent, "probe")).__name__
+    store = StoreSettings.at("postgresql://localhost/mesh", key="--db")
+    return type(make_store(store, "probe")).__name__
 
 
 def redis() -> str:
@@ -56,14 +55,21 @@ def yaml() -> str:
 
 def command_line() -> str:
     url = "sqlite:///probe.db"
-    commands = (["--version"], ["db", "upgrade", "--db", url], ["db", "check", "--db", url], ["demo", "--json"])
-    shown = [run(MESHPOINT, *command) for command in commands]
-    return f"{shown[0]}; db upgrade, db check and demo exit with 0"
+    commands = (
+        ["--version"],
+        ["db", "upgrade", "--db", url],
+        ["db", "check", "--db", url],
+        ["demo", "--json"],
+    )
+    output = [run_command(MESHPOINT, *command) for command in commands]
+    return f"{output[0]}; db upgrade, db check and demo exit with 0"
 
 
 def conformance() -> str:
     options = ("-p", "no:cacheprovider", "-o", "asyncio_mode=auto", "-q")
-    return run(sys.executable, "-m", "pytest", *options, "test_adapter.py").splitlines()[-1]
+    return run_command(sys.executable, "-m", "pytest", *options, "test_adapter.py").splitlines()[
+        -1
+    ]
 
 
 def conformance_import() -> str:
@@ -72,11 +78,14 @@ def conformance_import() -> str:
     return meshpoint.testing.conformance.broker.__name__
 
 
-def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
-    return done.stdout.strip()
+def run_command(*command: str) -> str:
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode != 0:
+        raise SystemExit(
+            f"{' '.join(command)}: exit code {completed.returncode}\n"
+            f"{completed.stdout}{completed.stderr}"
+        )
+    return completed.stdout.strip()
 
 
 def error_of(use: Callable[[], object]) -> str:
@@ -88,13 +97,15 @@ def error_of(use: Callable[[], object]) -> str:
 
 
 def command_error() -> str:
-    done = subprocess.run([MESHPOINT, "--version"], capture_output=True, text=True, check=False)
-    if (done.returncode, done.stdout, done.stderr.count("\n")) != (2, "", 1):
-        raise SystemExit(f"exit code {done.returncode}\n{done.stdout}{done.stderr}")
-    return done.stderr.strip()
+    completed = subprocess.run(
+        [MESHPOINT, "--version"], capture_output=True, text=True, check=False
+    )
+    if (completed.returncode, completed.stdout, completed.stderr.count("\n")) != (2, "", 1):
+        raise SystemExit(f"exit code {completed.returncode}\n{completed.stdout}{completed.stderr}")
+    return completed.stderr.strip()
 
 
-USE: dict[str, Callable[[], str]] = {
+USES: dict[str, Callable[[], str]] = {
     "RabbitMQ": rabbitmq,
     "PostgreSQL": postgresql,
     "Redis": redis,
@@ -102,8 +113,8 @@ USE: dict[str, Callable[[], str]] = {
     "the command line": command_line,
     "a conformance suite": conformance,
 }
-MISS: dict[str, Callable[[], str]] = {
-    **{name: lambda use=use: error_of(use) for name, use in USE.items()},  # type: ignore[misc]
+MISSING_EXTRA_CHECKS: dict[str, Callable[[], str]] = {
+    **{name: lambda use=use: error_of(use) for name, use in USES.items()},  # type: ignore[misc]  # the default of a lambda
     "the command line": command_error,
     "a conformance suite": lambda: error_of(conformance_import),
 }
@@ -113,9 +124,9 @@ if __name__ == "__main__":
     if not Path(meshpoint.__file__).is_relative_to(sys.prefix):
         raise SystemExit(f"this is not the installed package: {meshpoint.__file__}")
     if way == "use":
-        print(f"{feature}: {USE[feature]()}")
+        print(f"{feature}: {USES[feature]()}")
     else:
-        line = MISS[feature]()
+        line = MISSING_EXTRA_CHECKS[feature]()
         if "\n" in line or "pip install 'meshpoint[" not in line:
             raise SystemExit(line)
         print(f"without {feature}: {line}")

@@ -9,41 +9,44 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 
-class Limits:
+class ManualTimeouts:
     """Time limits that expire only when the test says so, however slow the machine is."""
 
     def __init__(self) -> None:
-        self.passed = False
+        self.expired = False
 
     def __call__(self, seconds: float) -> asyncio.Timeout:
-        return asyncio.timeout(0 if self.passed else None)
+        return asyncio.timeout(0 if self.expired else None)
 
 
-NEVER = Limits()
+NEVER = ManualTimeouts()
 
 
-class Wire:
+class RedisProxy:
     """Async context manager that forwards bytes to the server of `url`.
 
-    `sent` counts the client's bytes. `turns` counts round trips: how often the client sent after
-    the server had.
+    `sent` counts the client's bytes. `round_trips` counts round trips: how often the client sent
+    after the server had.
     """
 
     def __init__(self, url: str) -> None:
         self._parts = urlsplit(url)
         self._served: set[asyncio.Task[None]] = set()
         self._transports: set[asyncio.WriteTransport] = set()
-        self._left: int | None = None
-        self._at_cut: Callable[[], Awaitable[None]] | None = None
+        self._bytes_until_cut: int | None = None
+        self._on_cut: Callable[[], Awaitable[None]] | None = None
         self._lose_answers = False
-        self.sent = self.turns = 0
+        self.sent = self.round_trips = 0
 
-    async def __aenter__(self) -> Wire:
+    async def __aenter__(self) -> RedisProxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._server.close()
         for transport in self._transports:
@@ -58,14 +61,14 @@ class Wire:
 
     def reset(self) -> None:
         """Reset the counts."""
-        self.sent = self.turns = 0
+        self.sent = self.round_trips = 0
 
-    def cut_after(self, sent: int, then: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Forward `sent` more bytes of the client, run `then`, and break the connection.
+    def cut_after(self, sent: int, on_cut: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Forward `sent` more bytes of the client, run `on_cut`, and break the connection.
 
         By then the server has executed everything it received.
         """
-        self._left, self._at_cut = sent, then
+        self._bytes_until_cut, self._on_cut = sent, on_cut
 
     def lose_answers(self) -> None:
         """Break the connection as soon as the server responds."""
@@ -73,62 +76,72 @@ class Wire:
 
     def mend(self) -> None:
         """Stop breaking connections."""
-        self._left, self._at_cut, self._lose_answers = None, None, False
+        self._bytes_until_cut, self._on_cut, self._lose_answers = None, None, False
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._served.add(task)
         try:
-            to_reader, to_writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
+            server_reader, server_writer = await asyncio.open_connection(
+                self._parts.hostname, self._parts.port
+            )
         except OSError:
             writer.transport.abort()
             return
-        both = {writer.transport, to_writer.transport}
-        self._transports |= both
-        spoke = asyncio.Event()  # set when the server was the last to send
-        spoke.set()
-        back = asyncio.create_task(self._back(to_reader, writer, spoke))
+        transports = {writer.transport, server_writer.transport}
+        self._transports |= transports
+        server_sent_last = asyncio.Event()  # set when the server was the last to send
+        server_sent_last.set()
+        response_task = asyncio.create_task(
+            self._forward_responses(server_reader, writer, server_sent_last)
+        )
         try:
             while chunk := await reader.read(65536):
                 self.sent += len(chunk)
-                if spoke.is_set():
-                    spoke.clear()
-                    self.turns += 1
-                if self._left is not None and len(chunk) > self._left:
-                    to_writer.write(chunk[: self._left])
-                    self._left = 0
-                    await self._broken(to_reader, to_writer, back)
+                if server_sent_last.is_set():
+                    server_sent_last.clear()
+                    self.round_trips += 1
+                if self._bytes_until_cut is not None and len(chunk) > self._bytes_until_cut:
+                    server_writer.write(chunk[: self._bytes_until_cut])
+                    self._bytes_until_cut = 0
+                    await self._break(server_reader, server_writer, response_task)
                     return
-                if self._left is not None:
-                    self._left -= len(chunk)
-                to_writer.write(chunk)
-                await to_writer.drain()
+                if self._bytes_until_cut is not None:
+                    self._bytes_until_cut -= len(chunk)
+                server_writer.write(chunk)
+                await server_writer.drain()
         except OSError:
             pass
         finally:
-            for transport in both:
+            for transport in transports:
                 transport.abort()
-            await asyncio.gather(back, return_exceptions=True)
-            self._transports -= both
+            await asyncio.gather(response_task, return_exceptions=True)
+            self._transports -= transports
 
-    async def _broken(
-        self, to_reader: asyncio.StreamReader, to_writer: asyncio.StreamWriter, back: asyncio.Task[None]
+    async def _break(
+        self,
+        server_reader: asyncio.StreamReader,
+        server_writer: asyncio.StreamWriter,
+        response_task: asyncio.Task[None],
     ) -> None:
-        back.cancel()
-        await asyncio.gather(back, return_exceptions=True)
-        if self._at_cut is not None:
-            await self._at_cut()
+        response_task.cancel()
+        await asyncio.gather(response_task, return_exceptions=True)
+        if self._on_cut is not None:
+            await self._on_cut()
             return
-        to_writer.write_eof()
-        while await to_reader.read(65536):
+        server_writer.write_eof()
+        while await server_reader.read(65536):
             pass  # at its end the server has executed everything it received
 
-    async def _back(
-        self, to_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, spoke: asyncio.Event
+    async def _forward_responses(
+        self,
+        server_reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        server_sent_last: asyncio.Event,
     ) -> None:
         with suppress(OSError):
-            while (chunk := await to_reader.read(65536)) and not self._lose_answers:
-                spoke.set()
+            while (chunk := await server_reader.read(65536)) and not self._lose_answers:
+                server_sent_last.set()
                 writer.write(chunk)
         writer.transport.abort()

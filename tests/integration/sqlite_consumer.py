@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.model.ids import AgentName
-from meshpoint.model.messages import requests_of
+from meshpoint.model.messages import request_queue
 from meshpoint.ports.broker import Delivery
 
 
@@ -22,11 +22,11 @@ async def main(path: str, prefetch: str) -> None:
 
     def on_delivery(delivery: Delivery) -> None:
         deliveries.put_nowait(delivery)
-        print(delivery.count, delivery.message.message_id, flush=True)
+        print(delivery.delivery_count, delivery.message.message_id, flush=True)
 
     await broker.open()
     await broker.declare(AgentName("travel"))
-    await broker.consume(requests_of(AgentName("travel")), int(prefetch), on_delivery)
+    await broker.consume(request_queue(AgentName("travel")), int(prefetch), on_delivery)
     while await asyncio.to_thread(sys.stdin.readline):
         print(await (await deliveries.get()).ack(), flush=True)
     await broker.close()

@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator
 import aiormq
 import pytest
 from aiormq.abc import AbstractChannel, DeliveredMessage
-from live import Desk, Live, a_broker, serving
+from live import RunningWorker, open_broker, serve_agent
 
+from fake_peer import FakePeer
 from meshpoint import TaskExecutionContext, agent
-from meshpoint.model.checkpoint import TaskState
 from meshpoint.model.events import Phase, Step
-from meshpoint.model.options import AckPolicy
 from meshpoint.model.outcomes import Ok
+from meshpoint.model.tasks import TaskState
 from servers import RabbitServer
 
-HOMES = pytest.mark.parametrize("durable", [True, False], ids=["database", "memory"])
+BACKENDS = pytest.mark.parametrize("durable", [True, False], ids=["database", "memory"])
 
 
 @agent("doubler")
@@ -27,9 +27,9 @@ async def doubler(ctx: TaskExecutionContext, number: int) -> int:
 
 
 @pytest.fixture
-async def desk(rabbit_server: RabbitServer, namespace: str) -> AsyncIterator[Desk]:
-    async with a_broker(rabbit_server.url, namespace) as broker:
-        yield await Desk(broker, "desk").open()
+async def client(rabbit_server: RabbitServer, namespace: str) -> AsyncIterator[FakePeer]:
+    async with open_broker(rabbit_server.url, namespace) as broker:
+        yield await FakePeer(broker, "client").open()
 
 
 @pytest.fixture
@@ -39,55 +39,89 @@ async def operator(rabbit_server: RabbitServer) -> AsyncIterator[AbstractChannel
     await connection.close()
 
 
-async def full_queue(operator: AbstractChannel, namespace: str, address: str) -> str:
+async def fill_queue(operator: AbstractChannel, namespace: str, address: str) -> str:
     """Declare a queue at `address` that refuses every message, and return its name."""
     name = f"{namespace}.{address}"
-    await operator.queue_declare(name, arguments={"x-max-length": 0, "x-overflow": "reject-publish"})
+    await operator.queue_declare(
+        name, arguments={"x-max-length": 0, "x-overflow": "reject-publish"}
+    )
     await operator.queue_bind(name, f"{namespace}.mesh", address)
     return name
 
 
-def acked(live: Live) -> set[str]:
-    return {task_id for event in live.events.of(Step.ACK, Phase.AFTER) for task_id in event.task_ids}
+def acked_ids(running_worker: RunningWorker) -> set[str]:
+    return {
+        task_id
+        for event in running_worker.events.matching(Step.ACK, Phase.AFTER)
+        for task_id in event.task_ids
+    }
 
 
-def steps(live: Live, step: Step) -> set[str]:
-    return {task_id for event in live.events.of(step, Phase.NOTED) for task_id in event.task_ids}
+def task_ids_of(running_worker: RunningWorker, step: Step) -> set[str]:
+    return {
+        task_id
+        for event in running_worker.events.matching(step, Phase.INFO)
+        for task_id in event.task_ids
+    }
 
 
-@HOMES
-async def test_sixty_missing_reply_queues_hold_up_nobody(
-    desk: Desk, rabbit_server: RabbitServer, namespace: str, postgres_url: str, durable: bool
+@BACKENDS
+async def test_sixty_missing_reply_queues_delay_no_other_reply(
+    client: FakePeer,
+    rabbit_server: RabbitServer,
+    namespace: str,
+    postgres_url: str,
+    durable: bool,
 ) -> None:
     database = postgres_url if durable else None
-    async with serving(doubler, rabbit_server.url, namespace, database, max_concurrency=4) as live:
-        bad = [await desk.ask("doubler", number, reply_to=f"desk.private.{number}") for number in range(60)]
-        sane = await desk.ask("doubler", 21)
-        assert await desk.reply(sane) == Ok(42)
-        assert not steps(live, Step.REPLY_UNROUTABLE), "an address was given up before this reply"
-        await live.events.until(lambda: acked(live) >= {*bad, sane})
-        assert live.worker.site.slots.free == 4
-        if live.store is not None:
-            rows = await live.store.lookup(bad)
+    async with serve_agent(
+        doubler, rabbit_server.url, namespace, database, max_concurrency=4
+    ) as running_worker:
+        missing_ids = [
+            await client.ask("doubler", number, reply_to=f"client.private.{number}")
+            for number in range(60)
+        ]
+        healthy_id = await client.ask("doubler", 21)
+        assert await client.reply(healthy_id) == Ok(42)
+        assert not task_ids_of(running_worker, Step.REPLY_UNROUTABLE), (
+            "an address was given up before this reply"
+        )
+        await running_worker.events.wait_until(
+            lambda: acked_ids(running_worker) >= {*missing_ids, healthy_id}
+        )
+        assert running_worker.worker.runtime.slots.free == 4
+        if running_worker.store is not None:
+            rows = await running_worker.store.lookup(missing_ids)
             assert {row.state for row in rows.values()} == {TaskState.COMPLETED}
             assert len(rows) == 60
 
 
-@HOMES
-async def test_refusals_to_missing_reply_queues_hold_up_nobody(
-    desk: Desk, rabbit_server: RabbitServer, namespace: str, postgres_url: str, durable: bool
+@BACKENDS
+async def test_refusals_to_missing_reply_queues_delay_no_other_reply(
+    client: FakePeer,
+    rabbit_server: RabbitServer,
+    namespace: str,
+    postgres_url: str,
+    durable: bool,
 ) -> None:
     database = postgres_url if durable else None
-    async with serving(doubler, rabbit_server.url, namespace, database, max_concurrency=2) as live:
-        bad = [await desk.ask("doubler", 1, reply_to=f"desk.private.{n}", call_depth=99) for n in range(20)]
-        sane = await desk.ask("doubler", 21)
-        assert await desk.reply(sane) == Ok(42)
-        await live.events.until(lambda: acked(live) >= {*bad, sane})
+    async with serve_agent(
+        doubler, rabbit_server.url, namespace, database, max_concurrency=2
+    ) as running_worker:
+        missing_ids = [
+            await client.ask("doubler", 1, reply_to=f"client.private.{index}", call_depth=99)
+            for index in range(20)
+        ]
+        healthy_id = await client.ask("doubler", 21)
+        assert await client.reply(healthy_id) == Ok(42)
+        await running_worker.events.wait_until(
+            lambda: acked_ids(running_worker) >= {*missing_ids, healthy_id}
+        )
 
 
-@HOMES
-async def test_a_full_reply_queue_holds_up_nobody_and_gets_its_replies_later(
-    desk: Desk,
+@BACKENDS
+async def test_a_full_reply_queue_delays_no_one_and_gets_its_replies_later(
+    client: FakePeer,
     operator: AbstractChannel,
     rabbit_server: RabbitServer,
     namespace: str,
@@ -95,54 +129,74 @@ async def test_a_full_reply_queue_holds_up_nobody_and_gets_its_replies_later(
     durable: bool,
 ) -> None:
     database = postgres_url if durable else None
-    async with serving(doubler, rabbit_server.url, namespace, database, max_concurrency=2) as live:
-        name = await full_queue(operator, namespace, "desk.private.full")
-        full = [await desk.ask("doubler", number, reply_to="desk.private.full") for number in range(8)]
-        sane = await desk.ask("doubler", 21)
-        assert await desk.reply(sane) == Ok(42)
-        await live.events.until(lambda: acked(live) >= ({*full, sane} if durable else {sane}))
+    async with serve_agent(
+        doubler, rabbit_server.url, namespace, database, max_concurrency=2
+    ) as running_worker:
+        name = await fill_queue(operator, namespace, "client.private.full")
+        full = [
+            await client.ask("doubler", number, reply_to="client.private.full")
+            for number in range(8)
+        ]
+        healthy_id = await client.ask("doubler", 21)
+        assert await client.reply(healthy_id) == Ok(42)
+        await running_worker.events.wait_until(
+            lambda: acked_ids(running_worker) >= ({*full, healthy_id} if durable else {healthy_id})
+        )
         await operator.queue_delete(name)
         await operator.queue_declare(name)
-        await operator.queue_bind(name, f"{namespace}.mesh", "desk.private.full")
+        await operator.queue_bind(name, f"{namespace}.mesh", "client.private.full")
         late: set[str] = set()
         arrived = asyncio.Event()
 
-        async def take(message: DeliveredMessage) -> None:
+        async def receive(message: DeliveredMessage) -> None:
             late.add(str(message.header.properties.correlation_id))
             if late >= {*full}:
                 arrived.set()
 
-        await operator.basic_consume(name, take, no_ack=True)
+        await operator.basic_consume(name, receive, no_ack=True)
         await arrived.wait()
 
 
-async def test_without_a_database_only_so_many_replies_wait(
-    desk: Desk, operator: AbstractChannel, rabbit_server: RabbitServer, namespace: str
+async def test_without_a_database_a_limited_number_of_replies_wait(
+    client: FakePeer, operator: AbstractChannel, rabbit_server: RabbitServer, namespace: str
 ) -> None:
-    async with serving(doubler, rabbit_server.url, namespace, None, max_in_memory=3) as live:
-        await full_queue(operator, namespace, "desk.private.full")
+    async with serve_agent(
+        doubler, rabbit_server.url, namespace, None, max_in_memory=3
+    ) as running_worker:
+        await fill_queue(operator, namespace, "client.private.full")
         for number in range(5):
-            await desk.ask("doubler", number, reply_to="desk.private.full")
-        await live.events.until(lambda: len(steps(live, Step.REPLY_DROPPED)) == 2)
-        await live.events.until(lambda: acked(live) == steps(live, Step.REPLY_DROPPED))
-        sane = await desk.ask("doubler", 21)
-        assert await desk.reply(sane) == Ok(42)
-        assert acked(live) <= {*steps(live, Step.REPLY_DROPPED), sane}, (
-            "acked a request whose only reply is in this process"
+            await client.ask("doubler", number, reply_to="client.private.full")
+        await running_worker.events.wait_until(
+            lambda: len(task_ids_of(running_worker, Step.REPLY_DROPPED)) == 2
         )
+        await running_worker.events.wait_until(
+            lambda: acked_ids(running_worker) == task_ids_of(running_worker, Step.REPLY_DROPPED)
+        )
+        healthy_id = await client.ask("doubler", 21)
+        assert await client.reply(healthy_id) == Ok(42)
+        assert acked_ids(running_worker) <= {
+            *task_ids_of(running_worker, Step.REPLY_DROPPED),
+            healthy_id,
+        }, "acked a request whose only reply is in this process"
 
 
-async def test_a_request_that_comes_again_with_a_full_reply_queue_is_acked(
-    desk: Desk, operator: AbstractChannel, rabbit_server: RabbitServer, namespace: str, postgres_url: str
+async def test_a_redelivered_request_with_a_full_reply_queue_is_acked(
+    client: FakePeer,
+    operator: AbstractChannel,
+    rabbit_server: RabbitServer,
+    namespace: str,
+    postgres_url: str,
 ) -> None:
-    async with serving(doubler, rabbit_server.url, namespace, postgres_url, ack_policy=AckPolicy.ON_RECEIPT) as live:
-        task_id = await desk.ask("doubler", 21)
-        assert await desk.reply(task_id) == Ok(42)
-        await full_queue(operator, namespace, "desk.private.full")
-        await live.events.wait(Step.MARK, Phase.AFTER, task_id=task_id)
-        # until it has left, because a new request is acked only once it has a row
-        while task_id in live.worker.segments.live:
-            await asyncio.sleep(0.01)
-        before = len(live.events.of(Step.ACK, Phase.AFTER, task_id))
-        await desk.ask("doubler", 21, reply_to="desk.private.full", task_id=task_id)
-        await live.events.wait(Step.ACK, Phase.AFTER, before + 1, task_id)
+    async with serve_agent(
+        doubler, rabbit_server.url, namespace, postgres_url, ack_policy="on_receipt"
+    ) as running_worker:
+        task_id = await client.ask("doubler", 21)
+        assert await client.reply(task_id) == Ok(42)
+        await fill_queue(operator, namespace, "client.private.full")
+        await running_worker.events.wait(Step.CONFIRM_SENT, Phase.AFTER, task_id=task_id)
+        # a new request is acked only once it has a row
+        if segment := running_worker.worker.tasks.segments.get(task_id):
+            await segment.removed.wait()
+        before = len(running_worker.events.matching(Step.ACK, Phase.AFTER, task_id))
+        await client.ask("doubler", 21, reply_to="client.private.full", task_id=task_id)
+        await running_worker.events.wait(Step.ACK, Phase.AFTER, before + 1, task_id)

@@ -28,19 +28,19 @@ async def fetch(city: str) -> str:
     return f"honest news of {city}"
 
 
-BROKEN = [True]
+BROKEN_CODE = [True]
 
 
-async def publish(news: str) -> str:
-    if BROKEN[0]:
+async def publish(updates: str) -> str:
+    if BROKEN_CODE[0]:
         raise ConnectionError("the printer does not answer")
-    return f"printed: {news}"
+    return f"printed: {updates}"
 
 
 @agent("press")
-async def press(ctx: TaskExecutionContext, city: str) -> str:
-    news = await ctx.subtask("fetch", fetch, city)
-    return await ctx.subtask("publish", publish, news)
+async def press_agent(ctx: TaskExecutionContext, city: str) -> str:
+    updates = await ctx.subtask("fetch", fetch, city)
+    return await ctx.subtask("publish", publish, updates)
 
 
 GATES: list[tuple[asyncio.Event, asyncio.Event]] = []
@@ -48,15 +48,15 @@ GATES: list[tuple[asyncio.Event, asyncio.Event]] = []
 
 
 @agent("gate")
-async def gate(ctx: TaskExecutionContext, city: str) -> str:
-    asked, opened = GATES[-1]
-    asked.set()
+async def gate_agent(ctx: TaskExecutionContext, city: str) -> str:
+    reached, opened = GATES[-1]
+    reached.set()
     await opened.wait()
     return city
 
 
 @agent("careful")
-async def careful(ctx: TaskExecutionContext, city: str) -> str:
+async def careful_agent(ctx: TaskExecutionContext, city: str) -> str:
     """Fail with the same subtask error again after the pause."""
     try:
         await ctx.subtask("publish", publish, city)
@@ -66,24 +66,24 @@ async def careful(ctx: TaskExecutionContext, city: str) -> str:
     return "printed"
 
 
-def previous_format(content: bytes, marker: bytes = b"\x00") -> bytes:
+def to_previous_format(content: bytes, marker: bytes = b"\x00") -> bytes:
     """A copy as the previous release wrote it, with a digest that anyone can compute."""
     body = marker + content
     return blake2b(body, digest_size=16).hexdigest().encode() + b"\n" + body
 
 
-def with_unkeyed_code(content: bytes, marker: bytes = b"\x00") -> bytes:
+def to_unkeyed_format(content: bytes, marker: bytes = b"\x00") -> bytes:
     body = marker + content
     return blake2b(body, digest_size=CODE_BYTES).digest() + body
 
 
-FORGERIES = pytest.mark.parametrize("forge", [previous_format, with_unkeyed_code])
+FORGERIES = pytest.mark.parametrize("forge", [to_previous_format, to_unkeyed_format])
 Forge = Callable[..., bytes]
 
 
-async def content_of(redis: Redis, key: str) -> bytes:
+async def read_copy(redis: Redis, key: str) -> bytes:
     """The checkpoint in a copy."""
-    while (copy := await redis.get(key)) is None:
+    while (copy := await redis.get(key)) is None:  # noqa: ASYNC110  Redis has no event for it
         await asyncio.sleep(0.01)
     assert isinstance(copy, bytes)
     marker, content = copy[CODE_BYTES : CODE_BYTES + 1], copy[CODE_BYTES + 1 :]
@@ -91,37 +91,51 @@ async def content_of(redis: Redis, key: str) -> bytes:
 
 
 @FORGERIES
-async def test_a_forged_copy_does_not_change_a_deliverable(postgres_url: str, redis_url: str, forge: Forge) -> None:
-    BROKEN[0] = True
+async def test_a_forged_copy_does_not_change_a_deliverable(
+    postgres_url: str, redis_url: str, forge: Forge
+) -> None:
+    BROKEN_CODE[0] = True
     namespace, task_id = f"m{new_id()}", TaskId(new_id())
     async with (
-        local_mesh(press, db_url=postgres_url, namespace=namespace, checkpoint_cache_url=redis_url) as mesh,
+        local_mesh(
+            press_agent, db_url=postgres_url, namespace=namespace, checkpoint_cache_url=redis_url
+        ) as mesh,
         Redis.from_url(redis_url) as redis,
     ):
-        assert isinstance((await (await mesh.send("press", "Rome", task_id=task_id))).outcome, Failed)
+        assert isinstance(
+            (await (await mesh.send("press", "Rome", task_id=task_id))).outcome, Failed
+        )
         key = f"{namespace}:checkpoint:{task_id}:press"
-        content = await content_of(redis, key)
+        content = await read_copy(redis, key)
         assert b"honest news" in content
-        await redis.set(key, forge(content.replace(b"honest news", b"forged news")), ex=timedelta(hours=1))
-        BROKEN[0] = False
+        await redis.set(
+            key, forge(content.replace(b"honest news", b"forged news")), ex=timedelta(hours=1)
+        )
+        BROKEN_CODE[0] = False
         async with Operations(postgres_url, namespace=namespace) as operations:
             await operations.resume(task_id)
             assert await operations.wait(task_id) == Ok("printed: honest news of Rome")
 
 
 @FORGERIES
-async def test_a_forged_copy_is_not_decompressed(postgres_url: str, redis_url: str, forge: Forge) -> None:
-    BROKEN[0] = True
+async def test_a_forged_copy_is_not_decompressed(
+    postgres_url: str, redis_url: str, forge: Forge
+) -> None:
+    BROKEN_CODE[0] = True
     namespace, task_id = f"m{new_id()}", TaskId(new_id())
     bomb = forge(zstandard.compress(bytes(400_000_000)), b"\x01")
     assert len(bomb) < 45_000
     async with (
-        local_mesh(press, db_url=postgres_url, namespace=namespace, checkpoint_cache_url=redis_url) as mesh,
+        local_mesh(
+            press_agent, db_url=postgres_url, namespace=namespace, checkpoint_cache_url=redis_url
+        ) as mesh,
         Redis.from_url(redis_url) as redis,
     ):
-        assert isinstance((await (await mesh.send("press", "Rome", task_id=task_id))).outcome, Failed)
+        assert isinstance(
+            (await (await mesh.send("press", "Rome", task_id=task_id))).outcome, Failed
+        )
         await redis.set(f"{namespace}:checkpoint:{task_id}:press", bomb, ex=timedelta(hours=1))
-        BROKEN[0] = False
+        BROKEN_CODE[0] = False
         tracemalloc.start()
         try:
             async with Operations(postgres_url, namespace=namespace) as operations:
@@ -134,22 +148,32 @@ async def test_a_forged_copy_is_not_decompressed(postgres_url: str, redis_url: s
 
 @FORGERIES
 async def test_a_forged_failure_imports_nothing(
-    postgres_url: str, redis_url: str, forge: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    postgres_url: str,
+    redis_url: str,
+    forge: Forge,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "module_of_a_forger.py").write_text("Error = ValueError\n")
     monkeypatch.syspath_prepend(tmp_path)
-    BROKEN[0] = True
-    asked, opened = asyncio.Event(), asyncio.Event()
-    GATES.append((asked, opened))
+    BROKEN_CODE[0] = True
+    reached, opened = asyncio.Event(), asyncio.Event()
+    GATES.append((reached, opened))
     namespace, task_id = f"m{new_id()}", TaskId(new_id())
     async with (
-        local_mesh(careful, gate, db_url=postgres_url, namespace=namespace, checkpoint_cache_url=redis_url) as mesh,
+        local_mesh(
+            careful_agent,
+            gate_agent,
+            db_url=postgres_url,
+            namespace=namespace,
+            checkpoint_cache_url=redis_url,
+        ) as mesh,
         Redis.from_url(redis_url) as redis,
     ):
         reply = await mesh.send("careful", "Rome", task_id=task_id)
-        await asked.wait()
+        await reached.wait()
         key = f"{namespace}:checkpoint:{task_id}:careful"
-        content = await content_of(redis, key)
+        content = await read_copy(redis, key)
         assert b"builtins:ConnectionError" in content
         forged = content.replace(b"builtins:ConnectionError", b"module_of_a_forger:Error")
         await redis.set(key, forge(forged), ex=timedelta(hours=1))

@@ -9,19 +9,22 @@ from functools import partial
 from typing import Any
 
 import pytest
-from live import Desk, Live, a_broker, serving
+from live import RunningWorker, open_broker, serve_agent
 
+from fake_peer import FakePeer
 from meshpoint import FIRST, Call, Done, Paused, TaskExecutionContext
-from meshpoint.engine.dispatch import Outgoing
-from meshpoint.engine.requests import Requests
-from meshpoint.engine.segments import Segments
+from meshpoint.engine.publisher import Publisher
+from meshpoint.engine.request_answers import RequestAnswers
+from meshpoint.engine.request_consumer import RequestConsumer
+from meshpoint.engine.segment import Segment
+from meshpoint.engine.settlement import Settlement
 from meshpoint.engine.sweeper import Sweeper
-from meshpoint.model.bodies import RequestBody, parse
-from meshpoint.model.checkpoint import CancelNotice
+from meshpoint.model.bodies import RequestBody, parse_body
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.ids import AgentName, TaskId
-from meshpoint.model.messages import MessageType, nested_of, requests_of, responses_of
+from meshpoint.model.messages import nested_queue, request_queue, response_queue
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcomes
+from meshpoint.model.tasks import CancelNotice
 
 FRONT = AgentName("front")
 EARLY = range(4)
@@ -45,23 +48,29 @@ class Front:
         await gates[-1].wait()
         return Done(number)
 
-    async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Done[Any]:
-        return Done(next(each.value for each in outcomes.values() if isinstance(each, Ok)))
+    async def resume(
+        self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes
+    ) -> Done[Any]:
+        return Done(
+            next(outcome.value for outcome in outcomes.values() if isinstance(outcome, Ok))
+        )
 
 
 class Bug:
     """An internal method that raises for the next `left` calls."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, owner: type, method: str, bites: Callable[..., bool]) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, owner: type, method: str, should_fail: Callable[..., bool]
+    ) -> None:
         self.left = 0
-        self.spent = asyncio.Event()
+        self.exhausted = asyncio.Event()
         original = getattr(owner, method)
 
         async def broken(*args: Any, **options: Any) -> Any:
-            if self.left and bites(*args):
+            if self.left and should_fail(*args):
                 self.left -= 1
                 if not self.left:
-                    self.spent.set()
+                    self.exhausted.set()
                 raise RuntimeError("a bug")
             return await original(*args, **options)
 
@@ -69,152 +78,193 @@ class Bug:
 
 
 @dataclass
-class Scene:
+class Scenario:
     """One replica with one slot, its requester, its peer, and tasks that wait for the peer."""
 
-    live: Live
-    desk: Desk
-    peer: Desk
-    early: list[TaskId]
+    running_worker: RunningWorker
+    client: FakePeer
+    peer: FakePeer
+    early_ids: list[TaskId]
     arm: Callable[[], None]
 
     async def answer(self, number: int) -> None:
         """Answer the call with this input."""
-        await self.peer.until(lambda: self._call(number) is not None)
-        call = self._call(number)
+        await self.peer.wait_until(lambda: self._find_call(number) is not None)
+        call = self._find_call(number)
         assert call is not None
-        await self.peer.answer(call, 10 * number)
+        await self.peer.respond(call, 10 * number)
 
-    def _call(self, number: int) -> Any:
-        calls = [each for each in self.peer.letters if each.type is MessageType.REQUEST]
-        found = [each for each in calls if parse(RequestBody, each.body).message.parts[0].data == number]
-        return found[0] if found else None
+    def _find_call(self, number: int) -> Any:
+        matching_calls = [
+            each
+            for each in self.peer.requests
+            if parse_body(RequestBody, each.body).message.parts[0].data == number
+        ]
+        return matching_calls[0] if matching_calls else None
 
-    def called(self, number: int) -> str:
+    def called_task_id(self, number: int) -> str:
         """Id of the peer's task for this input."""
-        found: str = self._call(number).correlation_id
+        found: str = self._find_call(number).correlation_id
         return found
 
 
-async def _a_request_takes_a_slot(scene: Scene) -> None:
+async def take_slot_for_request(scenario: Scenario) -> None:
+    """Two requests take their slot when tasks may just have become ready."""
+    acquire_slot = RequestConsumer.acquire_slot
+
+    async def acquire_when_tasks_are_ready(
+        self: RequestConsumer, segment: Segment, *, nowait: bool = False
+    ) -> bool:
+        self._tasks.tasks_ready.set()
+        return await acquire_slot(self, segment, nowait=nowait)
+
     gates.append(asyncio.Event())
     gates[-1].set()
-    scene.arm()
-    for number in (-1, -2):
-        assert await scene.desk.reply(await scene.desk.ask(FRONT, number)) == Ok(number)
+    scenario.arm()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestConsumer, "acquire_slot", acquire_when_tasks_are_ready)
+        for number in (-1, -2):
+            task_id = await scenario.client.ask(FRONT, number)
+            assert await scenario.client.first_reply(task_id) == Ok(number)
 
 
-async def _tasks_become_ready(scene: Scene) -> None:
+async def make_tasks_ready(scenario: Scenario) -> None:
     """Two tasks become ready while another one holds the only slot, which then becomes free."""
     gates.append(asyncio.Event())
-    holding = await scene.desk.ask(FRONT, -1)
-    await scene.live.events.wait(Step.SEGMENT, Phase.BEFORE, task_id=holding)
-    scene.arm()
+    holding = await scenario.client.ask(FRONT, -1)
+    await scenario.running_worker.events.wait(Step.SEGMENT, Phase.BEFORE, task_id=holding)
+    scenario.arm()
     for number in (0, 1):
-        await scene.answer(number)
-        await scene.live.events.wait(Step.CLAIM, Phase.AFTER, task_id=scene.early[number])
+        await scenario.answer(number)
+        await scenario.running_worker.events.wait(
+            Step.CLAIM, Phase.AFTER, task_id=scenario.early_ids[number]
+        )
     gates[-1].set()
-    assert await scene.desk.reply(holding) == Ok(-1)
+    assert await scenario.client.first_reply(holding) == Ok(-1)
     for number in (0, 1):
-        assert await scene.desk.reply(scene.early[number]) == Ok(10 * number)
+        assert await scenario.client.first_reply(scenario.early_ids[number]) == Ok(10 * number)
 
 
-async def _requests_come_again(scene: Scene) -> None:
-    scene.arm()
+async def resend_requests(scenario: Scenario) -> None:
+    scenario.arm()
     for number in (0, 1):
-        await scene.desk.ask(FRONT, number, task_id=scene.early[number])
+        await scenario.client.ask(FRONT, number, task_id=scenario.early_ids[number])
     for number in (0, 1):
-        await scene.live.events.wait(Step.ACK, Phase.AFTER, 2, scene.early[number])
+        await scenario.running_worker.events.wait(
+            Step.ACK, Phase.AFTER, 2, scenario.early_ids[number]
+        )
 
 
-async def _requests_come_too_late(scene: Scene) -> None:
-    scene.arm()
-    for task_id in [await scene.desk.ask(FRONT, 1, deadline=1) for _ in range(2)]:
-        reply = await scene.desk.reply(task_id)
+async def send_expired_requests(scenario: Scenario) -> None:
+    scenario.arm()
+    for task_id in [await scenario.client.ask(FRONT, 1, deadline=1) for _ in range(2)]:
+        reply = await scenario.client.first_reply(task_id)
         assert isinstance(reply, Failed)
         assert reply.kind is FailureKind.TIMEOUT
 
 
-async def _calls_are_cancelled(scene: Scene) -> None:
+async def cancel_obsolete_calls(scenario: Scenario) -> None:
     """The first answers to two tasks make their other calls obsolete."""
-    scene.arm()
+    scenario.arm()
     for number in (0, 1):
-        await scene.answer(number)
-        assert await scene.desk.reply(scene.early[number]) == Ok(10 * number)
-    needless = {scene.called(SPARE + number) for number in (0, 1)}
-    await scene.peer.until(lambda: needless <= set(scene.peer.cancels))
+        await scenario.answer(number)
+        assert await scenario.client.first_reply(scenario.early_ids[number]) == Ok(10 * number)
+    obsolete_ids = {scenario.called_task_id(SPARE + number) for number in (0, 1)}
+    await scenario.peer.wait_until(lambda: obsolete_ids <= set(scenario.peer.cancels()))
 
 
 def _always(*_: Any) -> bool:
     return True
 
 
-def _sends_a_cancel(*args: Any) -> bool:
-    return any(isinstance(each, CancelNotice) for each in args[-1])
+def _contains_cancel(*args: Any) -> bool:
+    return any(isinstance(item, CancelNotice) for item in args[-1])
 
 
 @pytest.fixture
-async def desks(amqp_url: str, namespace: str) -> AsyncIterator[tuple[Desk, Desk]]:
-    async with a_broker(amqp_url, namespace) as broker:
-        yield await Desk(broker, "desk").open(), await Desk(broker, "peer").open()
+async def client_and_peer(
+    amqp_url: str, namespace: str
+) -> AsyncIterator[tuple[FakePeer, FakePeer]]:
+    async with open_broker(amqp_url, namespace) as broker:
+        yield await FakePeer(broker, "client").open(), await FakePeer(broker, "peer").open()
 
 
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize(
-    ("owner", "method", "bites", "happens"),
+    ("owner", "method", "is_affected", "trigger"),
     [
-        pytest.param(Sweeper, "take_ready", _always, _tasks_become_ready, id="ready tasks"),
-        pytest.param(Sweeper, "take_ready", _always, _a_request_takes_a_slot, id="a slot for a request"),
-        pytest.param(Outgoing, "wake_others", _always, _tasks_become_ready, id="news of ready tasks"),
-        pytest.param(Requests, "_again", _always, _requests_come_again, id="requests that come again"),
-        pytest.param(Requests, "_settled", _always, _requests_come_again, id="requests to settle"),
-        pytest.param(Requests, "_refuse", _always, _requests_come_too_late, id="requests to refuse"),
-        pytest.param(Segments, "send", _sends_a_cancel, _calls_are_cancelled, id="cancels to send"),
+        pytest.param(Sweeper, "acquire_ready", _always, make_tasks_ready, id="ready tasks"),
+        pytest.param(
+            Sweeper, "acquire_ready", _always, take_slot_for_request, id="a slot for a request"
+        ),
+        pytest.param(
+            Publisher, "wake_others", _always, make_tasks_ready, id="news of ready tasks"
+        ),
+        pytest.param(
+            RequestAnswers,
+            "handle_existing",
+            _always,
+            resend_requests,
+            id="requests that come again",
+        ),
+        pytest.param(RequestAnswers, "settle", _always, resend_requests, id="requests to settle"),
+        pytest.param(
+            RequestAnswers, "refuse", _always, send_expired_requests, id="requests to refuse"
+        ),
+        pytest.param(
+            Settlement, "send", _contains_cancel, cancel_obsolete_calls, id="cancels to send"
+        ),
     ],
 )
-async def test_the_replica_lives_and_answers_everybody(
-    desks: tuple[Desk, Desk],
+async def test_a_replica_survives_an_internal_error_and_answers_every_request(
+    client_and_peer: tuple[FakePeer, FakePeer],
     amqp_url: str,
     namespace: str,
     postgres_url: str,
     monkeypatch: pytest.MonkeyPatch,
     owner: type,
     method: str,
-    bites: Callable[..., bool],
-    happens: Callable[[Scene], Awaitable[None]],
+    is_affected: Callable[..., bool],
+    trigger: Callable[[Scenario], Awaitable[None]],
     times: int,
 ) -> None:
-    desk, played = desks
-    bug = Bug(monkeypatch, owner, method, bites)
-    async with serving(Front(), amqp_url, namespace, postgres_url, max_concurrency=1) as live:
-        early = [await desk.ask(FRONT, number) for number in EARLY]
-        scene = Scene(live, desk, played, early, partial(setattr, bug, "left", times))
-        for task_id in early:  # they wait for the peer, and their requests are acked
-            await live.events.wait(Step.ACK, Phase.AFTER, task_id=task_id)
-        await _while_it_lives(live, happens(scene))
-        await _while_it_lives(live, bug.spent.wait())
+    client, peer = client_and_peer
+    bug = Bug(monkeypatch, owner, method, is_affected)
+    async with serve_agent(
+        Front(), amqp_url, namespace, postgres_url, max_concurrency=1
+    ) as running_worker:
+        early_ids = [await client.ask(FRONT, number) for number in EARLY]
+        scenario = Scenario(
+            running_worker, client, peer, early_ids, partial(setattr, bug, "left", times)
+        )
+        for task_id in early_ids:  # they wait for the peer, and their requests are acked
+            await running_worker.events.wait(Step.ACK, Phase.AFTER, task_id=task_id)
+        await _await_while_alive(running_worker, trigger(scenario))
+        await _await_while_alive(running_worker, bug.exhausted.wait())
 
-        for number, task_id in enumerate(early):
-            await scene.answer(number)
-            assert await _while_it_lives(live, desk.reply(task_id)) == Ok(10 * number)
-        late = await desk.ask(FRONT, 7)
-        await _while_it_lives(live, scene.answer(7))
-        assert await _while_it_lives(live, desk.reply(late)) == Ok(70)
-        for task_id in [*early, late]:
-            assert len({repr(each) for each in desk.replies(task_id)}) == 1
-    for address in (requests_of(FRONT), nested_of(FRONT), responses_of(FRONT)):
-        assert await desk.depth(address) == 0, "unsettled messages are left"
+        for number, task_id in enumerate(early_ids):
+            await scenario.answer(number)
+            assert await _await_while_alive(running_worker, client.first_reply(task_id)) == Ok(
+                10 * number
+            )
+        late_id = await client.ask(FRONT, 7)
+        await _await_while_alive(running_worker, scenario.answer(7))
+        assert await _await_while_alive(running_worker, client.first_reply(late_id)) == Ok(70)
+        for task_id in [*early_ids, late_id]:
+            assert len({repr(item) for item in client.replies(task_id)}) == 1
+    for address in (request_queue(FRONT), nested_queue(FRONT), response_queue(FRONT)):
+        assert await client.depth(address) == 0, "unsettled messages are left"
 
 
-async def _while_it_lives(live: Live, step: Any) -> Any:
+async def _await_while_alive(running_worker: RunningWorker, step: Any) -> Any:
     """Wait for `step`; if the replica ends meanwhile, raise its error."""
-    doing = asyncio.ensure_future(step)
+    task = asyncio.ensure_future(step)
     try:
-        await asyncio.wait({doing, live.task}, return_when=asyncio.FIRST_COMPLETED)
-        if live.task.done():
-            await live.task
+        await asyncio.wait({task, running_worker.task}, return_when=asyncio.FIRST_COMPLETED)
+        if running_worker.task.done():
+            await running_worker.task
             pytest.fail("the replica ended")
-        assert doing.done(), "the step timed out"
-        return doing.result()
+        assert task.done(), "the step timed out"
+        return task.result()
     finally:
-        doing.cancel()
+        task.cancel()

@@ -5,21 +5,37 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 import aiormq
 import pytest
 from aiormq.abc import DeliveredMessage
-from live import BUSY
+from live import SLOW_BROKER_TIMEOUT
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker, connect
 from meshpoint.model.ids import ReplicaId
-from meshpoint.model.messages import Address, Header, dead_letters_of, private_of
-from meshpoint.testing.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send, until_depth
-from odd_content import EXOTIC, EXOTIC_READ, UNDECODABLE, entry, long, properties, publish_raw
+from meshpoint.model.messages import Address, Header, dead_letter_queue, private_queue
+from meshpoint.testing.conformance.broker import (
+    AGENT,
+    REQUESTS,
+    Inbox,
+    a_message,
+    send,
+    until_depth,
+)
 from servers import Proxy, RabbitServer
+from unusual_content import (
+    EXOTIC,
+    EXOTIC_DECODED,
+    UNDECODABLE,
+    entry,
+    long,
+    properties,
+    publish_raw,
+)
 
 REPLICA = ReplicaId("r1")
-DEAD = dead_letters_of(AGENT)
+DEAD = dead_letter_queue(AGENT)
 BROADCAST = Address(f"{AGENT}.broadcast")
 
 Open = Callable[..., Awaitable[RabbitMqBroker]]
@@ -35,8 +51,12 @@ async def proxy(rabbit_server: RabbitServer) -> AsyncIterator[Proxy]:
 async def opened(proxy: Proxy, namespace: str) -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
 
-        async def opened(**options: object) -> RabbitMqBroker:
-            broker = RabbitMqBroker(proxy.url, namespace=namespace, **{"publish_timeout": BUSY, **options})  # type: ignore[arg-type]
+        async def opened(**options: Any) -> RabbitMqBroker:
+            broker = RabbitMqBroker(
+                proxy.url,
+                namespace=namespace,
+                **{"publish_timeout": SLOW_BROKER_TIMEOUT, **options},
+            )
             await broker.open()
             stack.push_async_callback(broker.close)
             await broker.declare(AGENT, REPLICA)
@@ -45,7 +65,7 @@ async def opened(proxy: Proxy, namespace: str) -> AsyncIterator[Open]:
         yield opened
 
 
-async def the_dead(url: str, queue: str, count: int) -> list[DeliveredMessage]:
+async def read_dead_letters(url: str, queue: str, count: int) -> list[DeliveredMessage]:
     """The dead letters as seen by a client that uses the library's own decoder."""
     connection = await aiormq.connect(url)
     try:
@@ -55,50 +75,59 @@ async def the_dead(url: str, queue: str, count: int) -> list[DeliveredMessage]:
         await connection.close()
 
 
-@pytest.mark.parametrize("key", [REQUESTS, private_of(AGENT, REPLICA), BROADCAST])
+@pytest.mark.parametrize("key", [REQUESTS, private_queue(AGENT, REPLICA), BROADCAST])
 @pytest.mark.parametrize("name", UNDECODABLE)
-async def test_what_cannot_be_decoded_ends_alone_among_the_dead_letters(
-    opened: Open, proxy: Proxy, rabbit_server: RabbitServer, namespace: str, name: str, key: Address
+async def test_an_undecodable_message_is_dead_lettered_alone(
+    opened: Open,
+    proxy: Proxy,
+    rabbit_server: RabbitServer,
+    namespace: str,
+    name: str,
+    key: Address,
 ) -> None:
     broker, inbox = await opened(), Inbox()
-    queue = REQUESTS if key == REQUESTS else private_of(AGENT, REPLICA)
+    queue = REQUESTS if key == REQUESTS else private_queue(AGENT, REPLICA)
     await broker.consume(queue, 3, inbox)
     await send(broker, queue, a_message(b"first"))
     await (await inbox.next()).ack()
     connections = proxy.connections
-    await publish_raw(rabbit_server.url, f"{namespace}.mesh", key, UNDECODABLE[name], name.encode())
+    await publish_raw(
+        rabbit_server.url, f"{namespace}.mesh", key, UNDECODABLE[name], name.encode()
+    )
     await send(broker, queue, a_message(b"honest"))
-    honest = await inbox.next()
-    assert honest.message.body == b"honest"
-    assert await honest.ack()
+    valid = await inbox.next()
+    assert valid.message.body == b"honest"
+    assert await valid.ack()
     await until_depth(broker, DEAD, 1)
     await until_depth(broker, queue, 0)
     assert proxy.connections == connections
     assert broker.connected
-    (found,) = await the_dead(rabbit_server.url, f"{namespace}.{DEAD}", 1)
+    (found,) = await read_dead_letters(rabbit_server.url, f"{namespace}.{DEAD}", 1)
     assert (found.body or b"").decode() == name
     headers = found.header.properties.headers or {}
     assert 0 < len(str(headers[Header.DEAD_REASON])) <= 500
     assert headers["x-dead-routing-key"] == key
 
 
-async def test_dead_letters_that_cannot_be_decoded_are_read_and_stay(
+async def test_undecodable_dead_letters_are_skipped_and_stay(
     opened: Open, rabbit_server: RabbitServer, namespace: str
 ) -> None:
     """They were moved there by the broker, or by an older release."""
     broker, inbox = await opened(), Inbox()
     for name, encoded in UNDECODABLE.items():
         await publish_raw(rabbit_server.url, f"{namespace}.mesh", DEAD, encoded, name.encode())
-    await publish_raw(rabbit_server.url, f"{namespace}.mesh", DEAD, properties(kind=b"letter"), b"letter")
-    wired = await connect(rabbit_server.url)
-    channel = (await wired.open_channel(5)).channel
+    await publish_raw(
+        rabbit_server.url, f"{namespace}.mesh", DEAD, properties(kind=b"letter"), b"letter"
+    )
+    connection = await connect(rabbit_server.url)
+    channel = (await connection.open_channel(5)).channel
     bodies = set()
-    while (letter := await channel.basic_get(f"{namespace}.{DEAD}")).delivery_tag:
-        bodies.add(letter.body.decode())
-        if letter.body != b"letter":
-            headers = letter.header.properties.headers or {}
+    while (dead_letter := await channel.basic_get(f"{namespace}.{DEAD}")).delivery_tag:
+        bodies.add(dead_letter.body.decode())
+        if dead_letter.body != b"letter":
+            headers = dead_letter.header.properties.headers or {}
             assert str(headers[Header.DEAD_REASON]).startswith("undecodable")
-    await wired.close()
+    await connection.close()
     assert bodies == {*UNDECODABLE, "letter"}
 
     subscription = await broker.consume(DEAD, 100, inbox)
@@ -114,19 +143,21 @@ async def test_dead_letters_that_cannot_be_decoded_are_read_and_stay(
 async def test_headers_of_all_types_are_read_or_ignored(
     opened: Open, rabbit_server: RabbitServer, namespace: str
 ) -> None:
-    broker, inbox, dead = await opened(), Inbox(), Inbox()
+    broker, inbox, dead_letters = await opened(), Inbox(), Inbox()
     await broker.consume(REQUESTS, 1, inbox)
-    await broker.consume(DEAD, 1, dead)
+    await broker.consume(DEAD, 1, dead_letters)
     encoded = properties(headers=EXOTIC, timestamp=1_700_000_000_000)
     await publish_raw(rabbit_server.url, f"{namespace}.mesh", REQUESTS, encoded)
     delivery = await inbox.next()
-    assert delivery.message.headers == EXOTIC_READ
-    assert [type(value) for value in delivery.message.headers.values()] == [type(v) for v in EXOTIC_READ.values()]
+    assert delivery.message.headers == EXOTIC_DECODED
+    assert [type(value) for value in delivery.message.headers.values()] == [
+        type(v) for v in EXOTIC_DECODED.values()
+    ]
     assert delivery.message.timestamp is not None
     assert delivery.message.timestamp.year == 2023
     assert await delivery.dead_letter("whatever it is")
-    buried = (await dead.next()).message
-    assert buried.headers == {**EXOTIC_READ, Header.DEAD_REASON: "whatever it is"}
+    dead_letter = (await dead_letters.next()).message
+    assert dead_letter.headers == {**EXOTIC_DECODED, Header.DEAD_REASON: "whatever it is"}
 
 
 @pytest.mark.parametrize("headers", [1, 1000], ids=["one large", "many small"])
@@ -134,64 +165,75 @@ async def test_headers_of_all_types_are_read_or_ignored(
 async def test_the_largest_header_frame_can_be_dead_lettered(
     opened: Open, rabbit_server: RabbitServer, namespace: str, headers: int, readable: bool
 ) -> None:
-    broker, inbox, dead = await opened(), Inbox(), Inbox()
+    broker, inbox, dead_letters = await opened(), Inbox(), Inbox()
     await broker.consume(REQUESTS, 1, inbox)
-    await broker.consume(DEAD, 1, dead)
+    await broker.consume(DEAD, 1, dead_letters)
     space = 130_850 // headers
-    table = b"".join(entry(f"x{n:03}".encode(), b"S", long(b"y" * (space - 10))) for n in range(headers))
+    table = b"".join(
+        entry(f"x{n:03}".encode(), b"S", long(b"y" * (space - 10))) for n in range(headers)
+    )
     encoded = properties(headers=table, correlation_id=b"c" if readable else b"\xff")
     await publish_raw(rabbit_server.url, f"{namespace}.mesh", REQUESTS, encoded, b"body")
     if readable:
         assert await (await inbox.next()).dead_letter("r" * 10_000)
-    buried = (await dead.next()).message
-    assert (buried.body, buried.message_id) == (b"body", "m")
-    assert len(str(buried.headers[Header.DEAD_REASON])) <= 500
-    assert buried.headers["x-dead-headers-dropped"] >= 1  # type: ignore[operator]
+    dead_letter = (await dead_letters.next()).message
+    assert (dead_letter.body, dead_letter.message_id) == (b"body", "m")
+    assert len(str(dead_letter.headers[Header.DEAD_REASON])) <= 500
+    assert dead_letter.headers["x-dead-headers-dropped"] >= 1  # type: ignore[operator]  # a number
     assert broker.connected
     await until_depth(broker, REQUESTS, 0)
 
 
-async def test_a_message_that_comes_again_and_again_to_a_private_queue_ends(opened: Open) -> None:
+async def test_a_message_redelivered_too_often_to_a_private_queue_is_dead_lettered(
+    opened: Open,
+) -> None:
     """Classic queues have no delivery limit of their own."""
-    broker, inbox, dead, queue = await opened(delivery_limit=10), Inbox(), Inbox(), private_of(AGENT, REPLICA)
+    broker, inbox, dead_letters, queue = (
+        await opened(delivery_limit=10),
+        Inbox(),
+        Inbox(),
+        private_queue(AGENT, REPLICA),
+    )
     await broker.consume(queue, 2, inbox)
-    await broker.consume(DEAD, 1, dead)
+    await broker.consume(DEAD, 1, dead_letters)
     await send(broker, queue, a_message(b"again"))
     for count in range(1, 11):
         delivery = await inbox.next()
-        assert delivery.count == count
+        assert delivery.delivery_count == count
         assert await delivery.requeue()
-    buried = await dead.next()
-    assert buried.message.body == b"again"
-    assert "delivery limit" in str(buried.message.headers[Header.DEAD_REASON])
+    dead_letter = await dead_letters.next()
+    assert dead_letter.message.body == b"again"
+    assert "delivery limit" in str(dead_letter.message.headers[Header.DEAD_REASON])
     await send(broker, queue, a_message(b"honest"))
     assert (await inbox.next()).message.body == b"honest"
 
 
-async def test_a_forged_count_is_not_believed(opened: Open) -> None:
+async def test_a_forged_delivery_count_is_ignored(opened: Open) -> None:
     broker, inbox = await opened(), Inbox()
-    for queue in (REQUESTS, private_of(AGENT, REPLICA)):
+    for queue in (REQUESTS, private_queue(AGENT, REPLICA)):
         await broker.consume(queue, 2, inbox)
         await send(broker, queue, a_message(headers={"x-delivery-count": 1_000}))
         delivery = await inbox.next()
-        assert delivery.count == 1
+        assert delivery.delivery_count == 1
         assert await delivery.requeue()
-        again = await inbox.next()
-        assert again.count == 2
-        assert await again.ack()
+        redelivered = await inbox.next()
+        assert redelivered.delivery_count == 2
+        assert await redelivered.ack()
 
 
-async def test_a_receiver_that_fails_costs_that_message_alone(opened: Open) -> None:
-    broker, dead, seen = await opened(), Inbox(), asyncio.Queue[bytes]()
+async def test_a_failing_receiver_loses_only_that_message(opened: Open) -> None:
+    broker, dead_letters, seen = await opened(), Inbox(), asyncio.Queue[bytes]()
 
-    def on_delivery(delivery: object) -> None:
-        body = delivery.message.body  # type: ignore[attr-defined]
+    def on_delivery(delivery: Any) -> None:
+        body = delivery.message.body
         if body == b"bad":
             raise RuntimeError("a defect")
         seen.put_nowait(body)
 
     await broker.consume(REQUESTS, 1, on_delivery)
-    await broker.consume(DEAD, 1, dead)
+    await broker.consume(DEAD, 1, dead_letters)
     await send(broker, REQUESTS, a_message(b"bad"), a_message(b"good"))
-    assert (await dead.next()).message.headers[Header.DEAD_REASON] == "internal error: RuntimeError: a defect"
+    assert (await dead_letters.next()).message.headers[
+        Header.DEAD_REASON
+    ] == "internal error: RuntimeError: a defect"
     assert await seen.get() == b"good"

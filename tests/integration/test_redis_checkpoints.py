@@ -1,4 +1,4 @@
-"""Copies of checkpoints on a real Redis that may hold garbage, lose everything, hang or be down."""
+"""Checkpoint copies on a real Redis that holds garbage, loses everything, hangs or is down."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 import zstandard
 from redis.asyncio import Redis
-from redis_wire import NEVER, Limits
+from redis_wire import NEVER, ManualTimeouts
 
 from meshpoint.adapters.redis import RedisCheckpointCache
 from meshpoint.adapters.redis.seal import CODE_BYTES, Seal
 from meshpoint.errors import CheckpointError, ConfigurationError
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord, SubtaskStatus
-from meshpoint.ports.checkpoint_cache import CacheUnavailable
-from servers import Proxy, RedisServer, copy_key
+from meshpoint.ports.task_store import CacheUnavailable
+from servers import Proxy, RedisServer, redis_data_key
 
 AGENT = AgentName("travel")
 WEEK = timedelta(days=7)
 
 
-class Now:
+class FakeMonotonic:
     """A clock in seconds that a test advances."""
 
     def __init__(self) -> None:
@@ -37,25 +37,20 @@ class Now:
 
 
 @pytest.fixture
-def now() -> Now:
-    return Now()
+def now() -> FakeMonotonic:
+    return FakeMonotonic()
 
 
 @pytest.fixture
-def limits() -> Limits:
-    return Limits()
-
-
-@pytest.fixture
-async def raw(redis_url: str) -> AsyncIterator[Redis]:
-    """Direct connection to Redis."""
-    async with Redis.from_url(redis_url) as client:
-        yield client
+def limits() -> ManualTimeouts:
+    return ManualTimeouts()
 
 
 @pytest.fixture
 async def cache(redis_url: str, namespace: str) -> AsyncIterator[RedisCheckpointCache]:
-    cache = RedisCheckpointCache(redis_url, make_timeout=NEVER, namespace=namespace, secret=copy_key)
+    cache = RedisCheckpointCache(
+        redis_url, make_timeout=NEVER, namespace=namespace, secret=redis_data_key
+    )
     yield cache
     await cache.close()
 
@@ -67,18 +62,29 @@ async def proxy(redis_url: str) -> AsyncIterator[Proxy]:
 
 
 @pytest.fixture
-async def distant(proxy: Proxy, namespace: str, now: Now, limits: Limits) -> AsyncIterator[RedisCheckpointCache]:
+async def proxied_cache(
+    proxy: Proxy, namespace: str, now: FakeMonotonic, limits: ManualTimeouts
+) -> AsyncIterator[RedisCheckpointCache]:
     """A cache behind `proxy`, on the clock `now`, whose requests time out when `limits` pass."""
-    cache = RedisCheckpointCache(proxy.url, namespace=namespace, secret=copy_key, clock=now, make_timeout=limits)
+    cache = RedisCheckpointCache(
+        proxy.url, namespace=namespace, secret=redis_data_key, clock=now, make_timeout=limits
+    )
     yield cache
     await cache.close()
 
 
-def a_checkpoint(seq: int = 1, *, size: int = 0, operation_id: str | None = None) -> AgentCheckpoint:
+def create_checkpoint(
+    seq: int = 1, *, size: int = 0, operation_id: str | None = None
+) -> AgentCheckpoint:
     """A checkpoint with a deliverable of `size` bytes that compress a little."""
     text = "".join(random.Random(size).choices("abcdefghijklmnop", k=size))
     record = SubtaskRecord(
-        name="flights", status=SubtaskStatus.COMPLETED, function="f1", inputs={"to": "d"}, seconds=0.1, result=text
+        name="flights",
+        status=SubtaskStatus.COMPLETED,
+        function="f1",
+        inputs={"to": "d"},
+        seconds=0.1,
+        result=text,
     )
     return AgentCheckpoint(
         operation_id=TaskId(operation_id or new_id()),
@@ -100,35 +106,39 @@ def key_of(namespace: str, checkpoint: AgentCheckpoint) -> str:
 
 @pytest.mark.parametrize("size", [0, 5_000, 1_000_000])
 async def test_a_copy_is_the_checkpoint(cache: RedisCheckpointCache, size: int) -> None:
-    checkpoint = a_checkpoint(size=size)
+    checkpoint = create_checkpoint(size=size)
     await cache.put(checkpoint)
     assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
 
 
-async def test_a_large_copy_is_compressed(cache: RedisCheckpointCache, raw: Redis, namespace: str) -> None:
-    checkpoint = a_checkpoint(size=1_000_000)
+async def test_a_large_copy_is_compressed(
+    cache: RedisCheckpointCache, redis: Redis, namespace: str
+) -> None:
+    checkpoint = create_checkpoint(size=1_000_000)
     await cache.put(checkpoint)
-    assert await raw.strlen(key_of(namespace, checkpoint)) < 600_000
+    assert await redis.strlen(key_of(namespace, checkpoint)) < 600_000
 
 
-async def test_there_is_no_copy_of_what_was_never_put(cache: RedisCheckpointCache) -> None:
-    await cache.put(a_checkpoint())
+async def test_a_checkpoint_that_was_never_put_has_no_copy(cache: RedisCheckpointCache) -> None:
+    await cache.put(create_checkpoint())
     assert await cache.get(TaskId(new_id()), AGENT) is None
 
 
-async def test_copies_of_another_agent_and_another_mesh_are_others(
+async def test_copies_are_separate_per_agent_and_mesh(
     cache: RedisCheckpointCache, redis_url: str
 ) -> None:
-    checkpoint = a_checkpoint()
+    checkpoint = create_checkpoint()
     await cache.put(checkpoint)
     assert await cache.get(checkpoint.operation_id, AgentName("hotel")) is None
-    other = RedisCheckpointCache(redis_url, make_timeout=NEVER, namespace=new_id(), secret=copy_key)
+    other = RedisCheckpointCache(
+        redis_url, make_timeout=NEVER, namespace=new_id(), secret=redis_data_key
+    )
     assert await other.get(checkpoint.operation_id, AGENT) is None
     await other.close()
 
 
 async def test_a_later_copy_replaces_an_earlier_one(cache: RedisCheckpointCache) -> None:
-    first = a_checkpoint(1)
+    first = create_checkpoint(1)
     await cache.put(first)
     await cache.put(first.model_copy(update={"seq": 2}))
     found = await cache.get(first.operation_id, AGENT)
@@ -136,54 +146,66 @@ async def test_a_later_copy_replaces_an_earlier_one(cache: RedisCheckpointCache)
     assert found.seq == 2
 
 
-async def test_each_put_lets_the_copy_live_for_a_week(
-    cache: RedisCheckpointCache, raw: Redis, namespace: str
+async def test_each_put_keeps_the_copy_for_a_week(
+    cache: RedisCheckpointCache, redis: Redis, namespace: str
 ) -> None:
-    checkpoint = a_checkpoint()
+    checkpoint = create_checkpoint()
     await cache.put(checkpoint)
     key = key_of(namespace, checkpoint)
-    assert WEEK - timedelta(minutes=5) < timedelta(milliseconds=await raw.pttl(key)) <= WEEK
-    await raw.expire(key, 1000)
+    assert WEEK - timedelta(minutes=5) < timedelta(milliseconds=await redis.pttl(key)) <= WEEK
+    await redis.expire(key, 1000)
     await cache.put(checkpoint)
-    assert WEEK - timedelta(minutes=5) < timedelta(milliseconds=await raw.pttl(key)) <= WEEK
+    assert WEEK - timedelta(minutes=5) < timedelta(milliseconds=await redis.pttl(key)) <= WEEK
 
 
-async def test_a_forgotten_copy_is_gone(cache: RedisCheckpointCache, raw: Redis, namespace: str) -> None:
-    checkpoint = a_checkpoint()
+async def test_a_forgotten_copy_is_deleted(
+    cache: RedisCheckpointCache, redis: Redis, namespace: str
+) -> None:
+    checkpoint = create_checkpoint()
     await cache.put(checkpoint)
     await cache.forget(checkpoint.operation_id, AGENT)
     await cache.forget(checkpoint.operation_id, AGENT)
     assert await cache.get(checkpoint.operation_id, AGENT) is None
-    assert not await raw.exists(key_of(namespace, checkpoint))
+    assert not await redis.exists(key_of(namespace, checkpoint))
 
 
-async def test_one_put_and_one_get_are_one_request_each(own_redis: RedisServer) -> None:
+async def test_a_put_and_a_get_are_one_request_each(own_redis: RedisServer) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(own_redis.url, make_timeout=NEVER, namespace="mesh", secret=copy_key),
-        a_checkpoint(size=10_000),
+        RedisCheckpointCache(
+            own_redis.url, make_timeout=NEVER, namespace="mesh", secret=redis_data_key
+        ),
+        create_checkpoint(size=10_000),
     )
-    async with Redis.from_url(own_redis.url) as raw:
+    async with Redis.from_url(own_redis.url) as redis:
         await cache.put(checkpoint)  # connects
-        await raw.config_resetstat()
+        await redis.config_resetstat()
         await cache.put(checkpoint)
         await cache.get(checkpoint.operation_id, AGENT)
-        commands = {name: seen["calls"] for name, seen in (await raw.info("commandstats")).items()}
+        commands = {
+            name: seen["calls"] for name, seen in (await redis.info("commandstats")).items()
+        }
     await cache.close()
-    assert {name: calls for name, calls in commands.items() if "config" not in name and "info" not in name} == {
+    assert {
+        name: calls
+        for name, calls in commands.items()
+        if "config" not in name and "info" not in name
+    } == {
         "cmdstat_set": 1,
         "cmdstat_getrange": 1,
     }
 
 
-async def test_many_at_once_share_a_few_connections(distant: RedisCheckpointCache, proxy: Proxy) -> None:
+async def test_many_at_once_share_a_few_connections(
+    proxied_cache: RedisCheckpointCache, proxy: Proxy
+) -> None:
     operation_id = new_id()
-    same = [a_checkpoint(seq, size=2_000, operation_id=operation_id) for seq in range(1, 21)]
-    others = [a_checkpoint(seq, size=2_000) for seq in range(1, 21)]
-    await asyncio.gather(*[distant.put(each) for each in [*same, *others]])
+    same = [create_checkpoint(seq, size=2_000, operation_id=operation_id) for seq in range(1, 21)]
+    others = [create_checkpoint(seq, size=2_000) for seq in range(1, 21)]
+    await asyncio.gather(*[proxied_cache.put(name) for name in [*same, *others]])
 
-    found = await asyncio.gather(*[distant.get(each.operation_id, AGENT) for each in others])
+    found = await asyncio.gather(*[proxied_cache.get(each.operation_id, AGENT) for each in others])
     assert found == others
-    assert await distant.get(TaskId(operation_id), AGENT) in same
+    assert await proxied_cache.get(TaskId(operation_id), AGENT) in same
     assert proxy.connections <= 4
 
 
@@ -191,15 +213,15 @@ class Sealed(bytes):
     """Content written with the right key that is not a checkpoint."""
 
 
-def unkeyed(copy: bytes) -> bytes:
+def without_key(copy: bytes) -> bytes:
     """`copy` with a digest that needs no key."""
     body = copy[CODE_BYTES:]
     return blake2b(body, digest_size=CODE_BYTES).digest() + body
 
 
-def flipped(copy: bytes) -> bytes:
-    place = len(copy) // 2
-    return copy[:place] + bytes([copy[place] ^ 1]) + copy[place + 1 :]
+def flip_byte(copy: bytes) -> bytes:
+    index = len(copy) // 2
+    return copy[:index] + bytes([copy[index] ^ 1]) + copy[index + 1 :]
 
 
 @pytest.mark.parametrize("size", [0, 5_000])
@@ -211,10 +233,12 @@ def flipped(copy: bytes) -> bytes:
         pytest.param(lambda copy: copy[:-1], id="truncated"),
         pytest.param(lambda copy: copy[: len(copy) // 2], id="half"),
         pytest.param(lambda copy: copy + b" ", id="longer"),
-        pytest.param(flipped, id="a bit flipped"),
+        pytest.param(flip_byte, id="a bit flipped"),
         pytest.param(lambda copy: copy[CODE_BYTES:], id="no code"),
-        pytest.param(unkeyed, id="a digest without the key"),
-        pytest.param(lambda copy: bytes(CODE_BYTES) + zstandard.compress(bytes(10_000_000)), id="a bomb"),
+        pytest.param(without_key, id="a digest without the key"),
+        pytest.param(
+            lambda copy: bytes(CODE_BYTES) + zstandard.compress(bytes(10_000_000)), id="a bomb"
+        ),
         pytest.param(lambda copy: Sealed(b""), id="sealed: empty"),
         pytest.param(lambda copy: Sealed(b"\x00[]"), id="sealed: other JSON"),
         pytest.param(lambda copy: Sealed(b"\x00{}"), id="sealed: other object"),
@@ -222,39 +246,50 @@ def flipped(copy: bytes) -> bytes:
         pytest.param(lambda copy: Sealed(b"\x00\xff\xfe"), id="sealed: no UTF-8"),
         pytest.param(lambda copy: Sealed(b"\x01not compressed"), id="sealed: no frame"),
         pytest.param(lambda copy: Sealed(b"\x01\x28\xb5\x2f\xfd"), id="sealed: half a frame"),
-        pytest.param(lambda copy: Sealed(b"\x07" + copy[CODE_BYTES + 1 :]), id="sealed: unknown marker"),
+        pytest.param(
+            lambda copy: Sealed(b"\x07" + copy[CODE_BYTES + 1 :]), id="sealed: unknown marker"
+        ),
     ],
 )
-async def test_garbage_is_found(
-    cache: RedisCheckpointCache, raw: Redis, namespace: str, spoil: Callable[[bytes], bytes], size: int
+async def test_garbage_is_detected(
+    cache: RedisCheckpointCache,
+    redis: Redis,
+    namespace: str,
+    spoil: Callable[[bytes], bytes],
+    size: int,
 ) -> None:
-    checkpoint = a_checkpoint(size=size)
+    checkpoint = create_checkpoint(size=size)
     key = key_of(namespace, checkpoint)
     await cache.put(checkpoint)
-    copy = await raw.get(key)
+    copy = await redis.get(key)
     assert isinstance(copy, bytes)
-    spoiled = spoil(copy)
-    await raw.set(key, await Seal(copy_key).seal(key, spoiled) if isinstance(spoiled, Sealed) else spoiled)
-    await expect_garbage(cache, checkpoint, key)
+    damaged = spoil(copy)
+    await redis.set(
+        key,
+        await Seal(redis_data_key).seal(key, damaged) if isinstance(damaged, Sealed) else damaged,
+    )
+    await assert_garbage(cache, checkpoint, key)
 
 
-async def test_an_empty_value_counts_as_missing(cache: RedisCheckpointCache, raw: Redis, namespace: str) -> None:
+async def test_an_empty_value_counts_as_missing(
+    cache: RedisCheckpointCache, redis: Redis, namespace: str
+) -> None:
     """Redis reads both alike, and telling them apart would cost each miss another request."""
-    checkpoint = a_checkpoint()
+    checkpoint = create_checkpoint()
     await cache.put(checkpoint)
-    await raw.set(key_of(namespace, checkpoint), b"")
+    await redis.set(key_of(namespace, checkpoint), b"")
     assert await cache.get(checkpoint.operation_id, checkpoint.agent) is None
     await cache.put(checkpoint)
     assert await cache.get(checkpoint.operation_id, checkpoint.agent) == checkpoint
 
 
 @pytest.mark.parametrize("kind", ["list", "hash", "set"])
-async def test_another_kind_of_value_is_found(
-    cache: RedisCheckpointCache, raw: Redis, namespace: str, kind: str
+async def test_a_value_of_another_redis_type_is_detected(
+    cache: RedisCheckpointCache, redis: Redis, namespace: str, kind: str
 ) -> None:
-    checkpoint = a_checkpoint()
+    checkpoint = create_checkpoint()
     key = key_of(namespace, checkpoint)
-    client: Any = raw
+    client: Any = redis
     match kind:
         case "list":
             await client.rpush(key, "a")
@@ -262,30 +297,36 @@ async def test_another_kind_of_value_is_found(
             await client.hset(key, "a", "b")
         case "set":
             await client.sadd(key, "a")
-    await expect_garbage(cache, checkpoint, key)
+    await assert_garbage(cache, checkpoint, key)
 
 
-async def test_a_copy_of_another_operation_is_found(cache: RedisCheckpointCache, raw: Redis, namespace: str) -> None:
-    mine, other = a_checkpoint(), a_checkpoint()
+async def test_a_copy_of_another_operation_is_detected(
+    cache: RedisCheckpointCache, redis: Redis, namespace: str
+) -> None:
+    own_checkpoint, other = create_checkpoint(), create_checkpoint()
     await cache.put(other)
-    await raw.copy(key_of(namespace, other), key_of(namespace, mine))
-    await expect_garbage(cache, mine, key_of(namespace, mine))
+    await redis.copy(key_of(namespace, other), key_of(namespace, own_checkpoint))
+    await assert_garbage(cache, own_checkpoint, key_of(namespace, own_checkpoint))
 
 
-async def test_a_copy_of_another_mesh_is_found(cache: RedisCheckpointCache, raw: Redis, namespace: str) -> None:
+async def test_a_copy_of_another_mesh_is_detected(
+    cache: RedisCheckpointCache, redis: Redis, namespace: str
+) -> None:
     async def other_key() -> bytes:
         return bytes(32)
 
-    checkpoint = a_checkpoint()
+    checkpoint = create_checkpoint()
     key = key_of(namespace, checkpoint)
     await cache.put(checkpoint)
-    copy = await raw.get(key)
+    copy = await redis.get(key)
     assert isinstance(copy, bytes)
-    await raw.set(key, await Seal(other_key).seal(key, copy[CODE_BYTES:]))
-    await expect_garbage(cache, checkpoint, key)
+    await redis.set(key, await Seal(other_key).seal(key, copy[CODE_BYTES:]))
+    await assert_garbage(cache, checkpoint, key)
 
 
-async def expect_garbage(cache: RedisCheckpointCache, checkpoint: AgentCheckpoint, key: str) -> None:
+async def assert_garbage(
+    cache: RedisCheckpointCache, checkpoint: AgentCheckpoint, key: str
+) -> None:
     """Expect one log line that names the key, and a `put` that repairs it."""
     with pytest.raises(CheckpointError) as caught:
         await cache.get(checkpoint.operation_id, AGENT)
@@ -295,29 +336,35 @@ async def expect_garbage(cache: RedisCheckpointCache, checkpoint: AgentCheckpoin
     assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
 
 
-async def test_what_is_no_json_is_refused(cache: RedisCheckpointCache) -> None:
+async def test_a_checkpoint_that_is_not_json_is_refused(cache: RedisCheckpointCache) -> None:
     with pytest.raises(CheckpointError, match="surrogates"):
-        await cache.put(a_checkpoint().model_copy(update={"subject": "\ud800"}))
+        await cache.put(create_checkpoint().model_copy(update={"subject": "\ud800"}))
 
 
 async def test_a_redis_that_was_wiped_has_no_copies(own_redis: RedisServer) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(own_redis.url, make_timeout=NEVER, namespace="mesh", secret=copy_key),
-        a_checkpoint(),
+        RedisCheckpointCache(
+            own_redis.url, make_timeout=NEVER, namespace="mesh", secret=redis_data_key
+        ),
+        create_checkpoint(),
     )
     await cache.put(checkpoint)
-    async with Redis.from_url(own_redis.url) as raw:
-        await raw.flushall()
+    async with Redis.from_url(own_redis.url) as redis:
+        await redis.flushall()
     assert await cache.get(checkpoint.operation_id, AGENT) is None
     await cache.put(checkpoint)
     assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
     await cache.close()
 
 
-async def test_a_redis_goes_and_comes_back(own_redis: RedisServer, now: Now) -> None:
+async def test_the_cache_recovers_after_a_redis_outage(
+    own_redis: RedisServer, now: FakeMonotonic
+) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(own_redis.url, make_timeout=NEVER, namespace="mesh", secret=copy_key, clock=now),
-        a_checkpoint(),
+        RedisCheckpointCache(
+            own_redis.url, make_timeout=NEVER, namespace="mesh", secret=redis_data_key, clock=now
+        ),
+        create_checkpoint(),
     )
     await cache.put(checkpoint)
     await own_redis.kill()
@@ -335,8 +382,10 @@ async def test_a_redis_goes_and_comes_back(own_redis: RedisServer, now: Now) -> 
 
 async def test_a_restart_between_two_requests_is_not_noticed(own_redis: RedisServer) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(own_redis.url, make_timeout=NEVER, namespace="mesh", secret=copy_key),
-        a_checkpoint(),
+        RedisCheckpointCache(
+            own_redis.url, make_timeout=NEVER, namespace="mesh", secret=redis_data_key
+        ),
+        create_checkpoint(),
     )
     await cache.put(checkpoint)
     await own_redis.restart()
@@ -345,101 +394,111 @@ async def test_a_restart_between_two_requests_is_not_noticed(own_redis: RedisSer
 
 
 async def test_a_silent_redis_costs_one_timeout(
-    distant: RedisCheckpointCache, proxy: Proxy, now: Now, limits: Limits
+    proxied_cache: RedisCheckpointCache, proxy: Proxy, now: FakeMonotonic, limits: ManualTimeouts
 ) -> None:
-    checkpoint = a_checkpoint()
-    await distant.put(checkpoint)
+    checkpoint = create_checkpoint()
+    await proxied_cache.put(checkpoint)
     proxy.silence()
-    limits.passed = True
+    limits.expired = True
     with pytest.raises(CacheUnavailable, match=r"no answer within 0\.5 s"):
-        await distant.get(checkpoint.operation_id, AGENT)
+        await proxied_cache.get(checkpoint.operation_id, AGENT)
     connections = proxy.connections
     for _ in range(100):
         with pytest.raises(CacheUnavailable, match="not asked"):
-            await distant.put(checkpoint)
+            await proxied_cache.put(checkpoint)
         with pytest.raises(CacheUnavailable, match="not asked"):
-            await distant.get(checkpoint.operation_id, AGENT)
+            await proxied_cache.get(checkpoint.operation_id, AGENT)
         with pytest.raises(CacheUnavailable, match="not asked"):
-            await distant.forget(checkpoint.operation_id, AGENT)
+            await proxied_cache.forget(checkpoint.operation_id, AGENT)
     assert proxy.connections == connections
 
 
-async def test_after_a_while_one_tries_while_the_others_are_refused(
-    distant: RedisCheckpointCache, proxy: Proxy, now: Now, limits: Limits
+async def test_after_a_delay_one_caller_retries_while_the_others_fail_fast(
+    proxied_cache: RedisCheckpointCache, proxy: Proxy, now: FakeMonotonic, limits: ManualTimeouts
 ) -> None:
-    checkpoint = a_checkpoint()
-    await distant.put(checkpoint)
+    checkpoint = create_checkpoint()
+    await proxied_cache.put(checkpoint)
     proxy.silence()
-    limits.passed = True
+    limits.expired = True
     with pytest.raises(CacheUnavailable):
-        await distant.get(checkpoint.operation_id, AGENT)
+        await proxied_cache.get(checkpoint.operation_id, AGENT)
 
     now.seconds = 5.0
-    tried = await asyncio.gather(
-        *[distant.get(checkpoint.operation_id, AGENT) for _ in range(10)], return_exceptions=True
+    results = await asyncio.gather(
+        *[proxied_cache.get(checkpoint.operation_id, AGENT) for _ in range(10)],
+        return_exceptions=True,
     )
-    assert sorted("not asked" in str(error) for error in tried) == [False] + [True] * 9
-    assert all(isinstance(error, CacheUnavailable) for error in tried)
+    assert sorted("not asked" in str(error) for error in results) == [False] + [True] * 9
+    assert all(isinstance(error, CacheUnavailable) for error in results)
 
     proxy.resume()
-    limits.passed = False
+    limits.expired = False
     now.seconds = 9.9
     with pytest.raises(CacheUnavailable, match="not asked"):
-        await distant.get(checkpoint.operation_id, AGENT)
+        await proxied_cache.get(checkpoint.operation_id, AGENT)
     now.seconds = 10.0
-    assert await distant.get(checkpoint.operation_id, AGENT) == checkpoint
+    assert await proxied_cache.get(checkpoint.operation_id, AGENT) == checkpoint
 
 
-async def test_garbage_does_not_keep_a_redis_that_is_back_from_being_asked(
-    distant: RedisCheckpointCache, proxy: Proxy, now: Now, limits: Limits, raw: Redis, namespace: str
+async def test_garbage_does_not_prevent_use_of_a_recovered_redis(
+    proxied_cache: RedisCheckpointCache,
+    proxy: Proxy,
+    now: FakeMonotonic,
+    limits: ManualTimeouts,
+    redis: Redis,
+    namespace: str,
 ) -> None:
-    checkpoint = a_checkpoint()
-    client: Any = raw
+    checkpoint = create_checkpoint()
+    client: Any = redis
     await client.hset(key_of(namespace, checkpoint), "a", "b")
     proxy.silence()
-    limits.passed = True
+    limits.expired = True
     with pytest.raises(CacheUnavailable):
-        await distant.get(checkpoint.operation_id, AGENT)
+        await proxied_cache.get(checkpoint.operation_id, AGENT)
     proxy.resume()
-    limits.passed = False
+    limits.expired = False
     now.seconds = 5.0
     with pytest.raises(CheckpointError):
-        await distant.get(checkpoint.operation_id, AGENT)
-    await distant.put(checkpoint)
+        await proxied_cache.get(checkpoint.operation_id, AGENT)
+    await proxied_cache.put(checkpoint)
 
 
 @pytest.mark.parametrize("steps", range(8))
-async def test_whoever_is_cancelled_takes_no_answer_of_others_along(
-    distant: RedisCheckpointCache, proxy: Proxy, steps: int
+async def test_a_cancelled_caller_does_not_affect_other_answers(
+    proxied_cache: RedisCheckpointCache, proxy: Proxy, steps: int
 ) -> None:
-    first, second = a_checkpoint(), a_checkpoint()
-    await distant.put(first)
-    await distant.put(second)
+    first, second = create_checkpoint(), create_checkpoint()
+    await proxied_cache.put(first)
+    await proxied_cache.put(second)
     proxy.silence()
-    asking = asyncio.create_task(distant.get(first.operation_id, AGENT))
+    asking = asyncio.create_task(proxied_cache.get(first.operation_id, AGENT))
     for _ in range(steps):  # before the request, and after it
         await asyncio.sleep(0)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
     proxy.resume()
-    assert await distant.get(second.operation_id, AGENT) == second
+    assert await proxied_cache.get(second.operation_id, AGENT) == second
 
 
 async def test_a_full_redis_is_unavailable(own_redis: RedisServer) -> None:
-    cache = RedisCheckpointCache(own_redis.url, make_timeout=NEVER, namespace="mesh", secret=copy_key)
-    async with Redis.from_url(own_redis.url) as raw:
-        await raw.config_set("maxmemory", "1")
+    cache = RedisCheckpointCache(
+        own_redis.url, make_timeout=NEVER, namespace="mesh", secret=redis_data_key
+    )
+    async with Redis.from_url(own_redis.url) as redis:
+        await redis.config_set("maxmemory", "1")
         try:
             with pytest.raises(CacheUnavailable, match="maxmemory"):
-                await cache.put(a_checkpoint())
+                await cache.put(create_checkpoint())
         finally:
-            await raw.config_set("maxmemory", "0")
+            await redis.config_set("maxmemory", "0")
     await cache.close()
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b":x\r\n", b"$-9\r\n", b"$5\r\nab", b""])
-async def test_what_is_no_redis_is_unavailable(answer: bytes) -> None:
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b":x\r\n", b"$-9\r\n", b"$5\r\nab", b""]
+)
+async def test_a_server_that_is_not_redis_is_unavailable(answer: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(10)
         writer.write(answer)
@@ -447,7 +506,9 @@ async def test_what_is_no_redis_is_unavailable(answer: bytes) -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     cache = RedisCheckpointCache(
-        f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", namespace="mesh", secret=copy_key
+        f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}",
+        namespace="mesh",
+        secret=redis_data_key,
     )
     with pytest.raises(CacheUnavailable):
         await cache.get(TaskId(new_id()), AGENT)
@@ -472,19 +533,25 @@ async def test_what_is_no_redis_is_unavailable(answer: bytes) -> None:
         "redis://:secret@localhost/0?parser_class=x",
     ],
 )
-def test_a_malformed_url_is_refused_without_telling_it(url: str) -> None:
+def test_a_malformed_url_is_refused_without_showing_it(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        RedisCheckpointCache(url, make_timeout=NEVER, namespace="mesh", secret=copy_key)
+        RedisCheckpointCache(url, make_timeout=NEVER, namespace="mesh", secret=redis_data_key)
     assert caught.value.key == "agent.checkpoint_cache_url"
     assert "sec" not in str(caught.value)
     assert caught.value.__cause__ is None
 
 
-@pytest.mark.parametrize("option", ["", "?decode_responses=true", "?protocol=3", "?encoding=nope&encoding_errors=x"])
-async def test_the_options_of_a_url_break_nothing(redis_url: str, namespace: str, option: str) -> None:
+@pytest.mark.parametrize(
+    "option", ["", "?decode_responses=true", "?protocol=3", "?encoding=nope&encoding_errors=x"]
+)
+async def test_url_options_do_not_break_the_cache(
+    redis_url: str, namespace: str, option: str
+) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(redis_url + option, make_timeout=NEVER, namespace=namespace, secret=copy_key),
-        a_checkpoint(size=2_000),
+        RedisCheckpointCache(
+            redis_url + option, make_timeout=NEVER, namespace=namespace, secret=redis_data_key
+        ),
+        create_checkpoint(size=2_000),
     )
     await cache.put(checkpoint)
     assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint

@@ -13,19 +13,21 @@ from benchmarks.rivals.contender import Contender, RivalFailed
 from meshpoint.adapters.sql import migrations
 
 
-async def test_a_mesh_does_the_jobs_that_are_ordered(tmp_path: Path) -> None:
+async def test_a_mesh_contender_completes_a_round(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/meshpoint.db"
     await asyncio.to_thread(migrations.upgrade, url)
-    contender = await Contender.start("mesh", [sys.executable, "-m", "benchmarks.rivals.mesh", url, url])
+    contender = await Contender.start(
+        "mesh", [sys.executable, "-m", "benchmarks.rivals.mesh", url, url]
+    )
     try:
-        done = await contender.round(fan_out=3, in_flight=2, seconds=0.1)
+        done = await contender.run_round(fan_out=3, in_flight=2, seconds=0.1)
         assert len(done.latencies) >= 2
         assert done.latencies == sorted(done.latencies)
     finally:
         await contender.close()
 
 
-async def test_a_rival_that_does_not_start_is_told_on() -> None:
+async def test_a_rival_that_does_not_start_is_reported() -> None:
     with pytest.raises(RivalFailed, match="nobody: its process has ended"):
         await Contender.start("nobody", [sys.executable, "-c", ""])
 

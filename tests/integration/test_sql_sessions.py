@@ -14,11 +14,19 @@ import asyncpg
 import pytest
 
 from meshpoint.adapters.sql import SqlStore, failures, sessions
-from meshpoint.adapters.sql.time import DatabaseTime
+from meshpoint.adapters.sql.sessions import DatabaseTime, check_session
 from meshpoint.errors import ConfigurationError, StoreUnavailable
-from meshpoint.model.checkpoint import AllArrived, Begun, Ended
 from meshpoint.model.ids import new_id
-from meshpoint.testing.conformance.build import HERE, a_begin, a_claim, an_end, one, paused, resumed
+from meshpoint.model.transitions import BeginCommitted, EndCommitted, JoinCompleted
+from meshpoint.testing.conformance.build import (
+    HERE,
+    a_begin,
+    a_claim,
+    an_end,
+    one,
+    paused,
+    resumed,
+)
 from servers import PostgresServer
 
 T = TypeVar("T")
@@ -34,7 +42,7 @@ DEFAULTS = {
 
 
 @pytest.fixture
-async def odd_url(postgres_url: str) -> str:
+async def unusual_defaults_url(postgres_url: str) -> str:
     """A database with defaults that would break transitions."""
     connection = await asyncpg.connect(postgres_url)
     try:
@@ -47,14 +55,14 @@ async def odd_url(postgres_url: str) -> str:
 
 
 @pytest.fixture
-async def store(odd_url: str) -> AsyncIterator[SqlStore]:
-    store = SqlStore(odd_url, namespace="test")
+async def store(unusual_defaults_url: str) -> AsyncIterator[SqlStore]:
+    store = SqlStore(unusual_defaults_url, namespace="test")
     await store.open()
     yield store
     await store.close()
 
 
-async def test_sessions_do_not_inherit_what_transitions_depend_on(store: SqlStore) -> None:
+async def test_sessions_override_settings_that_transitions_depend_on(store: SqlStore) -> None:
     async with store._database.engine.connect() as connection:
         found = {
             name: (await connection.exec_driver_sql(f"SHOW {name}")).scalar_one()
@@ -71,7 +79,7 @@ async def test_sessions_do_not_inherit_what_transitions_depend_on(store: SqlStor
     }
 
 
-async def test_a_stricter_commit_stays(postgres_url: str) -> None:
+async def test_a_stricter_commit_setting_is_kept(postgres_url: str) -> None:
     connection = await asyncpg.connect(postgres_url)
     database = await connection.fetchval("SELECT current_database()")
     await connection.execute(f"ALTER DATABASE {database} SET synchronous_commit = 'remote_apply'")
@@ -79,58 +87,64 @@ async def test_a_stricter_commit_stays(postgres_url: str) -> None:
     store = SqlStore(postgres_url, namespace="test")
     await store.open()
     async with store._database.engine.connect() as connection:
-        assert (await connection.exec_driver_sql("SHOW synchronous_commit")).scalar_one() == "remote_apply"
+        assert (
+            await connection.exec_driver_sql("SHOW synchronous_commit")
+        ).scalar_one() == "remote_apply"
     await store.close()
 
 
-async def test_two_replicas_count_on_one_join_whatever_the_default_isolation(store: SqlStore, odd_url: str) -> None:
-    other = SqlStore(odd_url, namespace="test")
+async def test_two_replicas_complete_one_join_at_any_default_isolation_level(
+    store: SqlStore, unusual_defaults_url: str
+) -> None:
+    other = SqlStore(unusual_defaults_url, namespace="test")
     await other.open()
     pauses = [await paused(store, "a", "b") for _ in range(10)]
     arrivals = await asyncio.gather(
         *(store.claim([a_claim(pause, "a")], HERE, 10) for pause in pauses),
         *(other.claim([a_claim(pause, "b")], HERE, 10) for pause in pauses),
     )
-    assert sum(isinstance(one(each), AllArrived) for each in arrivals) == 10
+    assert sum(isinstance(one(arrival), JoinCompleted) for arrival in arrivals) == 10
     await other.close()
 
 
-async def test_a_pooler_that_forgets_statements_fails_no_task(store: SqlStore) -> None:
+async def test_a_pooler_that_drops_prepared_statements_fails_no_task(store: SqlStore) -> None:
     """Like PgBouncer below 1.21 in transaction mode: the session lacks prepared statements."""
     pause = await paused(store)
     run = (await resumed(store)).run
-    assert isinstance(one(await store.begin([a_begin()])), Begun)
+    assert isinstance(one(await store.begin([a_begin()])), BeginCommitted)
     assert store._fast_path is not None
-    for lane in store._fast_path._connections:
-        if lane._driver is not None:
-            await lane._driver.execute("DEALLOCATE ALL")
-    async with store._database.engine.connect() as connection:
-        await (await connection.get_raw_connection()).driver_connection.execute("DEALLOCATE ALL")
+    for connection in store._fast_path._connections:
+        if connection._driver is not None:
+            await connection._driver.execute("DEALLOCATE ALL")
+    async with store._database.engine.connect() as sql_connection:
+        driver = (await sql_connection.get_raw_connection()).driver_connection
+        assert driver is not None
+        await driver.execute("DEALLOCATE ALL")
     claim, end = a_claim(pause), an_end(run)
-    assert isinstance(one(await repeated(lambda: store.claim([claim], HERE, 1))), AllArrived)
-    assert isinstance(one(await repeated(lambda: store.end([end]))), Ended)
+    assert isinstance(one(await repeat(lambda: store.claim([claim], HERE, 1))), JoinCompleted)
+    assert isinstance(one(await repeat(lambda: store.end([end]))), EndCommitted)
 
 
-async def repeated(step: Callable[[], Awaitable[T]]) -> T:
-    """Repeat a step while the database is unavailable, as the engine does, and return its result."""
+async def repeat(step: Callable[[], Awaitable[T]]) -> T:
+    """Repeat a step while the database is unavailable, as the engine does."""
     for _ in range(3):
         with suppress(StoreUnavailable):
             return await step()
     return await step()
 
 
-class Pooler:
+class FakePooler:
     """One server session per client; each transaction borrows any free one."""
 
-    def __init__(self, *, keeps_statements: bool) -> None:
-        self.keeps_statements = keeps_statements
+    def __init__(self, *, keeps_prepared: bool) -> None:
+        self.keeps_prepared = keeps_prepared
         self.idle = [1, 2, 3]
 
 
-class Client:
+class PooledClient:
     """One client of a pooler, as the driver has it."""
 
-    def __init__(self, pooler: Pooler) -> None:
+    def __init__(self, pooler: FakePooler) -> None:
         self._pooler = pooler
         self._lent: int | None = None
 
@@ -144,7 +158,7 @@ class Client:
             self._pooler.idle.append(self._lent)
             self._lent = None
 
-    def transaction(self) -> Client:
+    def transaction(self) -> PooledClient:
         return self
 
     async def __aenter__(self) -> None:
@@ -159,7 +173,7 @@ class Client:
         class Statement:
             async def fetchval(self) -> int | None:
                 running_on = client._lent or client._pooler.idle[-1]
-                if running_on != prepared_on and not client._pooler.keeps_statements:
+                if running_on != prepared_on and not client._pooler.keeps_prepared:
                     raise asyncpg.InvalidSQLStatementNameError("prepared statement does not exist")
                 return running_on
 
@@ -171,24 +185,30 @@ class Client:
     async def fetchrow(self, _: str, *tables: object) -> dict[str, object] | None:
         if tables:  # no right is missing
             return None
-        return {"pid": 1, "isolation": "read committed", "read_only": "off", "standby": False, "now": 0.0}
+        return {
+            "pid": 1,
+            "isolation": "read committed",
+            "read_only": "off",
+            "standby": False,
+            "now": 0.0,
+        }
 
 
 @pytest.mark.parametrize("keeps_statements", [True, False])
-async def test_a_pooler_is_found_out_at_the_start(
+async def test_a_pooler_is_detected_at_the_start(
     store: SqlStore, monkeypatch: pytest.MonkeyPatch, keeps_statements: bool
 ) -> None:
-    pooler = Pooler(keeps_statements=keeps_statements)
+    pooler = FakePooler(keeps_prepared=keeps_statements)
 
-    async def client(_: object) -> Client:
-        return Client(pooler)
+    async def client(_: object) -> PooledClient:
+        return PooledClient(pooler)
 
     monkeypatch.setattr(sessions, "_driver", client)
     if keeps_statements:
-        await store._database.check_session(DatabaseTime())
+        await check_session(store._database.engine, DatabaseTime())
     else:
         with pytest.raises(ConfigurationError, match=r"PgBouncer 1\.21"):
-            await store._database.check_session(DatabaseTime())
+            await check_session(store._database.engine, DatabaseTime())
     assert sorted(pooler.idle) == [1, 2, 3]
 
 
@@ -207,25 +227,26 @@ async def reader_url(postgres_url: str) -> AsyncIterator[str]:
         await connection.close()
 
 
-async def test_a_role_that_may_not_write_is_found_out_at_the_start(reader_url: str) -> None:
+async def test_a_role_without_write_permission_is_detected_at_the_start(reader_url: str) -> None:
     store = SqlStore(reader_url, namespace="test")
     try:
         with pytest.raises(
-            ConfigurationError, match=r"may not (INSERT|UPDATE|DELETE) in the table agent_.*; run: GRANT"
+            ConfigurationError,
+            match=r"may not (INSERT|UPDATE|DELETE) in the table agent_.*; run: GRANT",
         ):
             await store.open()
     finally:
         await store.close()
 
 
-def test_a_server_that_says_nothing_is_named_so() -> None:
+def test_a_silent_server_is_named_in_the_error() -> None:
     assert failures.summarize(TimeoutError()) == "TimeoutError: no answer in time"
 
 
 async def test_a_standby_is_unavailable_at_the_start(own_postgres: PostgresServer) -> None:
-    signal_file = own_postgres.home.path / "data" / "standby.signal"
+    signal_file = own_postgres.folder.path / "data" / "standby.signal"
     await own_postgres.stop()
-    own_postgres.home.own(own_postgres.home.write("data/standby.signal", ""))
+    own_postgres.folder.chown(own_postgres.folder.write("data/standby.signal", ""))
     try:
         await own_postgres.start()
         store = SqlStore(own_postgres.url, namespace="test")
@@ -238,22 +259,26 @@ async def test_a_standby_is_unavailable_at_the_start(own_postgres: PostgresServe
         await own_postgres.start()
 
 
-async def _upgrades(url: str) -> list[int | None]:
+async def _run_upgrades(url: str) -> list[int | None]:
     command = [sys.executable, "-m", "meshpoint.cli", "db", "upgrade", "--db", url]
     pipe = asyncio.subprocess.PIPE
-    upgrades = [await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe) for _ in range(4)]
-    told = await asyncio.gather(*(each.communicate() for each in upgrades))
-    assert b"Traceback" not in b"".join(err for _, err in told)
+    upgrades = [
+        await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe) for _ in range(4)
+    ]
+    outputs = await asyncio.gather(*(process.communicate() for process in upgrades))
+    assert b"Traceback" not in b"".join(err for _, err in outputs)
     return [each.returncode for each in upgrades]
 
 
-async def test_upgrades_of_one_database_follow_each_other(empty_postgres_url: str) -> None:
+async def test_concurrent_upgrades_of_one_database_are_serialized(empty_postgres_url: str) -> None:
     connection = await asyncpg.connect(empty_postgres_url)
     database = await connection.fetchval("SELECT current_database()")
-    await connection.execute(f"ALTER DATABASE {database} SET default_transaction_isolation = 'repeatable read'")
+    await connection.execute(
+        f"ALTER DATABASE {database} SET default_transaction_isolation = 'repeatable read'"
+    )
     await connection.close()
-    assert await _upgrades(empty_postgres_url) == [0, 0, 0, 0]
+    assert await _run_upgrades(empty_postgres_url) == [0, 0, 0, 0]
 
 
-async def test_upgrades_of_one_file_follow_each_other(tmp_path: Path) -> None:
-    assert await _upgrades(f"sqlite:///{tmp_path}/mesh.db") == [0, 0, 0, 0]
+async def test_concurrent_upgrades_of_one_file_are_serialized(tmp_path: Path) -> None:
+    assert await _run_upgrades(f"sqlite:///{tmp_path}/mesh.db") == [0, 0, 0, 0]

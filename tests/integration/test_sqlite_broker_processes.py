@@ -15,7 +15,15 @@ import pytest
 
 from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
-from meshpoint.testing.conformance.broker import AGENT, PATIENCE, REQUESTS, Inbox, a_message, send, until_depth
+from meshpoint.testing.conformance.broker import (
+    AGENT,
+    REQUESTS,
+    TEST_TIMEOUT,
+    Inbox,
+    a_message,
+    send,
+    until_depth,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +49,7 @@ class Consumer:
 
     async def stop(self, path: Path) -> None:
         """Stop it outside a transaction, whose lock would block everyone."""
-        with closing(connect(path, PATIENCE)) as db, transaction(db):
+        with closing(connect(path, TEST_TIMEOUT)) as db, transaction(db):
             self.process.send_signal(signal.SIGSTOP)
             await asyncio.to_thread(os.waitid, os.P_PID, self.process.pid, os.WSTOPPED)
 
@@ -53,7 +61,7 @@ class Consumer:
 
 
 @asynccontextmanager
-async def consumer(path: Path, prefetch: int = 1) -> AsyncIterator[Consumer]:
+async def start_consumer(path: Path, prefetch: int = 1) -> AsyncIterator[Consumer]:
     pipe = asyncio.subprocess.PIPE
     arguments = (sys.executable, PROGRAM, path, str(prefetch))
     child = Consumer(await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe))
@@ -77,61 +85,69 @@ async def broker(path: Path) -> AsyncIterator[SqliteBroker]:
     await broker.close()
 
 
-async def test_a_message_held_by_a_killed_process_comes_again(path: Path, broker: SqliteBroker) -> None:
+async def test_a_message_held_by_a_killed_process_is_redelivered(
+    path: Path, broker: SqliteBroker
+) -> None:
     message, inbox = a_message(), Inbox()
-    async with consumer(path) as child:
+    async with start_consumer(path) as child:
         await send(broker, REQUESTS, message)
         assert await child.line() == f"1 {message.message_id}"
         child.process.send_signal(signal.SIGKILL)
         await child.process.wait()
         await broker.consume(REQUESTS, 1, inbox)
-        again = await inbox.next()
-    assert (again.message, again.count) == (message, 2)
-    assert await again.ack()
+        redelivered = await inbox.next()
+    assert (redelivered.message, redelivered.delivery_count) == (message, 2)
+    assert await redelivered.ack()
 
 
-async def test_a_stopped_process_settles_nothing_and_goes_on(path: Path, broker: SqliteBroker) -> None:
+async def test_a_suspended_process_settles_nothing_and_continues_when_resumed(
+    path: Path, broker: SqliteBroker
+) -> None:
     message, later, inbox = a_message(), a_message(), Inbox()
-    async with consumer(path) as child:
+    async with start_consumer(path) as child:
         await send(broker, REQUESTS, message)
         assert await child.line() == f"1 {message.message_id}"
         await child.stop(path)
         subscription = await broker.consume(REQUESTS, 1, inbox)
-        again = await inbox.next()
+        redelivered = await inbox.next()
         await subscription.cancel()
         child.process.send_signal(signal.SIGCONT)
         assert await child.ack() == "False"
-        assert again.count == 2
-        assert await again.ack()
+        assert redelivered.delivery_count == 2
+        assert await redelivered.ack()
         await send(broker, REQUESTS, later)
         assert await child.line() == f"1 {later.message_id}"
         assert await child.ack() == "True"
     await until_depth(broker, REQUESTS, 0)
 
 
-async def test_a_process_that_ends_well_gives_back_at_once(path: Path) -> None:
+async def test_a_process_that_exits_cleanly_requeues_at_once(path: Path) -> None:
     """The lease is a day, so it plays no part."""
     broker = SqliteBroker(path, namespace="demo", lease=timedelta(days=1))
     await broker.open()
     await broker.declare(AGENT)
     message, inbox = a_message(), Inbox()
-    async with consumer(path, prefetch=2) as child:
+    async with start_consumer(path, prefetch=2) as child:
         await send(broker, REQUESTS, message)
         assert await child.line() == f"1 {message.message_id}"
         await broker.consume(REQUESTS, 1, inbox)
         assert child.process.stdin is not None
         child.process.stdin.close()
-        assert (await inbox.next()).count == 2
+        assert (await inbox.next()).delivery_count == 2
     await broker.close()
 
 
-async def test_competing_processes_each_take_their_own(path: Path, broker: SqliteBroker) -> None:
+async def test_competing_processes_each_receive_different_messages(
+    path: Path, broker: SqliteBroker
+) -> None:
     sent = [a_message() for _ in range(60)]
     async with AsyncExitStack() as stack:
-        children = await asyncio.gather(*(stack.enter_async_context(consumer(path, 5)) for _ in range(3)))
+        children = await asyncio.gather(
+            *(stack.enter_async_context(start_consumer(path, 5)) for _ in range(3))
+        )
         await asyncio.gather(*(send(broker, REQUESTS, message) for message in sent))
         lines: list[str] = []
-        all_came = asyncio.Event()
+        all_received = asyncio.Event()
 
         async def work(child: Consumer) -> None:
             while True:
@@ -141,13 +157,13 @@ async def test_competing_processes_each_take_their_own(path: Path, broker: Sqlit
                     assert child.process.stdin is not None
                     child.process.stdin.write(b"ack\n")
                     if len(lines) == len(sent):
-                        all_came.set()
+                        all_received.set()
                 else:
                     assert line == "True"
 
         async with asyncio.TaskGroup() as group:
             workers = [group.create_task(work(child)) for child in children]
-            await all_came.wait()
+            await all_received.wait()
             for worker in workers:
                 worker.cancel()
     assert sorted(lines) == sorted(f"1 {message.message_id}" for message in sent)

@@ -15,19 +15,31 @@ from typing import Any
 import pytest
 
 from meshpoint.adapters.sqlite_queue import SqliteBroker
-from meshpoint.adapters.sqlite_queue.holders import HeartbeatMonitor
-from meshpoint.adapters.sqlite_queue.jobs import Consumer, TransactionResult
-from meshpoint.adapters.sqlite_queue.queues import Queues
+from meshpoint.adapters.sqlite_queue.queues import Queues, delete_queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
-from meshpoint.adapters.sqlite_queue.session import QueueSession
+from meshpoint.adapters.sqlite_queue.session import (
+    Consumer,
+    HeartbeatMonitor,
+    QueueSession,
+    TransactionResult,
+)
 from meshpoint.adapters.sqlite_queue.thread import QueueThread
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import ReplicaId
-from meshpoint.model.messages import Header, dead_letters_of, private_of
-from meshpoint.ports.broker import Published
-from meshpoint.testing.conformance.broker import AGENT, PATIENCE, REQUESTS, Inbox, a_message, send, until_depth
+from meshpoint.model.messages import Header, dead_letter_queue, private_queue
+from meshpoint.ports.broker import PublishResult
+from meshpoint.testing.conformance.broker import (
+    AGENT,
+    REQUESTS,
+    STRANGER,
+    TEST_TIMEOUT,
+    Inbox,
+    a_message,
+    send,
+    until_depth,
+)
 
-PRIVATE = private_of(AGENT, ReplicaId("r1"))
+PRIVATE = private_queue(AGENT, ReplicaId("r1"))
 
 
 @pytest.fixture
@@ -36,11 +48,14 @@ def path(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def opened(
-    path: Path, *, namespace: str = "demo", delivery_limit: int = 20, **durations: timedelta
+async def open_broker(
+    path: Path, *, namespace: str = "demo", delivery_limit: int = 20, **durations: Any
 ) -> AsyncIterator[SqliteBroker]:
     broker = SqliteBroker(
-        path, namespace=namespace, delivery_limit=delivery_limit, **{"lease": timedelta(seconds=1), **durations}
+        path,
+        namespace=namespace,
+        delivery_limit=delivery_limit,
+        **{"lease": timedelta(seconds=1), **durations},
     )
     await broker.open()
     try:
@@ -51,71 +66,108 @@ async def opened(
 
 @pytest.fixture
 async def broker(path: Path) -> AsyncIterator[SqliteBroker]:
-    async with opened(path) as broker:
+    async with open_broker(path) as broker:
         await broker.declare(AGENT)
         yield broker
 
 
 @pytest.fixture
-async def hasty(path: Path) -> AsyncIterator[SqliteBroker]:
+async def short_timeout_broker(path: Path) -> AsyncIterator[SqliteBroker]:
     """A broker that soon gives up on a locked file; no other broker may use the file."""
-    async with opened(path, busy_timeout=timedelta(milliseconds=50)) as broker:
+    async with open_broker(path, busy_timeout=timedelta(milliseconds=50)) as broker:
         await broker.declare(AGENT)
         yield broker
 
 
 @pytest.fixture
-def bystander(path: Path) -> Iterator[sqlite3.Connection]:
+def other_connection(path: Path) -> Iterator[sqlite3.Connection]:
     """Another connection to the same file."""
     with closing(connect(path, 5)) as db:
         yield db
 
 
-def take_for_dead(db: sqlite3.Connection) -> None:
+def mark_as_dead(db: sqlite3.Connection) -> None:
     """Remove the oldest holder, as another process does after a lease."""
     with transaction(db):
         (oldest,) = db.execute("SELECT min(id) FROM meshpoint_queue_holder").fetchone()
         Queues(db, "demo", 20).remove_holder(oldest)
 
 
-async def test_many_may_create_the_file_at_once(path: Path) -> None:
+async def test_the_file_can_be_created_concurrently(path: Path) -> None:
     async with AsyncExitStack() as stack:
-        brokers = await asyncio.gather(*(stack.enter_async_context(opened(path)) for _ in range(8)))
+        brokers = await asyncio.gather(
+            *(stack.enter_async_context(open_broker(path)) for _ in range(8))
+        )
         await asyncio.gather(*(broker.declare(AGENT) for broker in brokers))
         for broker in brokers:
-            assert await broker.publish([(REQUESTS, a_message())]) == [Published.ACCEPTED]
+            assert await broker.publish([(REQUESTS, a_message())]) == [PublishResult.ACCEPTED]
         assert await brokers[0].depth(REQUESTS) == 8
 
 
-async def test_the_queues_may_share_a_file_with_other_tables(path: Path) -> None:
+async def test_the_queues_can_share_a_file_with_other_tables(path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute("CREATE TABLE task (id TEXT)")
         db.execute("INSERT INTO task VALUES ('kept')")
         db.commit()
-    async with opened(path) as broker:
+    async with open_broker(path) as broker:
         await broker.declare(AGENT)
     with closing(sqlite3.connect(path)) as db:
-        names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        names = [
+            name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        ]
         assert db.execute("SELECT id FROM task").fetchall() == [("kept",)]
-    ours = {name for name in names if name not in {"task", "sqlite_sequence"}}
-    assert ours
-    assert all(name.startswith("meshpoint_queue") for name in ours)
+    queue_tables = {name for name in names if name not in {"task", "sqlite_sequence"}}
+    assert queue_tables
+    assert all(name.startswith("meshpoint_queue") for name in queue_tables)
 
 
 async def test_messages_outlive_every_process(path: Path) -> None:
     message, inbox = a_message(b"kept"), Inbox()
-    async with opened(path) as broker:
+    async with open_broker(path) as broker:
         await broker.declare(AGENT)
         await send(broker, REQUESTS, message)
-    async with opened(path) as broker:
+    async with open_broker(path) as broker:
         await broker.consume(REQUESTS, 1, inbox)
         assert (await inbox.next()).message == message
 
 
-async def test_namespaces_do_not_see_each_other(path: Path, broker: SqliteBroker) -> None:
+async def test_files_of_earlier_releases_get_markers(path: Path) -> None:
+    with closing(connect(path, 5)) as db:
+        db.execute("DROP TABLE meshpoint_queue_marker")
+    async with open_broker(path) as broker:
+        assert await broker.mark_database(AGENT)
+        assert await broker.has_database_marker(AGENT)
+
+
+async def test_markers_are_deleted_with_their_namespace(path: Path) -> None:
+    async with open_broker(path) as broker, open_broker(path, namespace="other") as other:
+        for agent in (AGENT, STRANGER):
+            await broker.declare(agent, ReplicaId("r1"))
+            await broker.mark_database(agent)
+        await other.mark_database(AGENT)
+        assert not await other.has_database_marker(STRANGER)
+        await asyncio.to_thread(delete_queues, path, "demo", keep={AGENT})
+        assert await broker.has_database_marker(AGENT)
+        assert not await broker.has_database_marker(STRANGER)
+        await asyncio.to_thread(delete_queues, path, "demo")
+        assert not await broker.has_database_marker(AGENT)
+        assert await other.has_database_marker(AGENT)
+
+
+async def test_a_file_without_markers_can_be_cleared(path: Path) -> None:
+    async with open_broker(path) as broker:
+        await broker.declare(AGENT)
+    with closing(connect(path, 5)) as db:
+        db.execute("DROP TABLE meshpoint_queue_marker")
+    await asyncio.to_thread(delete_queues, path, "demo")
+    async with open_broker(path) as broker:
+        assert await broker.depth(REQUESTS) is None
+
+
+async def test_namespaces_are_isolated(path: Path, broker: SqliteBroker) -> None:
     await broker.declare(AGENT, ReplicaId("r1"))
     await send(broker, REQUESTS, a_message())
-    async with opened(path, namespace="other") as stranger:
+    async with open_broker(path, namespace="other") as stranger:
         assert await stranger.depth(REQUESTS) is None
         await stranger.declare(AGENT, ReplicaId("r2"))
         assert await stranger.depth(REQUESTS) == 0
@@ -123,75 +175,79 @@ async def test_namespaces_do_not_see_each_other(path: Path, broker: SqliteBroker
         assert await broker.depth(PRIVATE) == 0
 
 
-async def test_a_broker_can_be_opened_again(broker: SqliteBroker) -> None:
+async def test_a_broker_can_be_reopened(broker: SqliteBroker) -> None:
     await broker.close()
     await broker.open()
     await send(broker, REQUESTS, a_message())
 
 
-async def test_consuming_from_nowhere_names_the_queue(broker: SqliteBroker) -> None:
+async def test_consuming_an_undeclared_queue_names_it(broker: SqliteBroker) -> None:
     with pytest.raises(ConfigurationError, match="nowhere"):
-        await broker.consume(private_of(AGENT, ReplicaId("nowhere")), 1, Inbox())
+        await broker.consume(private_queue(AGENT, ReplicaId("nowhere")), 1, Inbox())
 
 
-async def test_a_message_that_always_comes_back_ends_among_the_dead_letters(path: Path) -> None:
-    async with opened(path, delivery_limit=3) as broker:
-        inbox, dead, message = Inbox(), Inbox(), a_message(headers={"x-some": 1})
+async def test_a_message_requeued_too_often_is_dead_lettered(path: Path) -> None:
+    async with open_broker(path, delivery_limit=3) as broker:
+        inbox, dead_letters, message = Inbox(), Inbox(), a_message(headers={"x-some": 1})
         await broker.declare(AGENT)
         await broker.consume(REQUESTS, 1, inbox)
-        await broker.consume(dead_letters_of(AGENT), 1, dead)
+        await broker.consume(dead_letter_queue(AGENT), 1, dead_letters)
         await send(broker, REQUESTS, message)
         for count in (1, 2, 3):
             delivery = await inbox.next()
-            assert delivery.count == count
+            assert delivery.delivery_count == count
             assert await delivery.requeue()
-        buried = await dead.next()
-        assert buried.message == replace(message, headers={"x-some": 1, Header.DEAD_REASON: "delivery limit"})
-        assert buried.count == 1
+        dead_letter = await dead_letters.next()
+        assert dead_letter.message == replace(
+            message, headers={"x-some": 1, Header.DEAD_REASON: "delivery limit"}
+        )
+        assert dead_letter.delivery_count == 1
         assert inbox.empty()
 
 
-async def test_a_message_that_kills_its_processes_ends_among_the_dead_letters(path: Path) -> None:
+async def test_a_message_that_kills_its_processes_is_dead_lettered(path: Path) -> None:
     inbox = Inbox()
     for _ in range(3):
-        async with opened(path, delivery_limit=3) as broker:
+        async with open_broker(path, delivery_limit=3) as broker:
             await broker.declare(AGENT)
             if inbox.empty() and await broker.depth(REQUESTS) == 0:
                 await send(broker, REQUESTS, a_message())
             await broker.consume(REQUESTS, 1, inbox)
             await inbox.next()
-    async with opened(path) as broker:
+    async with open_broker(path) as broker:
         assert await broker.depth(REQUESTS) == 0
-        assert await broker.depth(dead_letters_of(AGENT)) == 1
+        assert await broker.depth(dead_letter_queue(AGENT)) == 1
 
 
 async def test_a_dead_letter_keeps_its_first_reason(path: Path) -> None:
-    async with opened(path, delivery_limit=1) as broker:
-        inbox, dead = Inbox(), Inbox()
+    async with open_broker(path, delivery_limit=1) as broker:
+        inbox, dead_letters = Inbox(), Inbox()
         await broker.declare(AGENT)
         await broker.consume(REQUESTS, 1, inbox)
-        await broker.consume(dead_letters_of(AGENT), 1, dead)
+        await broker.consume(dead_letter_queue(AGENT), 1, dead_letters)
         await send(broker, REQUESTS, a_message())
         assert await (await inbox.next()).dead_letter("unreadable")
-        assert await (await dead.next()).requeue()
-        assert (await dead.next()).message.headers[Header.DEAD_REASON] == "unreadable"
+        assert await (await dead_letters.next()).requeue()
+        assert (await dead_letters.next()).message.headers[Header.DEAD_REASON] == "unreadable"
 
 
-async def test_what_is_claimed_while_its_consumer_is_cancelled_goes_back(
+async def test_a_message_claimed_during_a_cancel_is_requeued(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, claiming, transact = asyncio.get_running_loop(), asyncio.Event(), QueueSession.transact
 
-    def tell(session: QueueSession, *arguments: Any, **options: Any) -> TransactionResult:
+    def report(session: QueueSession, *arguments: Any, **options: Any) -> TransactionResult:
         loop.call_soon_threadsafe(claiming.set)
         return transact(session, *arguments, **options)
 
-    async with opened(path, lease=timedelta(days=1), busy_timeout=timedelta(seconds=PATIENCE)) as broker:
+    async with open_broker(
+        path, lease=timedelta(days=1), busy_timeout=timedelta(seconds=TEST_TIMEOUT)
+    ) as broker:
         late, inbox = Inbox(), Inbox()
         await broker.declare(AGENT)
         subscription = await broker.consume(REQUESTS, 1, late)
-        with closing(connect(path, 5)) as bystander, transaction(bystander):
-            monkeypatch.setattr(QueueSession, "transact", tell)
+        with closing(connect(path, 5)) as other_connection, transaction(other_connection):
+            monkeypatch.setattr(QueueSession, "transact", report)
             sent = asyncio.ensure_future(send(broker, REQUESTS, a_message()))
             await claiming.wait()  # it waits for the file
             cancelled = asyncio.ensure_future(subscription.cancel())
@@ -199,23 +255,23 @@ async def test_what_is_claimed_while_its_consumer_is_cancelled_goes_back(
         await sent
         await cancelled
         await broker.consume(REQUESTS, 1, inbox)
-        assert (await inbox.next()).count == 2
+        assert (await inbox.next()).delivery_count == 2
         assert late.empty()
 
 
-async def test_a_consumer_given_up_while_it_begins_takes_nothing(
+async def test_a_consumer_abandoned_while_starting_takes_nothing(
     broker: SqliteBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its deliveries would stay unsettled until the broker closes."""
     attach = QueueThread.attach
     inbox = Inbox()
 
-    async def given_up(thread: QueueThread, consumer: Consumer) -> None:
+    async def abandon(thread: QueueThread, consumer: Consumer) -> None:
         beginning.cancel()  # takes effect at the next await, after the request to the thread
         await attach(thread, consumer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(QueueThread, "attach", given_up)
+        patch.setattr(QueueThread, "attach", abandon)
         beginning = asyncio.ensure_future(broker.consume(REQUESTS, 1, Inbox()))
         await asyncio.gather(beginning, return_exceptions=True)
     assert beginning.cancelled()
@@ -225,10 +281,12 @@ async def test_a_consumer_given_up_while_it_begins_takes_nothing(
     await inbox.take(2)
 
 
-async def test_a_private_queue_disappears_with_what_is_in_it(path: Path, broker: SqliteBroker) -> None:
-    async with opened(path, private_ttl=timedelta()) as sweeping:
-        async with opened(path) as gone:
-            await gone.declare(AGENT, ReplicaId("r1"))
+async def test_a_private_queue_is_deleted_with_its_messages(
+    path: Path, broker: SqliteBroker
+) -> None:
+    async with open_broker(path, private_ttl=timedelta()) as sweeping:
+        async with open_broker(path) as departed:
+            await departed.declare(AGENT, ReplicaId("r1"))
             await send(broker, PRIVATE, a_message())
         await until_depth(sweeping, PRIVATE, None)
     with closing(sqlite3.connect(path)) as db:
@@ -237,36 +295,38 @@ async def test_a_private_queue_disappears_with_what_is_in_it(path: Path, broker:
 
 
 async def test_a_private_queue_stays_while_its_broker_lives(
-    path: Path, broker: SqliteBroker, bystander: sqlite3.Connection
+    path: Path, broker: SqliteBroker, other_connection: sqlite3.Connection
 ) -> None:
     """A broker declared dead meanwhile acquires its queue again."""
     inbox, message = Inbox(), a_message()
     await broker.declare(AGENT, ReplicaId("r1"))
-    take_for_dead(bystander)
+    mark_as_dead(other_connection)
     await send(broker, PRIVATE, message)  # its first transaction as a new holder
-    async with opened(path, private_ttl=timedelta()) as sweeping:
+    async with open_broker(path, private_ttl=timedelta()) as sweeping:
         await sweeping.declare(AGENT, ReplicaId("r2"))
-        async with opened(path) as gone:
-            await gone.declare(AGENT, ReplicaId("r3"))
+        async with open_broker(path) as departed:
+            await departed.declare(AGENT, ReplicaId("r3"))
         # which proves that it has swept
-        await until_depth(sweeping, private_of(AGENT, ReplicaId("r3")), None)
+        await until_depth(sweeping, private_queue(AGENT, ReplicaId("r3")), None)
         assert await sweeping.depth(PRIVATE) == 1
     await broker.consume(PRIVATE, 1, inbox)
     assert (await inbox.next()).message == message
 
 
-async def test_code_that_blocks_the_loop_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_for_two_leases, looks = threading.Event(), 0
-    look = HeartbeatMonitor.find_dead
+async def test_code_that_blocks_the_loop_loses_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched_for_two_leases, search_count = threading.Event(), 0
+    find_dead = HeartbeatMonitor.find_dead
 
-    def count_looks(pulse: HeartbeatMonitor, beats: dict[int, int], now: float) -> list[int]:
-        nonlocal looks
-        looks += pulse is observer
-        if looks >= 10:
-            looked_for_two_leases.set()
-        return look(pulse, beats, now)
+    def count_polls(pulse: HeartbeatMonitor, beats: dict[int, int], now: float) -> list[int]:
+        nonlocal search_count
+        search_count += pulse is observer
+        if search_count >= 10:
+            searched_for_two_leases.set()
+        return find_dead(pulse, beats, now)
 
-    async with opened(path) as broker, opened(path) as other:
+    async with open_broker(path) as broker, open_broker(path) as other:
         inbox, others = Inbox(), Inbox()
         await broker.declare(AGENT)
         await broker.consume(REQUESTS, 1, inbox)
@@ -275,36 +335,41 @@ async def test_code_that_blocks_the_loop_loses_nothing(path: Path, monkeypatch: 
         await other.consume(REQUESTS, 1, others)
         assert other._session is not None
         observer = other._session._heartbeat_monitor
-        monkeypatch.setattr(HeartbeatMonitor, "find_dead", count_looks)
-        assert looked_for_two_leases.wait()  # blocks the loop
+        monkeypatch.setattr(HeartbeatMonitor, "find_dead", count_polls)
+        assert searched_for_two_leases.wait()  # blocks the loop
         assert await delivery.ack()
         assert others.empty()
 
 
-async def test_a_message_of_a_broker_that_stood_still_comes_again(
-    path: Path, broker: SqliteBroker, bystander: sqlite3.Connection
+async def test_a_message_of_a_stalled_broker_is_redelivered(
+    path: Path, broker: SqliteBroker, other_connection: sqlite3.Connection
 ) -> None:
     """A holder whose heartbeat stops loses its messages; this holder's row has no process."""
-    with transaction(bystander):
-        bystander.execute("INSERT INTO meshpoint_queue_holder (id) VALUES (1000)")
-        dead = Queues(bystander, "demo", 20)
+    with transaction(other_connection):
+        other_connection.execute("INSERT INTO meshpoint_queue_holder (id) VALUES (1000)")
+        dead_letters = Queues(other_connection, "demo", 20)
     await send(broker, REQUESTS, a_message())
-    with transaction(bystander):
-        assert len(dead.claim_messages(REQUESTS, 1000, 1)) == 1
+    with transaction(other_connection):
+        assert len(dead_letters.claim_messages(REQUESTS, 1000, 1)) == 1
     inbox = Inbox()
     await broker.consume(REQUESTS, 1, inbox)
-    assert (await inbox.next()).count == 2
-    assert bystander.execute("SELECT 1 FROM meshpoint_queue_holder WHERE id = 1000").fetchone() is None
+    assert (await inbox.next()).delivery_count == 2
+    assert (
+        other_connection.execute("SELECT 1 FROM meshpoint_queue_holder WHERE id = 1000").fetchone()
+        is None
+    )
 
 
-async def test_prefetch_counts_only_what_is_still_held(broker: SqliteBroker, bystander: sqlite3.Connection) -> None:
+async def test_prefetch_counts_only_unsettled_messages(
+    broker: SqliteBroker, other_connection: sqlite3.Connection
+) -> None:
     inbox = Inbox()
     await broker.consume(REQUESTS, 2, inbox)
     await send(broker, REQUESTS, a_message(), a_message())
     lost = await inbox.take(2)
-    take_for_dead(bystander)
-    again = await inbox.take(2)
-    assert [delivery.count for delivery in again] == [2, 2]
+    mark_as_dead(other_connection)
+    redelivered = await inbox.take(2)
+    assert [delivery.delivery_count for delivery in redelivered] == [2, 2]
     assert [await delivery.ack() for delivery in lost] == [False, False]
     await send(broker, REQUESTS, a_message())
     await until_depth(broker, REQUESTS, 1)  # both places are taken
@@ -312,48 +377,52 @@ async def test_prefetch_counts_only_what_is_still_held(broker: SqliteBroker, bys
 
 
 async def test_a_locked_file_is_unavailable_until_it_is_free(
-    hasty: SqliteBroker, bystander: sqlite3.Connection
+    short_timeout_broker: SqliteBroker, other_connection: sqlite3.Connection
 ) -> None:
-    with transaction(bystander):
+    with transaction(other_connection):
         with pytest.raises(BrokerUnavailable, match="locked"):
-            await hasty.publish([(REQUESTS, a_message())])
-        assert not hasty.connected
-    await send(hasty, REQUESTS, a_message())
-    assert hasty.connected
-    assert await hasty.depth(REQUESTS) == 1
+            await short_timeout_broker.publish([(REQUESTS, a_message())])
+        assert not short_timeout_broker.connected
+    await send(short_timeout_broker, REQUESTS, a_message())
+    assert short_timeout_broker.connected
+    assert await short_timeout_broker.depth(REQUESTS) == 1
 
 
-async def test_settling_waits_for_a_locked_file(hasty: SqliteBroker, bystander: sqlite3.Connection) -> None:
+async def test_settlement_waits_for_a_locked_file(
+    short_timeout_broker: SqliteBroker, other_connection: sqlite3.Connection
+) -> None:
     inbox = Inbox()
-    await hasty.consume(REQUESTS, 1, inbox)
-    await send(hasty, REQUESTS, a_message())
+    await short_timeout_broker.consume(REQUESTS, 1, inbox)
+    await send(short_timeout_broker, REQUESTS, a_message())
     delivery = await inbox.next()
-    with transaction(bystander):
+    with transaction(other_connection):
         settled = asyncio.ensure_future(delivery.ack())
         with pytest.raises(BrokerUnavailable):
-            await hasty.publish([(REQUESTS, a_message())])
+            await short_timeout_broker.publish([(REQUESTS, a_message())])
         assert not settled.done()
     assert await settled
 
 
-async def test_what_no_transaction_could_settle_is_not_settled_at_close(
-    hasty: SqliteBroker, bystander: sqlite3.Connection
+async def test_an_unsettled_message_stays_unsettled_at_close(
+    short_timeout_broker: SqliteBroker, other_connection: sqlite3.Connection
 ) -> None:
     inbox = Inbox()
-    await hasty.consume(REQUESTS, 1, inbox)
-    await send(hasty, REQUESTS, a_message())
+    await short_timeout_broker.consume(REQUESTS, 1, inbox)
+    await send(short_timeout_broker, REQUESTS, a_message())
     delivery = await inbox.next()
-    with transaction(bystander):
+    with transaction(other_connection):
         settled = asyncio.ensure_future(delivery.ack())
         with pytest.raises(BrokerUnavailable):
-            await hasty.publish([(REQUESTS, a_message())])
-        await hasty.close()
+            await short_timeout_broker.publish([(REQUESTS, a_message())])
+        await short_timeout_broker.close()
         assert not await settled
 
 
-async def test_after_a_commit_in_doubt_the_message_comes_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_is_redelivered_after_a_commit_in_doubt(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is unknown whether that transaction's claims hold, so the broker drops its holder."""
-    async with opened(path, lease=timedelta(days=1)) as broker:
+    async with open_broker(path, lease=timedelta(days=1)) as broker:
         inbox = Inbox()
         await broker.declare(AGENT)
         await broker.consume(REQUESTS, 1, inbox)
@@ -361,18 +430,18 @@ async def test_after_a_commit_in_doubt_the_message_comes_again(path: Path, monke
         lost = await inbox.next()
         fail_next_commit(monkeypatch)
         with pytest.raises(BrokerUnavailable, match="disk I/O error"):
-            await broker.publish([(dead_letters_of(AGENT), a_message())])
-        again = await inbox.next()
-        assert again.count == 2
+            await broker.publish([(dead_letter_queue(AGENT), a_message())])
+        redelivered = await inbox.next()
+        assert redelivered.delivery_count == 2
         assert not await lost.ack()
-        assert await again.ack()
+        assert await redelivered.ack()
 
 
 def fail_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next transaction commits, but its session gets an error."""
     commit = QueueSession._commit
 
-    class Deaf:
+    class FailingConnection:
         def __init__(self, db: sqlite3.Connection) -> None:
             self._db = db
             self.in_transaction = False
@@ -384,7 +453,7 @@ def fail_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(session: QueueSession) -> None:
         monkeypatch.setattr(QueueSession, "_commit", commit)
         db = session._db
-        session._db = Deaf(db)  # type: ignore[assignment]
+        session._db = FailingConnection(db)  # type: ignore[assignment]  # a fake
         try:
             commit(session)
         finally:
@@ -393,74 +462,79 @@ def fail_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QueueSession, "_commit", fail)
 
 
-async def test_a_message_that_cannot_be_stored_does_not_fail_its_neighbours(broker: SqliteBroker) -> None:
+async def test_a_message_that_cannot_be_stored_does_not_fail_the_others(
+    broker: SqliteBroker,
+) -> None:
     good, bad = a_message(), a_message(correlation_id="\ud800")
     results = await asyncio.gather(
-        *(broker.publish([(REQUESTS, message)]) for message in (good, bad, a_message())), return_exceptions=True
+        *(broker.publish([(REQUESTS, message)]) for message in (good, bad, a_message())),
+        return_exceptions=True,
     )
-    assert [results[0], results[2]] == [[Published.ACCEPTED]] * 2
-    assert results[1] == [Published.REJECTED]
+    assert [results[0], results[2]] == [[PublishResult.ACCEPTED]] * 2
+    assert results[1] == [PublishResult.REJECTED]
     assert await broker.depth(REQUESTS) == 2
 
 
-def another_version(path: Path) -> None:
+def write_other_version(path: Path) -> None:
     with closing(connect(path, 5)) as db:
         db.execute("UPDATE meshpoint_queue_schema SET version = 99")
 
 
-def no_database(path: Path) -> None:
+def write_garbage(path: Path) -> None:
     path.write_bytes(b"something else " * 100)
 
 
-def no_folder(path: Path) -> None:
+def use_missing_folder(path: Path) -> None:
     path.parent.rmdir()
 
 
-def a_torn_page(path: Path) -> None:
+def tear_page(path: Path) -> None:
     with closing(connect(path, 5)) as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:100] + b"\xff" * 4000 + whole[4100:])
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + b"\xff" * 4000 + content[4100:])
 
 
-def no_table(path: Path) -> None:
+def drop_table(path: Path) -> None:
     with closing(connect(path, 5)) as db:
         db.execute("DROP TABLE meshpoint_queue_content")
 
 
-def no_version(path: Path) -> None:
+def drop_version(path: Path) -> None:
     with closing(connect(path, 5)) as db:
         db.execute("DELETE FROM meshpoint_queue_schema")
 
 
-def a_link_to_nothing(path: Path) -> None:
+def link_to_nothing(path: Path) -> None:
     path.symlink_to(path.parent / "elsewhere.db")
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (another_version, "version 99"),
-        (no_database, "not a database"),
-        (no_folder, "no folder"),
-        (a_torn_page, "malformed"),
-        (no_table, "no usable table meshpoint_queue_content"),
-        (no_version, "version None"),
-        (a_link_to_nothing, "dangling symbolic link"),
+        (write_other_version, "version 99"),
+        (write_garbage, "not a database"),
+        (use_missing_folder, "no folder"),
+        (tear_page, "malformed"),
+        (drop_table, "no usable table meshpoint_queue_content"),
+        (drop_version, "version None"),
+        (link_to_nothing, "dangling symbolic link"),
     ],
 )
-async def test_a_file_that_can_never_work_is_refused(path: Path, spoil: Callable[[Path], None], words: str) -> None:
+async def test_an_unusable_file_is_refused(
+    path: Path, spoil: Callable[[Path], None], words: str
+) -> None:
     spoil(path)
     with pytest.raises(ConfigurationError, match=words):
         await SqliteBroker(path, namespace="demo").open()
 
 
-async def test_a_path_that_cannot_be_is_refused(tmp_path: Path) -> None:
+async def test_an_invalid_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="File name too long"):
         await SqliteBroker(tmp_path / ("a" * 300) / "mesh.db", namespace="demo").open()
 
 
-async def test_a_file_that_cannot_be_opened_now_is_unavailable(path: Path) -> None:
+async def test_a_file_that_cannot_currently_be_opened_is_unavailable(path: Path) -> None:
     with closing(connect(path, 5)) as db, transaction(db):
         broker = SqliteBroker(path, namespace="demo", busy_timeout=timedelta(milliseconds=50))
         with pytest.raises(BrokerUnavailable, match="locked"):

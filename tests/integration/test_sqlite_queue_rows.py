@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,12 +20,26 @@ from meshpoint.adapters.sqlite_queue.schema import connect, transaction
 from meshpoint.adapters.sqlite_queue.session import QueueOptions, QueueSession
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import ReplicaId
-from meshpoint.model.messages import Address, dead_letters_of, nested_of, private_of, responses_of, shard_of
-from meshpoint.ports.broker import Published
-from meshpoint.testing.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send, until_depth
+from meshpoint.model.messages import (
+    Address,
+    dead_letter_queue,
+    nested_queue,
+    private_queue,
+    request_shard,
+    response_queue,
+)
+from meshpoint.ports.broker import PublishResult
+from meshpoint.testing.conformance.broker import (
+    AGENT,
+    REQUESTS,
+    Inbox,
+    a_message,
+    send,
+    until_depth,
+)
 
-DEAD = dead_letters_of(AGENT)
-PRIVATE = private_of(AGENT, ReplicaId("r1"))
+DEAD = dead_letter_queue(AGENT)
+PRIVATE = private_queue(AGENT, ReplicaId("r1"))
 
 
 @pytest.fixture
@@ -35,7 +50,11 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 async def broker(path: Path) -> AsyncIterator[SqliteBroker]:
     broker = SqliteBroker(
-        path, namespace="demo", lease=timedelta(seconds=1), private_max_length=8, dead_letters_max_length=8
+        path,
+        namespace="demo",
+        lease=timedelta(seconds=1),
+        private_max_length=8,
+        dead_letters_max_length=8,
     )
     await broker.open()
     await broker.declare(AGENT, ReplicaId("r1"))
@@ -44,13 +63,13 @@ async def broker(path: Path) -> AsyncIterator[SqliteBroker]:
 
 
 @pytest.fixture
-def bystander(path: Path, broker: SqliteBroker) -> Iterator[sqlite3.Connection]:
+def other_connection(path: Path, broker: SqliteBroker) -> Iterator[sqlite3.Connection]:
     """Another connection to the same file."""
     with closing(connect(path, 5)) as db:
         yield db
 
 
-def spoil(db: sqlite3.Connection, assignment: str) -> None:
+def damage_row(db: sqlite3.Connection, assignment: str) -> None:
     """Change the newest message through another connection."""
     with transaction(db):
         newest = "(SELECT max(id) FROM meshpoint_queue_message)"
@@ -77,7 +96,10 @@ LONG = "replace(hex(zeroblob(600000)), '0', 'x')"
         ("headers = '[]'", "headers: must be a JSON object"),
         (f"headers = {DEEP}", "headers: not JSON"),
         ('headers = \'{"x": "\\ud800"}\'', "headers.x: is not UTF-8"),
-        ("headers = '{\"x\": ' || replace(hex(zeroblob(5000)), '0', '9') || '}'", "headers: not JSON"),
+        (
+            "headers = '{\"x\": ' || replace(hex(zeroblob(5000)), '0', '9') || '}'",
+            "headers: not JSON",
+        ),
         (f"headers = {LONG}", "headers: must be text"),
         ("body = 'text'", "body: must be a blob"),
         ("body = 12", "body: must be a blob"),
@@ -87,13 +109,13 @@ LONG = "replace(hex(zeroblob(600000)), '0', 'x')"
         ("deliveries = 9223372036854775807", "deliveries: is not a count"),
     ],
 )
-async def test_an_unreadable_row_becomes_a_dead_letter_as_it_is(
-    broker: SqliteBroker, bystander: sqlite3.Connection, assignment: str, reason: str
+async def test_an_unreadable_row_is_dead_lettered_unchanged(
+    broker: SqliteBroker, other_connection: sqlite3.Connection, assignment: str, reason: str
 ) -> None:
     inbox, good = Inbox(), [a_message(), a_message()]
     await send(broker, REQUESTS, good[0], a_message())
-    spoil(bystander, assignment)
-    before_it_is_read = _raw(bystander)
+    damage_row(other_connection, assignment)
+    before_it_is_read = _raw_rows(other_connection)
     await send(broker, REQUESTS, good[1])
     await broker.consume(REQUESTS, 1, inbox)
     for message in good:
@@ -102,38 +124,46 @@ async def test_an_unreadable_row_becomes_a_dead_letter_as_it_is(
         assert await delivery.ack()
     assert await broker.depth(REQUESTS) == 0
     assert await broker.depth(DEAD) == 1
-    (why,) = bystander.execute("SELECT dead_reason FROM meshpoint_queue_message").fetchone()
-    assert why.startswith(reason)
-    assert _raw(bystander) == before_it_is_read
+    (dead_reason,) = other_connection.execute(
+        "SELECT dead_reason FROM meshpoint_queue_message"
+    ).fetchone()
+    assert dead_reason.startswith(reason)
+    assert _raw_rows(other_connection) == before_it_is_read
 
 
-def _raw(db: sqlite3.Connection) -> list[object]:
+def _raw_rows(db: sqlite3.Connection) -> list[object]:
     """Contents of the newest row, value by value."""
-    columns = ", ".join(f"typeof({name}), length({name}), hex(substr({name}, 1, 100))" for name in _NAMES)
-    return db.execute(f"SELECT {columns} FROM meshpoint_queue_content ORDER BY id DESC LIMIT 1").fetchall()
+    columns = ", ".join(
+        f"typeof({name}), length({name}), hex(substr({name}, 1, 100))" for name in _NAMES
+    )
+    return db.execute(
+        f"SELECT {columns} FROM meshpoint_queue_content ORDER BY id DESC LIMIT 1"
+    ).fetchall()
 
 
 _NAMES = content.COLUMNS.split(", ")
 
 
-async def test_a_consumer_of_dead_letters_gets_those_that_can_be_read(
-    broker: SqliteBroker, bystander: sqlite3.Connection
+async def test_a_dead_letter_consumer_receives_the_readable_ones(
+    broker: SqliteBroker, other_connection: sqlite3.Connection
 ) -> None:
-    dead, good = Inbox(), a_message()
+    dead_letters, good = Inbox(), a_message()
     await send(broker, DEAD, a_message())
-    spoil(bystander, "headers = ''")
+    damage_row(other_connection, "headers = ''")
     await send(broker, DEAD, good)
-    await broker.consume(DEAD, 1, dead)
-    assert (await dead.next()).message == good
+    await broker.consume(DEAD, 1, dead_letters)
+    assert (await dead_letters.next()).message == good
     assert await broker.depth(DEAD) == 1
 
 
 async def test_a_row_without_content_is_dropped_with_a_log(
-    broker: SqliteBroker, bystander: sqlite3.Connection, caplog: pytest.LogCaptureFixture
+    broker: SqliteBroker, other_connection: sqlite3.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     inbox, good = Inbox(), a_message()
-    with transaction(bystander):
-        bystander.execute("INSERT INTO meshpoint_queue_message (queue) VALUES ('demo.travel.req')")
+    with transaction(other_connection):
+        other_connection.execute(
+            "INSERT INTO meshpoint_queue_message (queue) VALUES ('demo.travel.req')"
+        )
     await send(broker, REQUESTS, good)
     await broker.consume(REQUESTS, 1, inbox)
     assert (await inbox.next()).message == good
@@ -141,44 +171,49 @@ async def test_a_row_without_content_is_dropped_with_a_log(
     assert "the row has no content" in caplog.text
 
 
-async def test_content_without_a_row_stops_no_publisher(broker: SqliteBroker, bystander: sqlite3.Connection) -> None:
+async def test_content_without_a_row_stops_no_publisher(
+    broker: SqliteBroker, other_connection: sqlite3.Connection
+) -> None:
     inbox, good = Inbox(), a_message()
-    with transaction(bystander):
-        bystander.execute(
-            "INSERT INTO meshpoint_queue_content VALUES (1, 'request', 'm', 'c', 'a', NULL, NULL, '{}', NULL, X'00')"
+    with transaction(other_connection):
+        other_connection.execute(
+            "INSERT INTO meshpoint_queue_content "
+            "VALUES (1, 'request', 'm', 'c', 'a', NULL, NULL, '{}', NULL, X'00')"
         )
     await send(broker, REQUESTS, good)
     await broker.consume(REQUESTS, 1, inbox)
     assert (await inbox.next()).message == good
 
 
-async def test_more_unreadable_rows_than_a_consumer_takes(
-    broker: SqliteBroker, bystander: sqlite3.Connection
+async def test_more_unreadable_rows_than_the_prefetch_do_not_block_a_consumer(
+    broker: SqliteBroker, other_connection: sqlite3.Connection
 ) -> None:
     inbox, good = Inbox(), a_message()
     await send(broker, REQUESTS, *[a_message() for _ in range(7)])
-    with transaction(bystander):
-        bystander.execute("UPDATE meshpoint_queue_content SET type = 'telepathy'")
+    with transaction(other_connection):
+        other_connection.execute("UPDATE meshpoint_queue_content SET type = 'telepathy'")
     await send(broker, REQUESTS, good)
     await broker.consume(REQUESTS, 2, inbox)
     assert (await inbox.next()).message == good
     await until_depth(broker, DEAD, 7)
 
 
-async def test_what_is_held_by_nobody_comes_again(broker: SqliteBroker, bystander: sqlite3.Connection) -> None:
+async def test_a_message_held_by_no_process_is_redelivered(
+    broker: SqliteBroker, other_connection: sqlite3.Connection
+) -> None:
     inbox, good = Inbox(), a_message()
     await send(broker, REQUESTS, good)
-    spoil(bystander, "holder = 12345")
+    damage_row(other_connection, "holder = 12345")
     await broker.consume(REQUESTS, 1, inbox)
     assert (await inbox.next()).message == good
 
 
-async def test_a_timestamp_that_cannot_be_read_is_left_out(
-    broker: SqliteBroker, bystander: sqlite3.Connection
+async def test_an_unreadable_timestamp_is_left_out(
+    broker: SqliteBroker, other_connection: sqlite3.Connection
 ) -> None:
     inbox, good = Inbox(), a_message()
     await send(broker, REQUESTS, good)
-    spoil(bystander, "timestamp = '99999-12-12'")
+    damage_row(other_connection, "timestamp = '99999-12-12'")
     await broker.consume(REQUESTS, 1, inbox)
     assert (await inbox.next()).message == replace(good, timestamp=None)
 
@@ -195,44 +230,71 @@ async def test_large_messages_are_claimed_a_few_at_a_time(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"body": b"x" * (content.MAX_BODY_BYTES + 1)}, {"headers": {"x": "\ud800"}}, {"app_id": "x" * 2**20 + "x"}],
+    [
+        {"body": b"x" * (content.MAX_BODY_BYTES + 1)},
+        {"headers": {"x": "\ud800"}},
+        {"app_id": "x" * 2**20 + "x"},
+    ],
     ids=["body", "header", "property"],
 )
-async def test_what_nobody_could_read_is_rejected(broker: SqliteBroker, changes: dict[str, object]) -> None:
+async def test_an_unreadable_message_is_rejected(
+    broker: SqliteBroker, changes: dict[str, Any]
+) -> None:
     sent = [(REQUESTS, a_message()), (REQUESTS, a_message(**changes)), (PRIVATE, a_message())]
-    assert await broker.publish(sent) == [Published.ACCEPTED, Published.REJECTED, Published.ACCEPTED]
+    assert await broker.publish(sent) == [
+        PublishResult.ACCEPTED,
+        PublishResult.REJECTED,
+        PublishResult.ACCEPTED,
+    ]
     await broker.broadcast(AGENT, a_message(**changes))
     assert await broker.depth(PRIVATE) == 1
 
 
-async def test_a_full_private_queue_refuses(broker: SqliteBroker) -> None:
-    words = [(await broker.publish([(PRIVATE, a_message())]))[0] for _ in range(12)]
-    assert words == [Published.ACCEPTED] * 8 + [Published.OVERLOADED] * 4
+async def test_a_body_of_the_reported_limit_is_accepted(broker: SqliteBroker) -> None:
+    limit = broker.max_message_bytes
+    assert [
+        *await broker.publish([(REQUESTS, a_message(b"x" * limit))]),
+        *await broker.publish([(REQUESTS, a_message(b"x" * (limit + 1)))]),
+    ] == [PublishResult.ACCEPTED, PublishResult.REJECTED]
+
+
+async def test_a_full_private_queue_rejects_messages(broker: SqliteBroker) -> None:
+    results = [(await broker.publish([(PRIVATE, a_message())]))[0] for _ in range(12)]
+    assert results == [PublishResult.ACCEPTED] * 8 + [PublishResult.OVERLOADED] * 4
     await broker.broadcast(AGENT, a_message())
     assert await broker.depth(PRIVATE) == 8
 
 
-@pytest.mark.parametrize("address", [shard_of(AGENT, 0), shard_of(AGENT, 1), nested_of(AGENT)])
-async def test_a_full_queue_of_requests_refuses(path: Path, address: Address) -> None:
+@pytest.mark.parametrize(
+    "address", [request_shard(AGENT, 0), request_shard(AGENT, 1), nested_queue(AGENT)]
+)
+async def test_a_full_request_queue_rejects_messages(path: Path, address: Address) -> None:
     broker = SqliteBroker(path, namespace="full", max_length=2)
     await broker.open()
     await broker.declare(AGENT, shards=2)
-    words = [(await broker.publish([(address, a_message())]))[0] for _ in range(3)]
-    assert words == [Published.ACCEPTED, Published.ACCEPTED, Published.OVERLOADED]
-    assert await broker.publish([(responses_of(AGENT), a_message())] * 3) == [Published.ACCEPTED] * 3
+    results = [(await broker.publish([(address, a_message())]))[0] for _ in range(3)]
+    assert results == [PublishResult.ACCEPTED, PublishResult.ACCEPTED, PublishResult.OVERLOADED]
+    assert (
+        await broker.publish([(response_queue(AGENT), a_message())] * 3)
+        == [PublishResult.ACCEPTED] * 3
+    )
     await broker.close()
 
 
-async def test_the_oldest_dead_letters_go_first(broker: SqliteBroker, bystander: sqlite3.Connection) -> None:
-    dead, sent = Inbox(), [a_message() for _ in range(20)]
+async def test_the_oldest_dead_letters_are_dropped_first(
+    broker: SqliteBroker, other_connection: sqlite3.Connection
+) -> None:
+    dead_letters, sent = Inbox(), [a_message() for _ in range(20)]
     await send(broker, DEAD, *sent)
     await until_depth(broker, DEAD, 8)
-    assert bystander.execute("SELECT count(*) FROM meshpoint_queue_content").fetchone() == (8,)
-    await broker.consume(DEAD, 8, dead)
-    assert [(await dead.next()).message for _ in range(8)] == sent[-8:]
+    assert other_connection.execute("SELECT count(*) FROM meshpoint_queue_content").fetchone() == (
+        8,
+    )
+    await broker.consume(DEAD, 8, dead_letters)
+    assert [(await dead_letters.next()).message for _ in range(8)] == sent[-8:]
 
 
-async def test_only_the_owner_may_read_the_file(tmp_path: Path) -> None:
+async def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         broker = SqliteBroker(tmp_path / "new.db", namespace="demo")
@@ -249,15 +311,15 @@ HUGE = f"'x' || char(0) || {LONG} || {LONG} || {LONG} || {LONG}"
 
 
 @pytest.mark.parametrize("column", ["body", "app_id", "dead_reason", "deliveries"])
-async def test_a_value_is_not_loaded_because_it_hides_its_length(
-    broker: SqliteBroker, bystander: sqlite3.Connection, column: str
+async def test_a_value_that_hides_its_length_is_not_loaded(
+    broker: SqliteBroker, other_connection: sqlite3.Connection, column: str
 ) -> None:
     """SQLite counts the characters of a text only up to its first NUL."""
     inbox, good = Inbox(), a_message()
     await send(broker, REQUESTS, a_message())
-    with transaction(bystander):
+    with transaction(other_connection):
         table = "content" if column in {"body", "app_id"} else "message"
-        bystander.execute(f"UPDATE meshpoint_queue_{table} SET {column} = {HUGE}")
+        other_connection.execute(f"UPDATE meshpoint_queue_{table} SET {column} = {HUGE}")
     await send(broker, REQUESTS, good)
     tracemalloc.start()
     try:
@@ -299,13 +361,17 @@ QUEUE = "INSERT INTO meshpoint_queue (name, agent, dead_letters, private, left_a
         f"UPDATE meshpoint_queue SET private = {NO_TEXT} WHERE name = 'demo.travel.req'",
     ],
 )
-async def test_a_row_of_no_use_stops_neither_messages_nor_housekeeping(
-    path: Path, broker: SqliteBroker, bystander: sqlite3.Connection, statement: str, caplog: pytest.LogCaptureFixture
+async def test_a_useless_row_stops_neither_messages_nor_housekeeping(
+    path: Path,
+    broker: SqliteBroker,
+    other_connection: sqlite3.Connection,
+    statement: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     inbox, sent = Inbox(), [a_message(), a_message()]
     await broker.consume(REQUESTS, 1, inbox)
-    with transaction(bystander):
-        bystander.execute(statement)
+    with transaction(other_connection):
+        other_connection.execute(statement)
     for message in sent:
         await send(broker, REQUESTS, message)
         delivery = await inbox.next()
@@ -320,48 +386,62 @@ async def test_a_row_of_no_use_stops_neither_messages_nor_housekeeping(
 
 
 TUNING = QueueOptions(
-    lease=1, private_ttl=60, poll_interval=1, busy_timeout=5, delivery_limit=20, limits=QueueLimits(dead_letters=8)
+    lease=1,
+    private_ttl=60,
+    poll_interval=1,
+    busy_timeout=5,
+    delivery_limit=20,
+    limits=QueueLimits(dead_letters=8),
 )
 
 
-async def test_ids_go_on_above_all_that_are_left(
-    path: Path, broker: SqliteBroker, bystander: sqlite3.Connection
+async def test_new_ids_are_higher_than_all_remaining_ones(
+    path: Path, broker: SqliteBroker, other_connection: sqlite3.Connection
 ) -> None:
     await send(broker, REQUESTS, a_message(), a_message())
-    with transaction(bystander):
-        bystander.execute(f"INSERT INTO meshpoint_queue_message (id, queue) VALUES ({LAST_ID}, 'demo.nowhere')")
-        bystander.execute(
-            f"INSERT INTO meshpoint_queue_content SELECT {LAST_ID}, {content.COLUMNS} FROM meshpoint_queue_content"
-            " WHERE id = 1"
+    with transaction(other_connection):
+        other_connection.execute(
+            f"INSERT INTO meshpoint_queue_message (id, queue) VALUES ({LAST_ID}, 'demo.nowhere')"
+        )
+        other_connection.execute(
+            f"INSERT INTO meshpoint_queue_content SELECT {LAST_ID}, {content.COLUMNS} "
+            "FROM meshpoint_queue_content WHERE id = 1"
         )
     await send(broker, REQUESTS, a_message())
     for table in ("message", "content"):
-        ids = bystander.execute(f"SELECT id FROM meshpoint_queue_{table} ORDER BY id").fetchall()
+        ids = other_connection.execute(
+            f"SELECT id FROM meshpoint_queue_{table} ORDER BY id"
+        ).fetchall()
         assert ids == [(1,), (2,), (2 + 2**20 + 1,)]
 
 
-@pytest.mark.parametrize("chore", ["requeue_orphans", "drop_unused", "trim_dead_letters"])
-def test_housekeeping_that_fails_costs_no_beat(
-    path: Path, chore: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "maintenance_job", ["requeue_orphans", "drop_unused", "trim_dead_letters"]
+)
+def test_failed_housekeeping_does_not_skip_a_heartbeat(
+    path: Path,
+    maintenance_job: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fails(queues: Queues, *_: object) -> None:
         queues._db.execute("DELETE FROM meshpoint_queue_holder")
         raise sqlite3.OperationalError("Could not decode to UTF-8")
 
-    monkeypatch.setattr(Queues, chore, fails)
+    monkeypatch.setattr(Queues, maintenance_job, fails)
     with closing(QueueSession(path, "demo", TUNING)) as session, closing(connect(path, 5)) as db:
         session.transact([], [], heartbeat=True)
         assert db.execute("SELECT beat FROM meshpoint_queue_holder").fetchall() == [(1,)]
     assert "queue maintenance failed: Could not decode" in caplog.text
 
 
-async def test_a_disk_that_is_full_is_unavailable(
-    broker: SqliteBroker, bystander: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+async def test_a_full_disk_is_reported_as_unavailable(
+    broker: SqliteBroker, other_connection: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = sqlite3.OperationalError("database or disk is full")
     full.sqlite_errorcode = sqlite3.SQLITE_FULL
 
-    def publish(*_: object) -> list[Published]:
+    def publish(*_: object) -> list[PublishResult]:
         raise full
 
     monkeypatch.setattr(Queues, "publish", publish)
@@ -369,13 +449,13 @@ async def test_a_disk_that_is_full_is_unavailable(
         await broker.publish([(REQUESTS, a_message())])
 
 
-async def test_a_reason_that_cannot_be_read_can_be_sent_on(
-    broker: SqliteBroker, bystander: sqlite3.Connection
+async def test_a_dead_letter_with_an_unreadable_reason_can_be_forwarded(
+    broker: SqliteBroker, other_connection: sqlite3.Connection
 ) -> None:
-    dead = Inbox()
+    dead_letters = Inbox()
     await send(broker, DEAD, a_message())
-    with transaction(bystander):
-        bystander.execute(f"UPDATE meshpoint_queue_message SET dead_reason = {NO_TEXT}")
-    await broker.consume(DEAD, 1, dead)
-    message = (await dead.next()).message
-    assert await broker.publish([(REQUESTS, message)]) == [Published.ACCEPTED]
+    with transaction(other_connection):
+        other_connection.execute(f"UPDATE meshpoint_queue_message SET dead_reason = {NO_TEXT}")
+    await broker.consume(DEAD, 1, dead_letters)
+    message = (await dead_letters.next()).message
+    assert await broker.publish([(REQUESTS, message)]) == [PublishResult.ACCEPTED]

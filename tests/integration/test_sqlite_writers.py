@@ -17,188 +17,237 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event
 
+from idle_loop import idle
 from meshpoint.adapters.sql import SqlStore
-from meshpoint.adapters.sql.database import Database, Transaction
+from meshpoint.adapters.sql.database import Database, StoreOptions, Transaction
+from meshpoint.adapters.sql.rows import AgentNames
 from meshpoint.errors import StoreUnavailable
 from meshpoint.testing.conformance.build import an_end, begun
+
+OPTIONS = StoreOptions(AgentNames("test"), 5.0, 60.0, 60.0, 60.0, 5, False, 1_000_000)
 
 
 @pytest.fixture
 async def databases(tmp_path: Path) -> AsyncIterator[list[Database]]:
     async with AsyncExitStack() as stack:
-        made = []
+        databases_ = []
         for _ in range(3):
             database = Database(
-                f"sqlite:///{tmp_path}/tasks.db", command_timeout=timedelta(seconds=60), pool_size=1, clock=None
+                f"sqlite:///{tmp_path}/tasks.db",
+                options=OPTIONS,
+                command_timeout=timedelta(seconds=60),
+                pool_size=1,
+                clock=None,
             )
             stack.push_async_callback(database.close)
-            made.append(database)
-        await made[0].write(lambda tx: tx.execute("CREATE TABLE written (number INTEGER)"))
-        yield made
+            databases_.append(database)
+        await databases_[0].write(lambda tx: tx.execute("CREATE TABLE written (number INTEGER)"))
+        yield databases_
 
 
-class Pause:
+class BlockedWrite:
     """Holds a transaction in its thread until `end` is called."""
 
     def __init__(self) -> None:
-        self._loop, self.begun, self._go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+        self._loop, self.started, self._released = (
+            asyncio.get_running_loop(),
+            asyncio.Event(),
+            threading.Event(),
+        )
 
     def wait(self) -> None:
-        self._loop.call_soon_threadsafe(self.begun.set)
-        self._go_on.wait()
+        self._loop.call_soon_threadsafe(self.started.set)
+        self._released.wait()
 
     def end(self) -> None:
-        self._go_on.set()
+        self._released.set()
 
 
-def writing(number: int, pause: Pause | None = None) -> Callable[[Transaction], Awaitable[int]]:
+def write_number(
+    number: int, blocked_write: BlockedWrite | None = None
+) -> Callable[[Transaction], Awaitable[int]]:
     async def write(tx: Transaction) -> int:
         await tx.execute("INSERT INTO written VALUES (:number)", number=number)
-        if pause:
-            pause.wait()
+        if blocked_write:
+            blocked_write.wait()
         return number
 
     return write
 
 
-async def numbers(database: Database) -> list[int]:
+async def read_numbers(database: Database) -> list[int]:
     rows = await database.read(lambda tx: tx.fetch("SELECT number FROM written ORDER BY rowid"))
     return [row.number for row in rows]
 
 
-async def test_stores_in_a_process_write_first_come_first_served(databases: list[Database]) -> None:
-    pause, asked = Pause(), list[int]()
-    for place, database in enumerate(databases):
+async def test_stores_in_a_process_write_first_come_first_served(
+    databases: list[Database],
+) -> None:
+    blocked_write, order = BlockedWrite(), list[int]()
+    for index, database in enumerate(databases):
         event.listen(
             database.writing_engine,
             "before_cursor_execute",
-            lambda *args, place=place: asked.append(place) if args[2] == "BEGIN IMMEDIATE" else None,
+            lambda *args, place=index: (
+                order.append(place) if args[2] == "BEGIN IMMEDIATE" else None
+            ),
         )
-    first = asyncio.create_task(databases[0].write(writing(0, pause)))
-    await pause.begun.wait()
+    first = asyncio.create_task(databases[0].write(write_number(0, blocked_write)))
+    await blocked_write.started.wait()
     others = []
     for number in range(1, 30):
-        others.append(asyncio.create_task(databases[number % 3].write(writing(number))))
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert asked == [0]  # no other store tries while one writes
-    pause.end()
+        others.append(asyncio.create_task(databases[number % 3].write(write_number(number))))
+        await idle()
+    assert order == [0]  # no other store tries while one writes
+    blocked_write.end()
     await asyncio.gather(first, *others)
-    assert await numbers(databases[0]) == list(range(30))
+    assert await read_numbers(databases[0]) == list(range(30))
 
 
-async def test_two_names_of_a_file_share_its_turns(databases: list[Database], tmp_path: Path) -> None:
+async def test_two_paths_of_one_file_share_a_writer_queue(
+    databases: list[Database], tmp_path: Path
+) -> None:
     (tmp_path / "link.db").symlink_to("tasks.db")
-    pause, asked = Pause(), list[str]()
-    other = Database(f"sqlite:///{tmp_path}/link.db", command_timeout=timedelta(seconds=60), pool_size=1, clock=None)
-    event.listen(other.writing_engine, "before_cursor_execute", lambda *args: asked.append(args[2]))
-    await numbers(other)  # connects
-    asked.clear()
-    first = asyncio.create_task(databases[0].write(writing(0, pause)))
-    await pause.begun.wait()
-    second = asyncio.create_task(other.write(writing(1)))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert not asked
-    pause.end()
+    blocked_write, order = BlockedWrite(), list[str]()
+    other = Database(
+        f"sqlite:///{tmp_path}/link.db",
+        options=OPTIONS,
+        command_timeout=timedelta(seconds=60),
+        pool_size=1,
+        clock=None,
+    )
+    event.listen(
+        other.writing_engine, "before_cursor_execute", lambda *args: order.append(args[2])
+    )
+    await read_numbers(other)  # connects
+    order.clear()
+    first = asyncio.create_task(databases[0].write(write_number(0, blocked_write)))
+    await blocked_write.started.wait()
+    second = asyncio.create_task(other.write(write_number(1)))
+    await idle()
+    assert not order
+    blocked_write.end()
     await asyncio.gather(first, second)
     await other.close()
 
 
-async def test_a_writer_that_is_cancelled_lets_the_next_one_write(databases: list[Database]) -> None:
-    pause = Pause()
-    first = asyncio.create_task(databases[0].write(writing(0, pause)))
-    await pause.begun.wait()
-    second = asyncio.create_task(databases[1].write(writing(1)))
-    third = asyncio.create_task(databases[2].write(writing(2)))
-    await asyncio.sleep(0)
+async def test_a_cancelled_writer_lets_the_next_one_write(databases: list[Database]) -> None:
+    blocked_write = BlockedWrite()
+    first = asyncio.create_task(databases[0].write(write_number(0, blocked_write)))
+    await blocked_write.started.wait()
+    second = asyncio.create_task(databases[1].write(write_number(1)))
+    third = asyncio.create_task(databases[2].write(write_number(2)))
+    await idle()
     second.cancel()
-    pause.end()
+    blocked_write.end()
     await asyncio.gather(first, third)
-    assert await numbers(databases[0]) == [0, 2]
+    assert await read_numbers(databases[0]) == [0, 2]
     assert second.cancelled()
 
 
-async def test_a_writer_that_is_cancelled_twice_keeps_no_lock(databases: list[Database]) -> None:
+async def test_a_writer_cancelled_twice_holds_no_lock(databases: list[Database]) -> None:
     """A drain cancels its tasks, and soon after cancels the unfinished ones again."""
-    pause = Pause()
-    first = asyncio.create_task(databases[0].write(writing(0, pause)))
-    await pause.begun.wait()
+    blocked_write = BlockedWrite()
+    first = asyncio.create_task(databases[0].write(write_number(0, blocked_write)))
+    await blocked_write.started.wait()
     for _ in range(2):
         first.cancel()
-        for _ in range(20):
-            await asyncio.sleep(0)
-    pause.end()
+        await idle()
+    blocked_write.end()
     await asyncio.gather(first, return_exceptions=True)
     assert first.cancelled()
-    assert await databases[1].write(writing(1)) == 1
-    assert await numbers(databases[0]) == [0, 1]
+    assert await databases[1].write(write_number(1)) == 1
+    assert await read_numbers(databases[0]) == [0, 1]
 
 
-async def test_a_busy_loop_keeps_no_lock(databases: list[Database], tmp_path: Path) -> None:
+async def test_a_blocked_event_loop_holds_no_lock(
+    databases: list[Database], tmp_path: Path
+) -> None:
     """Another process writes while the loop that requested a transaction is blocked."""
-    begun = threading.Event()
+    started = threading.Event()
 
     async def write(tx: Transaction) -> None:
-        begun.set()
+        started.set()
         for number in range(5):
             await tx.execute("INSERT INTO written VALUES (:number)", number=number)
 
     writing_all = asyncio.create_task(databases[0].write(write))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    begun.wait()  # blocks the loop
-    with closing(sqlite3.connect(tmp_path / "tasks.db", isolation_level=None, timeout=60)) as other:
+    started.wait()  # blocks the loop
+    with closing(
+        sqlite3.connect(tmp_path / "tasks.db", isolation_level=None, timeout=60)
+    ) as other:
         other.execute("BEGIN IMMEDIATE")
         assert other.execute("SELECT count(*) FROM written").fetchone() == (5,)
         other.execute("COMMIT")
     await writing_all
 
 
-async def test_another_process_that_writes_is_waited_for(databases: list[Database], tmp_path: Path) -> None:
+async def test_a_write_of_another_process_is_awaited(
+    databases: list[Database], tmp_path: Path
+) -> None:
     with closing(sqlite3.connect(tmp_path / "tasks.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         refused, loop = asyncio.Event(), asyncio.get_running_loop()
         event.listen(
-            databases[0].writing_engine, "handle_error", lambda _: loop.call_soon_threadsafe(refused.set) and None
+            databases[0].writing_engine,
+            "handle_error",
+            lambda _: loop.call_soon_threadsafe(refused.set) and None,
         )
-        waiting = asyncio.create_task(databases[0].write(writing(1)))
+        waiting = asyncio.create_task(databases[0].write(write_number(1)))
         await refused.wait()  # SQLite itself has stopped waiting: the statement is repeated here
         assert not waiting.done()
         other.execute("COMMIT")
         assert await waiting == 1
-    assert await numbers(databases[0]) == [1]
+    assert await read_numbers(databases[0]) == [1]
 
 
-async def test_another_process_that_writes_for_too_long_counts_as_an_outage(tmp_path: Path) -> None:
+async def test_another_process_that_writes_for_too_long_counts_as_an_outage(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "tasks.db"
-    database = Database(f"sqlite:///{path}", command_timeout=timedelta(seconds=0.05), pool_size=1, clock=None)
+    database = Database(
+        f"sqlite:///{path}",
+        options=OPTIONS,
+        command_timeout=timedelta(seconds=0.05),
+        pool_size=1,
+        clock=None,
+    )
     await database.write(lambda tx: tx.execute("CREATE TABLE written (number INTEGER)"))
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(StoreUnavailable, match="database is locked"):
-            await database.write(writing(1))
+            await database.write(write_number(1))
         other.execute("COMMIT")
-    assert await database.write(writing(2)) == 2
-    assert await numbers(database) == [2]
+    assert await database.write(write_number(2)) == 2
+    assert await read_numbers(database) == [2]
     await database.close()
 
 
-async def test_a_store_that_writes_for_too_long_counts_as_an_outage_for_the_others(tmp_path: Path) -> None:
-    pause = Pause()
+async def test_a_store_that_writes_for_too_long_is_an_outage_for_the_others(
+    tmp_path: Path,
+) -> None:
+    blocked_write = BlockedWrite()
     slow, other = (
-        Database(f"sqlite:///{tmp_path}/tasks.db", command_timeout=timedelta(seconds=limit), pool_size=1, clock=None)
+        Database(
+            f"sqlite:///{tmp_path}/tasks.db",
+            options=OPTIONS,
+            command_timeout=timedelta(seconds=limit),
+            pool_size=1,
+            clock=None,
+        )
         for limit in (60, 0.05)
     )
     await slow.write(lambda tx: tx.execute("CREATE TABLE written (number INTEGER)"))
-    first = asyncio.create_task(slow.write(writing(1, pause)))
-    await pause.begun.wait()
+    first = asyncio.create_task(slow.write(write_number(1, blocked_write)))
+    await blocked_write.started.wait()
     with pytest.raises(StoreUnavailable, match="timed out waiting"):
-        await other.write(writing(2))
-    pause.end()
+        await other.write(write_number(2))
+    blocked_write.end()
     await first
-    assert await other.write(writing(3)) == 3
-    assert await numbers(other) == [1, 3]
+    assert await other.write(write_number(3)) == 3
+    assert await read_numbers(other) == [1, 3]
     for database in (slow, other):
         await database.close()
 
@@ -206,18 +255,28 @@ async def test_a_store_that_writes_for_too_long_counts_as_an_outage_for_the_othe
 async def test_closing_ends_the_wait_for_another_process(tmp_path: Path) -> None:
     """A process frozen inside a transaction must not delay the end of a replica."""
     path, loop, refused = tmp_path / "tasks.db", asyncio.get_running_loop(), asyncio.Event()
-    database = Database(f"sqlite:///{path}", command_timeout=timedelta(days=1), pool_size=1, clock=None)
+    database = Database(
+        f"sqlite:///{path}",
+        options=OPTIONS,
+        command_timeout=timedelta(days=1),
+        pool_size=1,
+        clock=None,
+    )
     await database.write(lambda tx: tx.execute("CREATE TABLE written (number INTEGER)"))
-    event.listen(database.writing_engine, "handle_error", lambda _: loop.call_soon_threadsafe(refused.set) and None)
+    event.listen(
+        database.writing_engine,
+        "handle_error",
+        lambda _: loop.call_soon_threadsafe(refused.set) and None,
+    )
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        waiting = asyncio.create_task(database.write(writing(1)))
+        waiting = asyncio.create_task(database.write(write_number(1)))
         await refused.wait()
         await database.close()
         with pytest.raises(StoreUnavailable):
             await waiting
     with pytest.raises(StoreUnavailable, match="the store is closed"):
-        await database.write(writing(2))
+        await database.write(write_number(2))
     await database.close()  # a second time
 
 
@@ -237,15 +296,22 @@ async def test_closing_a_store_ends_the_wait_of_its_batches(tmp_path: Path) -> N
             await ending
 
 
-async def test_the_end_of_the_process_waits_for_no_transaction(tmp_path: Path) -> None:
+async def test_the_process_exits_without_waiting_for_a_transaction(tmp_path: Path) -> None:
     """A replica that gave up closing must not outlive its time limit."""
     code = f"""
 import asyncio
 from datetime import timedelta
-from meshpoint.adapters.sql.database import Database
+from meshpoint.adapters.sql.database import Database, StoreOptions
+from meshpoint.adapters.sql.rows import AgentNames
 
 async def main():
-    database = Database("sqlite:///{tmp_path}/tasks.db", command_timeout=timedelta(days=1), pool_size=1, clock=None)
+    database = Database(
+        "sqlite:///{tmp_path}/tasks.db",
+        options=StoreOptions(AgentNames("test"), 5.0, 60.0, 60.0, 60.0, 5, False, 1_000_000),
+        command_timeout=timedelta(days=1),
+        pool_size=1,
+        clock=None,
+    )
     loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
     async def never_over(tx):
@@ -262,5 +328,5 @@ runner.run_until_complete(main())
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    said, _ = await process.communicate()
-    assert said == b"begun\n"
+    output, _ = await process.communicate()
+    assert output == b"begun\n"

@@ -24,42 +24,45 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
-from beside import answered_beside
-from loading import TABLES as CROWDED
-from loading import multiply, standing_task
+from bulk_tasks import TABLES as CROWDED
+from bulk_tasks import copy_task, write_waiting_task
+from concurrent_answer import concurrent_answer
 from meshpoint.adapters import sql
 from meshpoint.adapters.sql import SqlStore, fast_path, owning
 from meshpoint.adapters.sql.dialect import Dialect
-from meshpoint.adapters.sql.locked_rows import LockedRows
-from meshpoint.adapters.sql.tables import archive, checkpoints, operations
+from meshpoint.adapters.sql.tables import archive, checkpoints, operations, task_log
 from meshpoint.model.calls import Join
-from meshpoint.model.checkpoint import (
-    AllArrived,
-    Begun,
-    Committed,
-    Pause,
+from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.operations import Adopted, Revived
+from meshpoint.model.subtasks import Child, SaveCommitted
+from meshpoint.model.tasks import (
+    OutboxItem,
     Replica,
     Resumable,
     Run,
-    Save,
-    Send,
-    StillWaiting,
+    TaskFilter,
     TaskState,
-    Track,
 )
-from meshpoint.model.ids import AgentName, TaskId, new_id
-from meshpoint.model.operations import Adopted, Revived
-from meshpoint.model.subtasks import Child, Saved
+from meshpoint.model.transitions import (
+    BeginCommitted,
+    JoinCompleted,
+    Pause,
+    PauseCommitted,
+    Save,
+    StillWaiting,
+    UnroutableCall,
+)
 from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
     HOUR,
+    NEWER,
+    STRANGER,
     a_begin,
     a_call,
     a_cancel,
     a_checkpoint,
     a_claim,
-    a_kept_reply,
     a_pause,
     a_progress,
     a_release,
@@ -68,45 +71,52 @@ from meshpoint.testing.conformance.build import (
     a_run,
     an_end,
     an_operation,
+    an_undelivered_reply,
     operating,
+    remembering,
+    remembering_pause,
+    resumed,
     saved,
 )
-from meshpoint.testing.conformance.build_memory import remembering, remembering_pause
+from meshpoint.testing.conformance.store_logs import READER, continued, logged_pause
 
 pytestmark = pytest.mark.servers
 
 _NOW = timedelta()
 _STANDING = 50_000
-_IMPATIENT = Replica(HERE.id, HERE.agent, HERE.formats, _NOW)
+_EXPIRED = Replica(HERE.id, HERE.agent, HERE.formats, _NOW)
 """A replica whose leases expire at once."""
 
-TABLES = (*CROWDED, operations, checkpoints, archive)
+TABLES = (*CROWDED, operations, checkpoints, archive, task_log)
 
-_FOR_PEOPLE = {"LIST_TASKS", "LIST_AGENT_TASKS", "LIST_OPERATIONS", "LIST_AGENT_OPERATIONS"}
-"""Statements for people, which may read and sort many rows."""
-_FOR_DAMAGE = {"POSTPONE_TASK", "POSTPONE_KEEP_ALIVE", "POSTPONE_REPLY", "POSTPONE_CALLS", "POSTPONE_JOINS"}
+_FOR_PEOPLE = {
+    *("LIST_OPERATIONS", "LIST_AGENT_OPERATIONS", "READ_POSITION", "READ_WAITS"),
+    *("READ_AGENTS", "READ_REQUEST"),
+}
+"""Statements for people, some of which read and sort many rows."""
+_FOR_DAMAGE = {"POSTPONE_TASK", "POSTPONE_KEEP_ALIVE"}
 """Statements on one task with a damaged row: see `test_damaged_rows`."""
 
 
 @dataclass
-class Plans:
+class RecordedPlans:
     """Statements and their plans, as reported by PostgreSQL."""
 
-    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    plans: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
-    def hear(self, connection: object, message: Any) -> None:
+    def record_notice(self, connection: object, message: Any) -> None:
         _, _, plan = str(message.message).partition("plan:\n")
-        read = json.loads(plan) if plan else {"Query Text": ""}
+        read: dict[str, Any] = json.loads(plan) if plan else {"Query Text": ""}
         # skips the driver's queries about types
         if any(table.name in read["Query Text"] for table in TABLES):
-            self.told.append((read["Query Text"], read["Plan"]))
+            self.plans.append((read["Query Text"], read["Plan"]))
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Collect plans from every connection opened in this block."""
 
         def listen(connection: Any, record: object) -> None:
-            connection.driver_connection.add_log_listener(self.hear)
+            connection.driver_connection.add_log_listener(self.record_notice)
 
         event.listen(Pool, "connect", listen)
         try:
@@ -117,13 +127,13 @@ class Plans:
     def scans(self) -> list[tuple[str, str]]:
         """Statements that scan a whole table or index, with their plans."""
         return [
-            (_bare(text), f"{text}\n{json.dumps(plan, indent=1)}")
-            for text, plan in self.told
+            (_without_alias(text), f"{text}\n{json.dumps(plan, indent=1)}")
+            for text, plan in self.plans
             if any(map(_scans, _nodes(plan)))
         ]
 
     def texts(self) -> set[str]:
-        return {_bare(text) for text, _ in self.told}
+        return {_without_alias(text) for text, _ in self.plans}
 
 
 def _nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -138,19 +148,25 @@ def _scans(node: dict[str, Any]) -> bool:
         return True
     if node["Node Type"] == "Seq Scan":
         return node["Relation Name"] in {table.name for table in TABLES}
-    return node["Node Type"] in {"Index Scan", "Index Only Scan", "Bitmap Index Scan"} and "Index Cond" not in node
+    return (
+        node["Node Type"] in {"Index Scan", "Index Only Scan", "Bitmap Index Scan"}
+        and "Index Cond" not in node
+    )
 
 
-def _bare(statement: str) -> str:
+def _without_alias(statement: str) -> str:
     """`statement` without parameter names and differences in white space."""
     return " ".join(re.sub(r"(?<!:):\w+|\$\d+(::[\w ]+)?", "?", statement).split())
 
 
 def _statements() -> dict[str, str]:
     """Every statement of the store, by name."""
-    modules = [importlib.import_module(f"{sql.__name__}.{each.name}") for each in pkgutil.iter_modules(sql.__path__)]
+    modules = [
+        importlib.import_module(f"{sql.__name__}.{module_info.name}")
+        for module_info in pkgutil.iter_modules(sql.__path__)
+    ]
     return {
-        name: _bare(Dialect("postgresql").statement(value).text)
+        name: _without_alias(Dialect("postgresql").prepare(value, {})[0].text)
         for module in modules
         for name, value in vars(module).items()
         if name.isupper() and isinstance(value, str) and not name.startswith("_")
@@ -159,14 +175,16 @@ def _statements() -> dict[str, str]:
 
 
 @pytest.fixture
-async def crowded_url(postgres_url: str) -> str:
+async def large_database_url(postgres_url: str) -> str:
     """A database with many paused tasks that reports its plans."""
-    store = _store(postgres_url)
+    store = _create_store(postgres_url)
     await store.open()
-    patient = a_pause(a_call("a", timeout=100 * HOUR), requester=a_requester(idle_timeout=90 * HOUR))
-    task_id = await standing_task(store, patient)
-    await multiply(postgres_url, task_id, _STANDING, over=24 * HOUR)
-    await _many_operations(postgres_url)
+    long_pause = a_pause(
+        a_call("a", timeout=100 * HOUR), requester=a_requester(idle_timeout=90 * HOUR)
+    )
+    task_id = await write_waiting_task(store, long_pause)
+    await copy_task(postgres_url, task_id, _STANDING, period=24 * HOUR)
+    await _insert_many_operations(postgres_url)
     await store.close()
     settings = {
         "session_preload_libraries": "auto_explain",
@@ -188,9 +206,9 @@ async def crowded_url(postgres_url: str) -> str:
     return postgres_url
 
 
-async def _many_operations(url: str) -> None:
+async def _insert_many_operations(url: str) -> None:
     """Fill the tables of operations and checkpoints."""
-    given = {
+    row_values = {
         "analysis_id": "'gone-' || g",
         "agent_type": f"'test/{AGENT}'",
         "operation_id": "'gone-' || g",
@@ -202,13 +220,19 @@ async def _many_operations(url: str) -> None:
     connection = await asyncpg.connect(url)
     try:
         for table in (operations, checkpoints, archive):
-            columns = [column for column in table.columns if not column.nullable and column.server_default is None]
+            columns = [
+                column
+                for column in table.columns
+                if not column.nullable and column.server_default is None
+            ]
             names = ", ".join(column.name for column in columns)
             values = ", ".join(
-                given.get(column.name, "1" if column.type.python_type is not str else "'[]'") for column in columns
+                row_values.get(column.name, "1" if column.type.python_type is not str else "'[]'")
+                for column in columns
             )
             await connection.execute(
-                f"INSERT INTO {table.name} ({names}) SELECT {values} FROM generate_series(1, {_STANDING}) AS g"
+                f"INSERT INTO {table.name} ({names}) SELECT {values} "
+                f"FROM generate_series(1, {_STANDING}) AS g"
             )
         await connection.execute("VACUUM ANALYZE")
     finally:
@@ -216,47 +240,53 @@ async def _many_operations(url: str) -> None:
 
 
 @asynccontextmanager
-async def _listened(url: str, plans: Plans, *, hot_path: bool = True) -> AsyncIterator[SqlStore]:
+async def _listening_store(
+    url: str, plans: RecordedPlans, *, fast_path: bool = True
+) -> AsyncIterator[SqlStore]:
     """A store whose statements are collected in `plans`."""
     with plans.listening():
-        store = _store(url, hot_path=hot_path)
+        store = _create_store(url, fast_path=fast_path)
         await store.open()
         yield store
         await store.close()
 
 
-def _store(url: str, *, hot_path: bool = True) -> SqlStore:
+def _create_store(url: str, *, fast_path: bool = True) -> SqlStore:
     """A store whose unsent messages and tombstones are due at once."""
     return SqlStore(
         url,
         namespace="test",
         dispatch_lease=_NOW,
         tombstone_ttl=_NOW,
-        incompatible_limit=HOUR,
+        parked_limit=HOUR,
         checkpoint_history=1,
         checkpoint_archive=True,
         pool_size=1,
-        fast_path=hot_path,
+        fast_path=fast_path,
     )
 
 
-class Life:
+class StatementRun:
     """Every transition of a task, for `batch` tasks at a time."""
 
-    def __init__(self, store: SqlStore, batch: int, url: str, *, beside_a_lock: bool = False) -> None:
-        self._beside_a_lock = beside_a_lock
+    def __init__(
+        self, store: SqlStore, batch: int, url: str, *, with_locked_row: bool = False
+    ) -> None:
+        self._with_locked_row = with_locked_row
         self._store = store
         self._batch = batch
         self._url = url
 
     async def run(self) -> None:
         await self._answer()
-        if not self._beside_a_lock:
-            await self._answer_beside_another()
+        if not self._with_locked_row:
+            await self._answer_with_locked_row()
         await self._answer_in_parts()
+        await self._append()
         await self._expire()
-        await self._keep_replies()
-        await self._take_over()
+        await self._store_replies()
+        await self._rescue()
+        await self._park()
         await self._cancel()
         await self._send()
         await self._operate()
@@ -265,7 +295,9 @@ class Life:
             pass
 
     async def _pause(self, *calls: Any, **values: Any) -> list[Pause]:
-        pauses = [a_pause(*(a_call(**call) for call in calls), **values) for _ in range(self._batch)]
+        pauses = [
+            a_pause(*(a_call(**call) for call in calls), **values) for _ in range(self._batch)
+        ]
         await self._store.pause(pauses)
         return pauses
 
@@ -273,33 +305,39 @@ class Life:
         claims = [a_claim(pause) for pause in pauses]
         first = await self._store.claim(claims, HERE, self._batch)
         # as if the response to the COMMIT was lost
-        again = await self._store.claim(claims, HERE, self._batch)  # repeated after a lost answer to COMMIT
-        assert first == again
-        return [each.task for each in again if isinstance(each, AllArrived)]
+        repeated = await self._store.claim(
+            claims, HERE, self._batch
+        )  # repeated after a lost answer to COMMIT
+        assert first == repeated
+        return [outcome.task for outcome in repeated if isinstance(outcome, JoinCompleted)]
 
     async def _answer(self) -> None:
         """Pause, receive one response, continue without the other, pause again, end."""
         idle = {"call_id": "a", "idle_timeout": timedelta(milliseconds=1)}
         pauses = await self._pause(idle, {"call_id": "b"}, join=Join(needed=1))
         await self._store.pause(pauses)
-        assert len(await self._store.lookup([pause.run.task_id for pause in pauses])) == self._batch
+        assert (
+            len(await self._store.lookup([pause.run.task_id for pause in pauses])) == self._batch
+        )
         assert await self._store.task(pauses[0].run.task_id)
-        assert None not in await self._store.progress([a_progress(pause) for pause in pauses])
+        assert None not in await self._store.record_progress(
+            [a_progress(pause) for pause in pauses]
+        )
         calls = [(pause.run.task_id, call.sub_task_id) for pause in pauses for call in pause.calls]
-        assert None not in await self._store.requested(calls)
+        assert None not in await self._store.find_dispatches(calls)
         resumed = await self._claim(pauses)
         assert await self._store.renew([task.run for task in resumed], HERE) == []
         pauses = [a_pause("a", run=task.run) for task in resumed]
         await self._store.pause(pauses)
         await self._store.end([an_end(task.run) for task in await self._claim(pauses)])
 
-    async def _answer_beside_another(self) -> None:
-        """Another transaction records an outcome; a claim that waited for its lock must read it."""
+    async def _answer_with_locked_row(self) -> None:
+        """Another transaction records an outcome that a claim waiting for its lock must read."""
         (pause, *_) = await self._pause({"call_id": "a"}, {"call_id": "b"})
-        async with answered_beside(self._url, pause, "a"):
+        async with concurrent_answer(self._url, pause, "a"):
             claiming = asyncio.create_task(self._store.claim([a_claim(pause, "b")], HERE, 1))
         (arrival,) = await claiming
-        assert isinstance(arrival, AllArrived)
+        assert isinstance(arrival, JoinCompleted)
         await self._store.end([an_end(arrival.task.run)])
 
     async def _answer_in_parts(self) -> None:
@@ -308,42 +346,80 @@ class Life:
         with patch.object(fast_path, "PART_BYTES", 0), patch.object(owning, "PART_BYTES", 0):
             await self._store.claim([a_claim(pause, "a")], HERE, 1)
             (arrival,) = await self._store.claim([a_claim(pause, "b")], HERE, 1)
-        assert isinstance(arrival, AllArrived)
+        assert isinstance(arrival, JoinCompleted)
         assert [call_id for call_id, _, _ in arrival.task.outcomes] == ["a", "b"]
         await self._store.end([an_end(arrival.task.run)])
 
+    async def _append(self) -> None:
+        """Append to logs, replace one, read one in parts, and end the tasks."""
+        pauses = [logged_pause(b"a", b"b") for _ in range(self._batch)]
+        await self._store.pause(pauses)
+        tasks = [await resumed(self._store, pause, replica=READER) for pause in pauses]
+        pauses = [
+            logged_pause(b"c", run=task.run, after=2, replaces=number % 2 == 0)
+            for number, task in enumerate(tasks)
+        ]
+        await self._store.pause(pauses)
+        await self._store.pause(pauses)  # finds itself
+        await self._store.end(
+            [an_end((await resumed(self._store, pause, replica=READER)).run) for pause in pauses]
+        )
+        (pause, *_) = await self._pause({"call_id": "a"})
+        with patch.object(fast_path, "PART_BYTES", 0), patch.object(owning, "PART_BYTES", 0):
+            task = await resumed(self._store, pause)
+            task = await continued(self._store, logged_pause(b"a", run=task.run))
+        assert task.log == (b"a",)
+        await self._store.end([an_end(task.run)])
+
     async def _expire(self) -> None:
-        """Deadlines pass: of one call among two, and of an only call, whose task is then acquired."""
+        """Time out one call of two, and an only call, whose task is then acquired."""
         requester = a_requester(idle_timeout=_NOW)
-        over = {"call_id": "a", "timeout": _NOW}
-        await self._pause(over, {"call_id": "b"}, requester=requester)
-        await self._pause(over, requester=requester)
+        expired = {"call_id": "a", "timeout": _NOW}
+        await self._pause(expired, {"call_id": "b"}, requester=requester)
+        await self._pause(expired, requester=requester)
         assert (await self._store.due(HERE, 1)).expired == 1
-        assert len(await self._store.expire(HERE, 2 * self._batch, self._batch // 2)) == 2 * self._batch
+        assert (
+            len(await self._store.expire(HERE, 2 * self._batch, self._batch // 2))
+            == 2 * self._batch
+        )
         assert await self._store.keep_alives(HERE, 100)
-        assert await self._store.take(HERE, 100)
+        assert await self._store.acquire(HERE, 100)
 
-    async def _keep_replies(self) -> None:
-        wishes = [a_kept_reply() for _ in range(self._batch)]
-        for again in (False, True):
-            kept = await self._store.keep_replies([replace(wish, again=again) for wish in wishes])
-            assert kept == [True] * self._batch
+    async def _store_replies(self) -> None:
+        requests = [an_undelivered_reply() for _ in range(self._batch)]
+        for is_repeat in (False, True):
+            stored = await self._store.store_replies(
+                [replace(reply, is_redelivery=is_repeat) for reply in requests]
+            )
+            assert stored == [True] * self._batch
 
-    async def _take_over(self) -> None:
-        await self._store.begin([a_begin(replica=_IMPATIENT) for _ in range(self._batch)])
-        taken = await self._store.take_over(HERE, 100)
-        lost = [replace(task.run, fence=1) for task in taken]
+    async def _rescue(self) -> None:
+        await self._store.begin([a_begin(replica=_EXPIRED) for _ in range(self._batch)])
+        rescued = await self._store.rescue(HERE, 100)
+        lost = [replace(task.run, fence=1) for task in rescued]
         assert await self._store.renew(lost, HERE) == lost
-        assert all(await self._store.release([a_release(task.run) for task in taken]))
+        assert all(await self._store.release([a_release(task.run) for task in rescued]))
+
+    async def _park(self) -> None:
+        tasks = await self._claim(await self._pause({"call_id": "a"}))
+        await self._store.release([a_release(task.run, parked="call 1") for task in tasks])
+        tried = await self._store.acquire_parked(NEWER, 100)
+        assert len(tried) == self._batch
+        await self._store.release([a_release(task.run, parked="call 1") for task in tried])
+        assert await self._store.unread(STRANGER, HOUR) is not None
+        assert await self._store.acquire_overdue(HERE, 100) == []
+        assert all(await self._store.unpark([task.run.task_id for task in tried]))
 
     async def _cancel(self) -> None:
-        """Cancel waiting, running and unknown tasks; then all of them again once they have ended."""
+        """Cancel waiting, running and unknown tasks, and all of them again after they ended."""
         waiting = [pause.run.task_id for pause in await self._pause({"call_id": "a"})]
-        begun = await self._store.begin([a_begin() for _ in range(self._batch)])
-        running = [each.run.task_id for each in begun if isinstance(each, Begun)]
+        results = await self._store.begin([a_begin() for _ in range(self._batch)])
+        running = [result.run.task_id for result in results if isinstance(result, BeginCommitted)]
         unknown = [TaskId(new_id()) for _ in range(self._batch)]
         for _ in range(2):
-            await self._store.cancel([a_cancel(task_id) for task_id in (*waiting, *running, *unknown)])
+            await self._store.cancel(
+                [a_cancel(task_id) for task_id in (*waiting, *running, *unknown)]
+            )
         early = [TaskId(new_id()) for _ in range(self._batch)]
         for sender in ("one", "another"):
             await self._store.cancel([a_cancel(task_id, sender=sender) for task_id in early])
@@ -351,33 +427,51 @@ class Life:
     async def _send(self) -> None:
         """Send requests, cancels and replies, which are due at once because the lease is zero.
 
-        Of a pause's two requests, one is sent first.
+        Of a pause's two requests, one is sent first, and the broker returns the other.
         """
-        pauses = await self._pause({"call_id": "a", "timeout": HOUR}, {"call_id": "b", "timeout": HOUR})
-        committed = [result for result in await self._store.pause(pauses) if isinstance(result, Committed)]
-        await self._store.mark_sent([result.dispatches[0] for result in committed])
-        kinds = set[type[Send]]()
-        # A slow machine has let deadlines of earlier steps pass: a batch of such pauses has nothing to send.
+        pauses = await self._pause(
+            {"call_id": "a", "timeout": HOUR}, {"call_id": "b", "timeout": HOUR}
+        )
+        committed = [
+            result
+            for result in await self._store.pause(pauses)
+            if isinstance(result, PauseCommitted)
+        ]
+        await self._store.confirm_sent([result.dispatches[0] for result in committed])
+        returned = [result.dispatches[1] for result in committed]
+        await self._store.record_unroutable(
+            [
+                UnroutableCall(call.task_id, call.generation, call.sub_task_id, True, _NOW)
+                for call in returned
+            ]
+        )
+        kinds = set[type[OutboxItem]]()
+        # A slow machine has let deadlines of earlier steps pass: a batch of such pauses has
+        # nothing to send.
         for _ in range(20):
             sends = await self._store.unsent(AGENT, 100)
             kinds |= {type(send) for send in sends}
-            await self._store.mark_sent(sends)
+            await self._store.confirm_sent(sends)
             if not sends and len(kinds) == 3:
                 break
         assert len(kinds) == 3
 
     async def _operate(self) -> None:
-        """Operations that pause and complete, fail, or are cancelled, in a store with an archive."""
-        begun = await self._store.begin([a_begin(operation=an_operation()) for _ in range(self._batch)])
-        runs = [each.run for each in begun if isinstance(each, Begun)]
+        """Operations that pause and complete, fail or are cancelled, in an archiving store."""
+        results = await self._store.begin(
+            [a_begin(operation=an_operation()) for _ in range(self._batch)]
+        )
+        runs = [result.run for result in results if isinstance(result, BeginCommitted)]
         for run in runs[:3]:
             await saved(self._store, run)
             # finds itself
-            assert await self._store.save(Save(run, a_checkpoint(run, 1))) == Saved()
+            assert await self._store.save(Save(run, a_checkpoint(run, 1))) == SaveCommitted()
             await saved(self._store, run)  # replaces the first
             assert len(await self._store.history(run.task_id)) == 1
         for run in runs[:3]:
-            assert await self._store.save(Save(run, remembering(run, 3, "memory"))) == Saved()
+            assert (
+                await self._store.save(Save(run, remembering(run, 3, "memory"))) == SaveCommitted()
+            )
             assert await self._store.l1_snapshot(run.task_id)
         child = Child(id=TaskId(new_id()), peer=AGENT, digest="d")
         pauses = [a_pause(run=run) for run in runs]
@@ -385,41 +479,49 @@ class Life:
         resumed = await self._claim(pauses)
         await self._store.end([an_end(task.run) for task in resumed])
         assert len(await self._store.history(runs[0].task_id)) == 1  # in the archive
-        over, waiting = await operating(self._store), await operating(self._store)
-        await self._store.pause([remembering_pause(run, 2, "memory") for run in [await operating(self._store)]])
-        last = a_checkpoint(over, 1, failure_reason="broken")
-        await self._store.end([an_end(over, TaskState.FAILED, checkpoint=last)])
-        assert await self._store.preserve(over.task_id)
+        ended, waiting = await operating(self._store), await operating(self._store)
+        await self._store.pause(
+            [remembering_pause(run, 2, "memory") for run in [await operating(self._store)]]
+        )
+        last = a_checkpoint(ended, 1, failure_reason="broken")
+        await self._store.end([an_end(ended, TaskState.FAILED, checkpoint=last)])
+        assert await self._store.preserve(ended.task_id)
         await self._store.pause([a_pause(run=waiting)])
         await self._store.cancel([a_cancel(waiting.task_id)])
 
     async def _revive(self) -> None:
         """Revive the only operation of an exclusive agent."""
-        alone = AgentName(new_id())
-        (begun,) = await self._store.begin([a_begin(replace(a_run(), agent=alone))])
-        assert isinstance(begun, Begun)
-        run: Run = begun.run
-        await self._store.track(Track(run, an_operation(exclusive=True)))
+        agent_name = AgentName(new_id())
+        (result,) = await self._store.begin([a_begin(replace(a_run(), agent=agent_name))])
+        assert isinstance(result, BeginCommitted)
+        run: Run = result.run
+        await self._store.track(run, an_operation(exclusive=True))
         await saved(self._store, run)
-        assert await self._store.latest(run.task_id, alone)
+        assert await self._store.latest(run.task_id, agent_name)
         await self._store.end([an_end(run, TaskState.FAILED, reason="broken")])
         assert await self._store.operation(run.task_id)
         assert isinstance(await self._store.revive(a_revive(run.task_id)), Revived)
         assert isinstance(
-            await self._store.revive(a_revive(run.task_id, order="1", adopt=True, requester=a_requester())), Adopted
+            await self._store.revive(
+                a_revive(run.task_id, order="1", adopt=True, requester=a_requester())
+            ),
+            Adopted,
         )
 
 
 @pytest.mark.parametrize("batch", [1, 60])
-async def test_nothing_that_replicas_run_scans_a_table(crowded_url: str, batch: int) -> None:
-    plans = Plans()
-    for hot_path, beside_a_lock in ((True, False), (False, False), (True, True)):
-        async with _listened(crowded_url, plans, hot_path=hot_path) as store:
-            if beside_a_lock:
-                # the lock is remembered forever
-                store._locked_rows = LockedRows(clock=lambda: 0.0)  # the lock never expires
+async def test_no_statement_of_a_replica_scans_a_table(
+    large_database_url: str, batch: int
+) -> None:
+    plans = RecordedPlans()
+    for uses_fast_path, with_locked_row in ((True, False), (False, False), (True, True)):
+        async with _listening_store(large_database_url, plans, fast_path=uses_fast_path) as store:
+            if with_locked_row:
+                store._locked_rows._clock = lambda: 0.0  # the lock never expires
                 store._locked_rows.record_timeout()
-            await Life(store, batch, crowded_url, beside_a_lock=beside_a_lock).run()
+            await StatementRun(
+                store, batch, large_database_url, with_locked_row=with_locked_row
+            ).run()
     statements = _statements()
     scans = [scan for _, scan in plans.scans()]
     assert not scans, "\n\n".join(scans)
@@ -427,23 +529,43 @@ async def test_nothing_that_replicas_run_scans_a_table(crowded_url: str, batch: 
     assert missing - _FOR_PEOPLE - _FOR_DAMAGE == set(), "`Life` does not send these statements"
 
 
-async def test_a_claim_reads_no_other_answers_before_the_last(crowded_url: str) -> None:
+async def test_only_the_last_claim_reads_the_other_responses(large_database_url: str) -> None:
     most = 6000
-    beside = _store(crowded_url)
-    await beside.open()
+    lock = _create_store(large_database_url)
+    await lock.open()
     pause = a_pause(*(a_call(f"call-{number}", timeout=HOUR) for number in range(most)))
-    await beside.pause([pause])
-    await beside.claim([a_claim(pause, f"call-{number}") for number in range(most - 2)], HERE, 1)
-    await beside.close()
-    plans = Plans()
-    async with _listened(crowded_url, plans) as store:
+    await lock.pause([pause])
+    await lock.claim([a_claim(pause, f"call-{number}") for number in range(most - 2)], HERE, 1)
+    await lock.close()
+    plans = RecordedPlans()
+    async with _listening_store(large_database_url, plans) as store:
         (arrival,) = await store.claim([a_claim(pause, f"call-{most - 2}")], HERE, 1)
     assert isinstance(arrival, StillWaiting)
     assert not plans.scans()
 
 
-async def test_a_scan_would_be_noticed(crowded_url: str) -> None:
-    plans = Plans()
-    async with _listened(crowded_url, plans) as store:
-        await store.tasks()
+async def test_a_table_scan_is_detected(large_database_url: str) -> None:
+    plans = RecordedPlans()
+    async with _listening_store(large_database_url, plans) as store:
+        await store.operations()
     assert len(plans.scans()) == 1
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"where": TaskFilter(subject="ACME")},
+        {"where": TaskFilter(user="ada")},
+    ],
+    ids=str,
+)
+async def test_a_listing_by_subject_or_user_reads_an_index(
+    large_database_url: str, filters: dict[str, Any]
+) -> None:
+    plans = RecordedPlans()
+    async with _listening_store(large_database_url, plans) as store:
+        first = await store.tasks(limit=20, **filters)
+        if first:
+            assert len(await store.tasks(limit=20, after=first[-1].task_id, **filters)) == 20
+    scans = [scan for _, scan in plans.scans()]
+    assert not scans, "\n\n".join(scans)

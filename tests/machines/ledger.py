@@ -6,44 +6,39 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from machines.story import Story, plain
-from meshpoint.model.checkpoint import (
-    AllArrived,
-    Arrival,
+from machines.task_model import TaskModel, without_message
+from meshpoint.model.ids import ReplicaId, RunId, TaskId
+from meshpoint.model.tasks import Replica, Requester, Resumable, Run, TaskState
+from meshpoint.model.transitions import (
     Begin,
+    BeginCommitted,
     BeginResult,
-    Begun,
     Cancel,
     CancelBeforeRequest,
+    CancelCommitted,
     CancelFound,
-    CancelledNow,
     CancelRequested,
     CancelResult,
     CancelTooLate,
     Claim,
-    Committed,
-    Duplicate,
+    ClaimResult,
+    DuplicateOutcome,
     End,
-    Ended,
+    EndCommitted,
     EndResult,
     Fenced,
-    MadeReady,
+    JoinCompleted,
     PastDeadline,
     Pause,
+    PauseCommitted,
     PauseResult,
     Release,
-    Replica,
-    Requester,
-    Resumable,
-    Run,
     StillWaiting,
-    TaskState,
-    Unknown,
+    TaskReady,
+    UnknownCall,
     WrongSender,
 )
-from meshpoint.model.ids import ReplicaId, RunId, TaskId
 from meshpoint.ports.clock import Clock
-from meshpoint.testing.conformance.build import TIMINGS
 
 
 class Ledger:
@@ -54,186 +49,235 @@ class Ledger:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.stories: dict[TaskId, Story] = {}
-        self.gone: dict[TaskId, Story] = {}
-        self._granted: dict[tuple[TaskId, int], tuple[ReplicaId, RunId]] = {}
+        self.models: dict[TaskId, TaskModel] = {}
+        self.purged: dict[TaskId, TaskModel] = {}
+        self._owner_by_fence: dict[tuple[TaskId, int], tuple[ReplicaId, RunId]] = {}
 
     @property
     def now(self) -> datetime:
         """Current time of the store's clock."""
         return self._clock.now()
 
-    def in_state(self, *states: TaskState) -> list[Story]:
+    def in_state(self, *states: TaskState) -> list[TaskModel]:
         """Tasks whose state is among `states`."""
-        return [story for story in self.stories.values() if story.state in states]
+        return [model for model in self.models.values() if model.state in states]
 
-    def grant(self, story: Story, run: Run, replica: Replica) -> None:
+    def grant(self, model: TaskModel, run: Run, replica: Replica) -> None:
         """Make `run` the owner.
 
         A fence is granted once, to one run of one replica, and always rises.
         """
-        before = self._granted.setdefault((run.task_id, run.fence), (replica.id, run.id))
-        assert before == (replica.id, run.id), f"{run} was given to {before} and to {replica.id}"
-        first = not story.runs and story.generation == 0
-        assert first or run.fence > story.fence, f"{run} does not raise the fence {story.fence}"
-        assert (run.task_id, run.generation) == (story.task_id, story.generation)
-        story.own(run, replica, self.now)
+        granted = self._owner_by_fence.setdefault((run.task_id, run.fence), (replica.id, run.id))
+        assert granted == (replica.id, run.id), f"{run} was given to {granted} and to {replica.id}"
+        is_first = not model.runs and model.generation == 0
+        assert is_first or run.fence > model.fence, f"{run} does not raise the fence {model.fence}"
+        assert (run.task_id, run.generation) == (model.task_id, model.generation)
+        model.set_owner(run, replica, self.now)
 
-    def resumed(self, story: Story, task: Resumable, replica: Replica) -> None:
+    def check_resumed(self, model: TaskModel, task: Resumable, replica: Replica) -> None:
         """Check that `replica` was given the task with exactly one outcome per call."""
-        self.grant(story, task.run, replica)
-        self.shows(story, task)
+        self.grant(model, task.run, replica)
+        self.check_shown(model, task)
 
-    def shows(self, story: Story, task: Resumable) -> None:
+    def check_shown(self, model: TaskModel, task: Resumable) -> None:
         """Check that the task was shown as it is."""
-        outcomes = tuple((call_id, peer, plain(outcome)) for call_id, peer, outcome in task.outcomes)
-        shown = replace(task, outcomes=outcomes, request=task.request if story.pause is None else None)
-        assert shown == story.resumable(), f"resumed as {shown}\nnot as {story.resumable()}"
+        outcomes = tuple(
+            (call_id, peer, without_message(outcome)) for call_id, peer, outcome in task.outcomes
+        )
+        shown = replace(
+            task, outcomes=outcomes, request=task.request if model.pause is None else None
+        )
+        assert shown == model.to_resumable(), f"resumed as {shown}\nnot as {model.to_resumable()}"
 
-    def began(self, begin: Begin, result: BeginResult) -> None:
+    def check_begin(self, begin: Begin, result: BeginResult) -> None:
         """Check and apply one `begin` result."""
-        run, story = replace(begin.run, fence=1, generation=0), self.stories.get(begin.run.task_id)
-        if story is None:
-            assert result == Begun(run), result
-            story = Story(run.task_id, run.agent, begin.requester, TaskState.RUNNING, begin.request)
-            self.stories[run.task_id] = story
-            self.grant(story, run, begin.replica)
-        elif story.state is TaskState.CANCELLED:
+        run, model = replace(begin.run, fence=1, generation=0), self.models.get(begin.run.task_id)
+        if model is None:
+            assert result == BeginCommitted(run), result
+            model = TaskModel(
+                run.task_id, run.agent, begin.requester, TaskState.RUNNING, begin.request
+            )
+            self.models[run.task_id] = model
+            self.grant(model, run, begin.replica)
+        elif model.state is TaskState.CANCELLED:
             assert result == CancelFound(None), result
         else:
-            assert result == (Begun(run) if story.owner == run else Fenced()), result
+            assert result == (BeginCommitted(run) if model.owner == run else Fenced()), result
 
-    def paused(self, pause: Pause, result: PauseResult) -> None:
+    def check_pause(self, pause: Pause, result: PauseResult) -> None:
         """Check and apply one `pause` result."""
-        story = self.stories.get(pause.run.task_id)
-        refusal = self._refusal(pause, story)
+        model = self.models.get(pause.run.task_id)
+        refusal = self._expected_refusal(pause, model)
         if refusal is not None:
             assert result == refusal, f"{result}, not {refusal}"
             return
-        if story is None:
+        if model is None:
             run, requester = pause.run, pause.requester
-            story = Story(run.task_id, run.agent, requester, TaskState.WAITING, pause.request)
-            self.stories[run.task_id] = story
-        if story.written_by != pause.run.id or story.state is TaskState.RUNNING:
-            story.checkpoint(pause, self.now)
-        self._committed(story, result)
+            model = TaskModel(run.task_id, run.agent, requester, TaskState.WAITING, pause.request)
+            self.models[run.task_id] = model
+        if model.written_by != pause.run.id or model.state is TaskState.RUNNING:
+            model.checkpoint(pause, self.now)
+        self._check_committed(model, result)
 
-    def _refusal(self, pause: Pause, story: Story | None) -> PauseResult | None:
+    def _expected_refusal(self, pause: Pause, model: TaskModel | None) -> PauseResult | None:
         run, deadline = pause.run, pause.requester.deadline
         late = PastDeadline() if deadline is not None and deadline <= self.now else None
-        if story is None:
+        if model is None:
             return late if run.fence == 0 else Fenced()
-        if story.state is TaskState.CANCELLED:
+        if model.state is TaskState.CANCELLED:
             return CancelFound(None)
-        if story.state in {TaskState.WAITING, TaskState.READY} and story.written_by == run.id:
-            return None if story.generation == run.generation + 1 else Fenced()
-        if not story.owned_by(run):
+        if model.state in {TaskState.WAITING, TaskState.READY} and model.written_by == run.id:
+            return None if model.generation == run.generation + 1 else Fenced()
+        if not model.is_owned_by(run):
             return Fenced()
-        return CancelFound(run) if story.cancel_requested else late
+        return CancelFound(run) if model.cancel_requested else late
 
-    def _committed(self, story: Story, result: PauseResult) -> None:
-        to_send = [(call.id, call.planned.peer, call.deadline) for call in story.pending if not call.dispatched]
-        assert isinstance(result, Committed), result
-        assert result.state is story.state
-        assert [(send.sub_task_id, send.peer, send.deadline) for send in result.dispatches] == to_send
+    def _check_committed(self, model: TaskModel, result: PauseResult) -> None:
+        to_send = [
+            (call.id, call.planned.peer, call.deadline)
+            for call in model.pending_calls
+            if not call.dispatched
+        ]
+        assert isinstance(result, PauseCommitted), result
+        assert result.state is model.state
+        assert [
+            (send.sub_task_id, send.peer, send.deadline) for send in result.dispatches
+        ] == to_send
 
-    def claimed(self, claims: Sequence[Claim], replica: Replica, slots: int, results: Sequence[Arrival]) -> None:
+    def check_claims(
+        self, claims: Sequence[Claim], replica: Replica, slots: int, results: Sequence[ClaimResult]
+    ) -> None:
         """Check and apply the results of a batch of claims."""
-        held = sum(isinstance(result, AllArrived) for result in results)
-        taken = refused = 0
+        slots_used = sum(isinstance(result, JoinCompleted) for result in results)
+        acquired = refused = 0
         for claim, result in zip(claims, results, strict=True):
-            if self._claim(claim, replica, result):
-                taken += isinstance(result, AllArrived)
-                refused += isinstance(result, MadeReady) and self.stories[claim.task_id].readable_by(replica)
-        assert taken <= slots, f"{taken} tasks were acquired with {slots} slots"
-        assert not refused or held >= slots, f"{refused} tasks were not acquired with {slots - held} slots free"
+            if self._check_claim(claim, replica, result):
+                acquired += isinstance(result, JoinCompleted)
+                refused += isinstance(result, TaskReady) and self.models[
+                    claim.task_id
+                ].is_readable_by(replica)
+        assert acquired <= slots, f"{acquired} tasks were acquired with {slots} slots"
+        assert not refused or slots_used >= slots, (
+            f"{refused} tasks were not acquired with {slots - slots_used} slots free"
+        )
 
-    def _claim(self, claim: Claim, replica: Replica, result: Arrival) -> bool:
+    def _check_claim(self, claim: Claim, replica: Replica, result: ClaimResult) -> bool:
         """Check one result; return whether the claim met its join."""
-        story = self.stories.get(claim.task_id)
-        call = next((row for row in story.rows if row.id == claim.sub_task_id), None) if story else None
-        if story is None or call is None:
-            assert result == Unknown(claim.task_id, claim.sub_task_id), result
+        model = self.models.get(claim.task_id)
+        call = (
+            next((row for row in model.calls_with_row if row.id == claim.sub_task_id), None)
+            if model
+            else None
+        )
+        if model is None or call is None:
+            assert result == UnknownCall(claim.task_id, claim.sub_task_id), result
             return False
         if claim.sender is not None and claim.sender != call.planned.peer:
-            assert result == WrongSender(claim.task_id, claim.sub_task_id, call.planned.peer), result
+            assert result == WrongSender(claim.task_id, claim.sub_task_id, call.planned.peer), (
+                result
+            )
             return False
         if call.outcome is not None:
             if call.claim_id == claim.id:
-                self._repeated(story, claim, replica, result)
+                self._check_repeated(model, claim, replica, result)
             else:
-                assert result == Duplicate(claim.task_id, claim.sub_task_id), result
+                assert result == DuplicateOutcome(claim.task_id, claim.sub_task_id), result
             return False
         call.record(claim.outcome, claim.id)
-        if not story.met:
+        if not model.is_join_met:
             assert result == StillWaiting(claim.task_id, claim.sub_task_id), result
             return False
-        self.gone_on(story, claim.id, replica, result)
+        self.check_join(model, claim.id, replica, result)
         return True
 
-    def gone_on(self, story: Story, run_id: RunId | None, replica: Replica, result: object) -> None:
+    def check_join(
+        self, model: TaskModel, run_id: RunId | None, replica: Replica, result: object
+    ) -> None:
         """Apply a met join: open calls are closed, and the task has an owner or is ready."""
-        notices = story.close_pending(self.now)
-        assert isinstance(result, AllArrived | MadeReady), result
+        notices = model.close_pending(self.now)
+        assert isinstance(result, JoinCompleted | TaskReady), result
         assert result.cancels == notices
-        if isinstance(result, MadeReady):
-            story.make_ready(self.now, run_id)
+        if isinstance(result, TaskReady):
+            model.make_ready(self.now, run_id)
         else:
-            assert story.readable_by(replica)
+            assert model.is_readable_by(replica)
             assert run_id in {None, result.task.run.id}
-            self.resumed(story, result.task, replica)
+            self.check_resumed(model, result.task, replica)
 
-    def _repeated(self, story: Story, claim: Claim, replica: Replica, result: Arrival) -> None:
-        itself = story.written_by == claim.id
-        if itself and story.state is TaskState.RUNNING and story.replica == replica.id:
-            assert isinstance(result, AllArrived), result
-            self.shows(story, result.task)
-        elif itself and story.state is TaskState.READY:
-            assert isinstance(result, MadeReady), result
+    def _check_repeated(
+        self, model: TaskModel, claim: Claim, replica: Replica, result: ClaimResult
+    ) -> None:
+        is_own_write = model.written_by == claim.id
+        if is_own_write and model.state is TaskState.RUNNING and model.replica == replica.id:
+            assert isinstance(result, JoinCompleted), result
+            self.check_shown(model, result.task)
+        elif is_own_write and model.state is TaskState.READY:
+            assert isinstance(result, TaskReady), result
         else:
             assert result == StillWaiting(claim.task_id, claim.sub_task_id), result
 
-    def ended(self, end: End, result: EndResult) -> None:
+    def check_end(self, end: End, result: EndResult) -> None:
         """Check and apply one `end` result."""
-        story = self.stories.get(end.run.task_id)
-        if story is not None and story.owned_by(end.run):
-            story.entomb(end.state, end.reply, end.run.id, self.now)
-        itself = story is not None and story.state.ended and story.written_by == end.run.id
-        expected = Ended(story.reply_at(self.now)) if story is not None and itself else Fenced()
+        model = self.models.get(end.run.task_id)
+        if model is not None and model.is_owned_by(end.run):
+            model.end_with_reply(end.state, end.reply, end.run.id, self.now)
+        is_own_write = (
+            model is not None and model.state.is_final and model.written_by == end.run.id
+        )
+        expected = (
+            EndCommitted(model.reply_at(self.now))
+            if model is not None and is_own_write
+            else Fenced()
+        )
         assert result == expected, f"{result}, not {expected}"
 
-    def released(self, release: Release, result: bool) -> None:
+    def check_release(self, release: Release, result: bool) -> None:
         """Check and apply one `release` result."""
-        run, story = release.run, self.stories.get(release.run.task_id)
-        if story is None or not story.owned_by(run):
-            idle = story is not None and story.state in {TaskState.READY, TaskState.PARKED}
-            itself = story is not None and (story.written_by, story.generation) == (run.id, run.generation)
-            assert result == (idle and itself), result
+        run, model = release.run, self.models.get(release.run.task_id)
+        if model is None or not model.is_owned_by(run):
+            has_no_owner = model is not None and model.state in {TaskState.READY, TaskState.PARKED}
+            is_own_write = model is not None and (model.written_by, model.generation) == (
+                run.id,
+                run.generation,
+            )
+            assert result == (has_no_owner and is_own_write), result
             return
         assert result, "the owner's release was refused"
-        story.make_ready(self.now + release.not_before, run.id)
-        if release.incompatible is not None:
-            story.incompatible_since = story.incompatible_since or self.now
-            if self.now - story.incompatible_since >= TIMINGS.incompatible_limit:
-                story.state, story.due_at = TaskState.PARKED, None
+        model.make_ready(self.now + release.delay, run.id)
+        if release.parked_reason is not None and not model.cancel_requested:
+            model.park(release.parked_reason, release.version, self.now)
 
-    def cancelled(self, cancel: Cancel, result: CancelResult) -> None:
+    def check_unparked(self, task_ids: Sequence[TaskId], results: Sequence[bool]) -> None:
+        """Check and apply the results of `unpark`."""
+        for task_id, result in zip(task_ids, results, strict=True):
+            model = self.models.get(task_id)
+            is_parked = model is not None and model.state is TaskState.PARKED
+            assert result == is_parked, result
+            if model is not None and is_parked:
+                model.state, model.due_at = TaskState.READY, self.now
+                model.forget_parking()
+
+    def check_cancel(self, cancel: Cancel, result: CancelResult) -> None:
         """Check and apply one `cancel` result."""
-        story = self.stories.get(cancel.task_id)
+        model = self.models.get(cancel.task_id)
         expected: CancelResult
-        if story is None:
-            story = Story(cancel.task_id, cancel.agent, Requester(), TaskState.CANCELLED, fence=0)
-            story.entomb(TaskState.CANCELLED, cancel.reply, cancel.run_id, self.now)
-            self.stories[cancel.task_id] = story
+        if model is None:
+            model = TaskModel(
+                cancel.task_id, cancel.agent, Requester(), TaskState.CANCELLED, fence=0
+            )
+            model.end_with_reply(TaskState.CANCELLED, cancel.reply, cancel.run_id, self.now)
+            self.models[cancel.task_id] = model
             expected = CancelBeforeRequest()
-        elif story.state is TaskState.RUNNING:
-            story.cancel_requested = True
-            expected = CancelRequested(story.replica)
-        elif story.state.ended:
-            again = story.fence == 0 and story.written_by == cancel.run_id
-            expected = CancelBeforeRequest() if again else CancelTooLate(story.reply_at(self.now))
+        elif model.state is TaskState.RUNNING:
+            model.cancel_requested = True
+            expected = CancelRequested(model.replica)
+        elif model.state.is_final:
+            is_repeated = model.fence == 0 and model.written_by == cancel.run_id
+            expected = (
+                CancelBeforeRequest() if is_repeated else CancelTooLate(model.reply_at(self.now))
+            )
         else:
-            notices = story.close_pending(self.now)
-            story.entomb(TaskState.CANCELLED, cancel.reply, cancel.run_id, self.now)
-            expected = CancelledNow(story.reply_at(self.now), notices)
+            notices = model.close_pending(self.now)
+            model.end_with_reply(TaskState.CANCELLED, cancel.reply, cancel.run_id, self.now)
+            expected = CancelCommitted(model.reply_at(self.now), notices)
         assert result == expected, f"{result}, not {expected}"

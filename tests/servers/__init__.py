@@ -3,19 +3,18 @@
 A missing server fails a test; it never skips it silently.
 """
 
-from .database import Databases, own_database
-from .find import ServersMissing
-from .fleet import KINDS, Fleet, NamedServer
+from .database import DatabasePool, own_database
+from .locate import ServersMissing
 from .postgres import PostgresServer
 from .process import PrivateServer, ServerFailed
 from .proxy import Proxy
 from .rabbit import RabbitServer
-from .redis import RedisServer, copy_key
+from .redis import RedisServer, redis_data_key
+from .session_servers import KINDS, NamedServer, SessionServers
 
 __all__ = [
     "KINDS",
-    "Databases",
-    "Fleet",
+    "DatabasePool",
     "NamedServer",
     "PostgresServer",
     "PrivateServer",
@@ -24,6 +23,7 @@ __all__ = [
     "RedisServer",
     "ServerFailed",
     "ServersMissing",
-    "copy_key",
+    "SessionServers",
     "own_database",
+    "redis_data_key",
 ]

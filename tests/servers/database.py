@@ -26,7 +26,7 @@ async def own_database(server_url: str, template: str = "template0") -> AsyncIte
         await execute(server_url, f"DROP DATABASE {name} WITH (FORCE)")
 
 
-class Databases:
+class DatabasePool:
     """A pool of databases with empty tables, because creating one takes a third of a second.
 
     A database is dropped instead of reused if a test changed its schema or settings.
@@ -38,14 +38,14 @@ class Databases:
         self._free: list[str] = []
 
     @asynccontextmanager
-    async def lent(self) -> AsyncIterator[str]:
+    async def borrow(self) -> AsyncIterator[str]:
         """Lend a database for exclusive use. Yields its URL."""
         name = self._free.pop() if self._free else await self._create()
         url = urlsplit(self._server_url)._replace(path=f"/{name}").geturl()
         try:
             yield url
         finally:
-            if await self._emptied(url):
+            if await self._try_empty(url):
                 self._free.append(name)
             else:
                 await self._drop(name)
@@ -63,7 +63,7 @@ class Databases:
     async def _drop(self, name: str) -> None:
         await execute(self._server_url, f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
 
-    async def _emptied(self, url: str) -> bool:
+    async def _try_empty(self, url: str) -> bool:
         """Terminate all sessions and delete all rows.
 
         Returns `False` if the database cannot be reused.
@@ -71,10 +71,10 @@ class Databases:
         try:
             if self._definitions is None:
                 template = urlsplit(url)._replace(path=f"/{self._template}").geturl()
-                async with _connected(template) as connection:
+                async with _connect(template) as connection:
                     self._definitions = await connection.fetchval(_DEFINITIONS)
-            async with _connected(url) as connection:
-                while await connection.fetch(_END_OTHERS):
+            async with _connect(url) as connection:
+                while await connection.fetch(_TERMINATE_OTHERS):  # noqa: ASYNC110  no event for it
                     await asyncio.sleep(0.005)
                 if await connection.fetchval(_DEFINITIONS) != self._definitions:
                     return False
@@ -85,19 +85,23 @@ class Databases:
         return True
 
 
-_END_OTHERS = """
-SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()
+_TERMINATE_OTHERS = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+ WHERE datname = current_database() AND pid <> pg_backend_pid()
 """
 _TABLES = """
-SELECT tablename FROM pg_tables WHERE schemaname = 'public' AND tablename <> 'meshpoint_alembic_version'
+SELECT tablename FROM pg_tables
+ WHERE schemaname = 'public' AND tablename <> 'meshpoint_alembic_version'
 """
 _DEFINITIONS = """
 SELECT coalesce(string_agg(line, E'\n' ORDER BY line), '') FROM (
-  SELECT concat_ws(' ', relname, relkind, relacl::text, attname, attnum, atttypid, atttypmod, attnotnull) AS line
+  SELECT concat_ws(' ', relname, relkind, relacl::text, attname,
+                   attnum, atttypid, atttypmod, attnotnull) AS line
   FROM pg_class LEFT JOIN pg_attribute ON attrelid = pg_class.oid AND NOT attisdropped
   WHERE relnamespace = 'public'::regnamespace
   UNION ALL
-  SELECT concat_ws(' ', conrelid::regclass::text, conname, pg_get_constraintdef(oid)) FROM pg_constraint
+  SELECT concat_ws(' ', conrelid::regclass::text, conname, pg_get_constraintdef(oid))
+  FROM pg_constraint
   WHERE connamespace = 'public'::regnamespace
   UNION ALL
   SELECT indexdef FROM pg_indexes WHERE schemaname = 'public'
@@ -111,7 +115,7 @@ SELECT coalesce(string_agg(line, E'\n' ORDER BY line), '') FROM (
 
 
 @asynccontextmanager
-async def _connected(url: str) -> AsyncIterator[asyncpg.Connection]:
+async def _connect(url: str) -> AsyncIterator[asyncpg.Connection]:
     connection = await asyncpg.connect(url)
     try:
         yield connection
@@ -121,5 +125,5 @@ async def _connected(url: str) -> AsyncIterator[asyncpg.Connection]:
 
 async def execute(url: str, statement: str) -> None:
     """Run `statement` on a new connection."""
-    async with _connected(url) as connection:
+    async with _connect(url) as connection:
         await connection.execute(statement)

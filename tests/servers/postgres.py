@@ -6,8 +6,8 @@ import os
 import signal
 from collections.abc import Mapping
 
-from .find import postgres_programs
-from .process import Home, PrivateServer, free_port
+from .locate import postgres_programs
+from .process import PrivateServer, ServerFolder, free_port
 
 
 class PostgresServer(PrivateServer):
@@ -22,18 +22,26 @@ class PostgresServer(PrivateServer):
     def __init__(self, settings: Mapping[str, str] | None = None) -> None:
         self._settings = settings or {}
         self._programs = postgres_programs()
-        super().__init__(Home("postgres", ("postgres", "nobody")))
+        super().__init__(ServerFolder("postgres", ("postgres", "nobody")))
         self.port = free_port()
         self.url = f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
-        self._data = self.home.path / "data"
-        initdb = [str(self._programs / "initdb"), "--pgdata", str(self._data), "--username=postgres", "--auth=trust"]
-        self.home.run([*initdb, "--no-sync", "--encoding=UTF8", "--locale=C"], self.environment())
+        self._data = self.folder.path / "data"
+        initdb = [
+            str(self._programs / "initdb"),
+            "--pgdata",
+            str(self._data),
+            "--username=postgres",
+            "--auth=trust",
+        ]
+        self.folder.run(
+            [*initdb, "--no-sync", "--encoding=UTF8", "--locale=C"], self.environment()
+        )
 
     def command(self) -> list[str]:
         settings = {
             "port": str(self.port),
             "listen_addresses": "127.0.0.1",
-            "unix_socket_directories": str(self.home.path),
+            "unix_socket_directories": str(self.folder.path),
             "max_connections": "200",
             **self._settings,
         }
@@ -41,14 +49,23 @@ class PostgresServer(PrivateServer):
         return [str(self._programs / "postgres"), "-D", str(self._data), *options]
 
     def environment(self) -> dict[str, str]:
-        return {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(self.home.path), "LC_ALL": "C"}
+        return {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "HOME": str(self.folder.path),
+            "LC_ALL": "C",
+        }
 
-    def answers(self) -> bool:
+    def is_ready(self) -> bool:
         try:
             lines = (self._data / "postmaster.pid").read_text().splitlines()
         except FileNotFoundError:
             return False
-        return self.running and bool(lines) and lines[0] == str(self._process_id) and lines[-1].strip() == "ready"
+        return (
+            self.running
+            and bool(lines)
+            and lines[0] == str(self._process_id)
+            and lines[-1].strip() == "ready"
+        )
 
     @property
     def _process_id(self) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 # Runs in the server's process before the server: gives up root, then asks the kernel to end the
 # process when its parent dies. The order matters, because a change of user clears that request. It
 # is skipped on systems other than Linux.
-_GUARD = """
+_GUARD_CODE = """
 import ctypes, os, pwd, sys
 parent, user, last_signal, *command = sys.argv[1:]
 if user:
@@ -41,15 +41,15 @@ class ServerFailed(Exception):
     """A server did not start; carries the end of its log."""
 
 
-class Home:
+class ServerFolder:
     """A temporary folder that belongs to the server's user."""
 
     def __init__(self, name: str, users: tuple[str, ...]) -> None:
-        self.user = _unprivileged(users) if os.geteuid() == 0 else ""
+        self.user = _unprivileged_user(users) if os.geteuid() == 0 else ""
         self.path = Path(tempfile.mkdtemp(prefix=f"meshpoint-{name}-"))
-        self.own(self.path)
+        self.chown(self.path)
 
-    def own(self, path: Path) -> Path:
+    def chown(self, path: Path) -> Path:
         """Give `path` to the server's user."""
         if self.user:
             account = pwd.getpwnam(self.user)
@@ -60,18 +60,30 @@ class Home:
         """Write a file for the server's user."""
         path = self.path / name
         path.write_text(text)
-        return self.own(path)
+        return self.chown(path)
 
     def spawn(
-        self, command: list[str], env: dict[str, str], last_signal: signal.Signals, into: Path | None = None
+        self,
+        command: list[str],
+        env: dict[str, str],
+        last_signal: signal.Signals,
+        output: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start `command` here as the server's user.
 
-        Output goes to the log, or to the file `into`. Call it on the main thread: for the kernel,
-        the parent that must not die is the calling *thread*.
+        Output goes to the log, or to the file `output`. Call it on the main thread: for the
+        kernel, the parent that must not die is the calling *thread*.
         """
-        guard = [sys.executable, "-I", "-c", _GUARD, str(os.getpid()), self.user, str(int(last_signal))]
-        with (into or self.path / "log").open("ab") as log:
+        guard = [
+            sys.executable,
+            "-I",
+            "-c",
+            _GUARD_CODE,
+            str(os.getpid()),
+            self.user,
+            str(int(last_signal)),
+        ]
+        with (output or self.path / "log").open("ab") as log:
             return subprocess.Popen(
                 guard + command,
                 cwd=self.path,
@@ -105,11 +117,11 @@ class PrivateServer(ABC):
     """One server process. The methods without `async` block; tests use the others."""
 
     url: str
-    most_starts = 100
-    patience = 60.0  # seconds to wait for a stop before the process is killed
+    max_starts = 100
+    start_timeout = 60.0  # seconds to wait for a stop before the process is killed
 
-    def __init__(self, home: Home) -> None:
-        self.home = home
+    def __init__(self, folder: ServerFolder) -> None:
+        self.folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
@@ -120,7 +132,7 @@ class PrivateServer(ABC):
     def environment(self) -> dict[str, str]: ...
 
     @abstractmethod
-    def answers(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the server accepts requests."""
 
     stop_signal = signal.SIGTERM
@@ -136,7 +148,9 @@ class PrivateServer(ABC):
         if self._closed:
             raise ServerFailed("this server is closed")
         if not self.running:
-            self._process = self.home.spawn(self.command(), self.environment(), self.abort_signal)
+            self._process = self.folder.spawn(
+                self.command(), self.environment(), self.abort_signal
+            )
 
     def wait_ready(self) -> None:
         """Return when the server accepts requests; start it first if it is not running.
@@ -144,32 +158,34 @@ class PrivateServer(ABC):
         Raises:
             ServerFailed: it does not start; shows its log.
         """
-        for pause in self._until_ready():
+        for pause in self._ready_polls():
             time.sleep(pause)
 
-    def _until_ready(self) -> Iterator[float]:
+    def _ready_polls(self) -> Iterator[float]:
         """Pauses in seconds until the server accepts requests.
 
-        A process that ends at once is started again, up to `most_starts` times: after a kill, the
+        A process that ends at once is started again, up to `max_starts` times: after a kill, the
         remains of the previous process may still hold the port or the data. There is no time limit
         for a running process, because the machine may be busy.
         """
         starts = 0
-        while not self.answers():
+        while not self.is_ready():
             yield 0.1
             if not self.running:
-                if starts == self.most_starts:
-                    raise ServerFailed(f"{type(self).__name__} does not start:\n{self.home.log_end()}")
+                if starts == self.max_starts:
+                    raise ServerFailed(
+                        f"{type(self).__name__} does not start:\n{self.folder.log_end()}"
+                    )
                 starts += 1
                 self.launch()
 
-    def end(self, how: signal.Signals) -> None:
-        """Send `how` and wait until the process has ended."""
+    def end(self, signal_number: signal.Signals) -> None:
+        """Send `signal_number` and wait until the process has ended."""
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
-            process.send_signal(how)
+            process.send_signal(signal_number)
             try:
-                process.wait(self.patience)
+                process.wait(self.start_timeout)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -178,12 +194,12 @@ class PrivateServer(ABC):
         """Stop at once and delete everything."""
         self._closed = True
         self.end(self.abort_signal)
-        self.home.remove()
+        self.folder.remove()
 
     async def start(self) -> None:
         """Start, and return when the server accepts requests."""
         self.launch()
-        for pause in self._until_ready():
+        for pause in self._ready_polls():
             await asyncio.sleep(pause)
 
     async def stop(self, *, immediate: bool = False) -> None:
@@ -207,21 +223,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _unprivileged(users: tuple[str, ...]) -> str:
-    known = {account.pw_name for account in pwd.getpwall()}
-    return next((user for user in users if user in known), "nobody")
+def _unprivileged_user(users: tuple[str, ...]) -> str:
+    existing_users = {account.pw_name for account in pwd.getpwall()}
+    return next((user for user in users if user in existing_users), "nobody")
 
 
-async def until_gone(pid: int) -> None:
+async def wait_until_exited(pid: int) -> None:
     """Wait until a process has exited. It need not be a child of this one."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    gone = asyncio.Event()
-    asyncio.get_running_loop().add_reader(descriptor, gone.set)
+    exited = asyncio.Event()
+    asyncio.get_running_loop().add_reader(descriptor, exited.set)
     try:
-        await gone.wait()
+        await exited.wait()
     finally:
         asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)

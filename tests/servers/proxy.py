@@ -18,8 +18,8 @@ class Proxy:
         self._pumps: set[asyncio.Task[None]] = set()
         self._flowing = asyncio.Event()
         self._flowing.set()
-        self._answering = asyncio.Event()
-        self._answering.set()
+        self._responses_flow = asyncio.Event()
+        self._responses_flow.set()
         self.connections = 0
 
     async def __aenter__(self) -> Proxy:
@@ -28,7 +28,10 @@ class Proxy:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._server.close()
         self.cut()
@@ -39,8 +42,8 @@ class Proxy:
     @property
     def url(self) -> str:
         """The server's URL through this proxy."""
-        user, at, _ = self._parts.netloc.rpartition("@")
-        return self._parts._replace(netloc=f"{user}{at}127.0.0.1:{self._port}").geturl()
+        user, location, _ = self._parts.netloc.rpartition("@")
+        return self._parts._replace(netloc=f"{user}{location}127.0.0.1:{self._port}").geturl()
 
     def cut(self) -> None:
         """Reset every connection. New ones are accepted."""
@@ -60,14 +63,14 @@ class Proxy:
         """Keep the connections open but forward nothing."""
         self._flowing.clear()
 
-    def hold_answers(self) -> None:
+    def hold_responses(self) -> None:
         """Hold back everything the server sends until `resume`."""
-        self._answering.clear()
+        self._responses_flow.clear()
 
     def resume(self) -> None:
         """Forward again, including everything held back."""
         self._flowing.set()
-        self._answering.set()
+        self._responses_flow.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -77,9 +80,9 @@ class Proxy:
             writer.transport.abort()
             return
         self._writers |= {writer, to_writer}
-        ways = (reader, to_writer, self._flowing), (to_reader, writer, self._answering)
-        for source, sink, open_ in ways:
-            pump = asyncio.create_task(self._pump(source, sink, open_, {writer, to_writer}))
+        directions = (reader, to_writer, self._flowing), (to_reader, writer, self._responses_flow)
+        for source, sink, is_flowing in directions:
+            pump = asyncio.create_task(self._pump(source, sink, is_flowing, {writer, to_writer}))
             self._pumps.add(pump)
             pump.add_done_callback(self._pumps.discard)
 
@@ -87,18 +90,18 @@ class Proxy:
         self,
         source: asyncio.StreamReader,
         sink: asyncio.StreamWriter,
-        open_: asyncio.Event,
-        both: set[asyncio.StreamWriter],
+        is_flowing: asyncio.Event,
+        writers: set[asyncio.StreamWriter],
     ) -> None:
         try:
             while chunk := await source.read(65536):
                 await self._flowing.wait()
-                await open_.wait()
+                await is_flowing.wait()
                 sink.write(chunk)
                 await sink.drain()
         except OSError:
             pass
         finally:
-            self._writers -= both
-            for writer in both:
+            self._writers -= writers
+            for writer in writers:
                 writer.close()

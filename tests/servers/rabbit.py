@@ -10,10 +10,10 @@ import socket
 import subprocess
 from pathlib import Path
 
-from .find import rabbit_programs
-from .process import Home, PrivateServer, ServerFailed, free_port
+from .locate import rabbit_programs
+from .process import PrivateServer, ServerFailed, ServerFolder, free_port
 
-_GREETING = b"AMQP\x00\x00\x09\x01"
+_PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 
 
 class RabbitServer(PrivateServer):
@@ -21,24 +21,30 @@ class RabbitServer(PrivateServer):
 
     def __init__(self) -> None:
         self._programs = rabbit_programs()
-        super().__init__(Home("rabbit", ("rabbitmq", "nobody")))
-        self.port, self._distribution_port, self._mapper_port = free_port(), free_port(), free_port()
+        super().__init__(ServerFolder("rabbit", ("rabbitmq", "nobody")))
+        self.port, self._distribution_port, self._mapper_port = (
+            free_port(),
+            free_port(),
+            free_port(),
+        )
         self.url = f"amqp://guest:guest@127.0.0.1:{self.port}/"
-        self.home.write("plugins", "[].\n")
-        self.home.write("env.conf", "")
-        self.home.write(
-            "rabbit.conf", f"listeners.tcp.1 = 127.0.0.1:{self.port}\ntotal_memory_available_override_value = 4GB\n"
+        self.folder.write("plugins", "[].\n")
+        self.folder.write("env.conf", "")
+        self.folder.write(
+            "rabbit.conf",
+            f"listeners.tcp.1 = 127.0.0.1:{self.port}\n"
+            "total_memory_available_override_value = 4GB\n",
         )
         for folder in ("data", "logs"):
-            (self.home.path / folder).mkdir()
-            self.home.own(self.home.path / folder)
+            (self.folder.path / folder).mkdir()
+            self.folder.chown(self.folder.path / folder)
         self._mapper: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
         return [str(self._programs / "rabbitmq-server")]
 
     def environment(self) -> dict[str, str]:
-        home = self.home.path
+        home = self.folder.path
         return {
             "PATH": os.environ.get("PATH", os.defpath),
             "HOME": str(home),  # the cookie is stored here
@@ -59,14 +65,20 @@ class RabbitServer(PrivateServer):
 
     def launch(self) -> None:
         if self._mapper is None:
-            mapper = [shutil.which("epmd") or "epmd", "-address", "127.0.0.1", "-port", str(self._mapper_port)]
-            self._mapper = self.home.spawn(mapper, self.environment(), signal.SIGKILL)
+            mapper = [
+                shutil.which("epmd") or "epmd",
+                "-address",
+                "127.0.0.1",
+                "-port",
+                str(self._mapper_port),
+            ]
+            self._mapper = self.folder.spawn(mapper, self.environment(), signal.SIGKILL)
         super().launch()
 
-    def answers(self) -> bool:
+    def is_ready(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=2) as client:
-                client.sendall(_GREETING)
+                client.sendall(_PROTOCOL_HEADER)
                 return self.running and client.recv(1) == b"\x01"
         except OSError:
             return False
@@ -83,26 +95,32 @@ class RabbitServer(PrivateServer):
         Raises:
             ServerFailed: `rabbitmqctl` failed.
         """
-        asked = self.home.write("queues", "")
-        await self.control("list_queues", "--no-table-headers", "name", "messages", into=asked)
-        rows = (line.rsplit("\t", 1) for line in asked.read_text().splitlines() if "\t" in line)
+        output_file = self.folder.write("queues", "")
+        await self.control(
+            "list_queues", "--no-table-headers", "name", "messages", output=output_file
+        )
+        rows = (
+            line.rsplit("\t", 1) for line in output_file.read_text().splitlines() if "\t" in line
+        )
         return {name: int(count) for name, count in rows if count.isdigit()}
 
     def log(self) -> list[str]:
         """The lines that the node has logged so far."""
-        return (self.home.path / "log").read_text(errors="replace").splitlines()
+        return (self.folder.path / "log").read_text(errors="replace").splitlines()
 
-    async def control(self, *arguments: str, into: Path | None = None) -> None:
-        """Run `rabbitmqctl` on this node. Output goes to the log, or to the file `into`.
+    async def control(self, *arguments: str, output: Path | None = None) -> None:
+        """Run `rabbitmqctl` on this node. Output goes to the log, or to the file `output`.
 
         Raises:
             ServerFailed: its exit code is not 0.
         """
         command = [str(self._programs / "rabbitmqctl"), "--quiet", *arguments]
-        process = self.home.spawn(command, self.environment(), signal.SIGKILL, into)
+        process = self.folder.spawn(command, self.environment(), signal.SIGKILL, output)
         try:
             code = await asyncio.to_thread(process.wait)
         finally:
             process.kill()  # lets the thread end if the wait was cancelled
         if code != 0:
-            raise ServerFailed(f"rabbitmqctl {' '.join(arguments)} failed:\n{self.home.log_end()}")
+            raise ServerFailed(
+                f"rabbitmqctl {' '.join(arguments)} failed:\n{self.folder.log_end()}"
+            )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import socket
 
-from .find import redis_programs
-from .process import Home, PrivateServer, free_port
+from .locate import redis_programs
+from .process import PrivateServer, ServerFolder, free_port
 
 
 class RedisServer(PrivateServer):
-    """A fresh instance that appends each write to a file and syncs every second, as in production."""
+    """A fresh instance that appends writes to a file and syncs every second, as in production."""
 
     def __init__(self) -> None:
         self._programs = redis_programs()
-        super().__init__(Home("redis", ("redis", "nobody")))
+        super().__init__(ServerFolder("redis", ("redis", "nobody")))
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
 
@@ -22,7 +22,7 @@ class RedisServer(PrivateServer):
         settings = {
             "port": str(self.port),
             "bind": "127.0.0.1",
-            "dir": str(self.home.path),
+            "dir": str(self.folder.path),
             "appendonly": "yes",
             "appendfsync": "everysec",
             "save": "",
@@ -31,27 +31,31 @@ class RedisServer(PrivateServer):
         return [str(self._programs / "redis-server"), *options]
 
     def environment(self) -> dict[str, str]:
-        return {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(self.home.path), "LC_ALL": "C"}
+        return {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "HOME": str(self.folder.path),
+            "LC_ALL": "C",
+        }
 
-    def answers(self) -> bool:
+    def is_ready(self) -> bool:
         try:
-            return self._asked("PING") and self.running
+            return self._command_succeeds("PING") and self.running
         except OSError:
             return False
 
-    def append_before_answering(self) -> None:
+    def sync_every_write(self) -> None:
         """Lose nothing at a kill, until the next start.
 
         With `everysec`, writes wait for a busy disk.
         """
-        assert self._asked("CONFIG SET appendfsync no")
+        assert self._command_succeeds("CONFIG SET appendfsync no")
 
-    def _asked(self, command: str) -> bool:
+    def _command_succeeds(self, command: str) -> bool:
         with socket.create_connection(("127.0.0.1", self.port), timeout=2) as client:
             client.sendall(f"{command}\r\n".encode())
             return client.recv(3) in {b"+PO", b"+OK"}
 
 
-async def copy_key() -> bytes:
+async def redis_data_key() -> bytes:
     """A key that authenticates the Redis data of tests and benchmarks."""
     return bytes(range(32))

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from .world import brief, simulate
+from .run import simulate, simulate_without_trace
 
 
 def main() -> int:
@@ -23,19 +23,19 @@ def main() -> int:
     if options.seed is not None:
         report = simulate(options.seed)
         print(*report.trace, f"trace {report.digest}", report, sep="\n")
-        return bool(report.broken)
-    return _many(range(options.first, options.first + options.seeds), options.jobs)
+        return bool(report.violations)
+    return _run_seeds(range(options.first, options.first + options.seeds), options.jobs)
 
 
-def _many(seeds: range, jobs: int) -> int:
-    began, broken = time.monotonic(), 0
+def _run_seeds(seeds: range, jobs: int) -> int:
+    started_at, broken_seeds = time.monotonic(), 0
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for report in pool.map(brief, seeds):
-            if report.broken:
-                broken += 1
+        for report in pool.map(simulate_without_trace, seeds):
+            if report.violations:
+                broken_seeds += 1
                 print(report, flush=True)
-    print(f"{len(seeds)} seeds, {broken} broken, {time.monotonic() - began:.0f} s")
-    return bool(broken)
+    print(f"{len(seeds)} seeds, {broken_seeds} broken, {time.monotonic() - started_at:.0f} s")
+    return bool(broken_seeds)
 
 
 if __name__ == "__main__":

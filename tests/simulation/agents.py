@@ -24,7 +24,7 @@ FAN_OUT = 5
 JOINS = (ALL, FIRST, AT_LEAST(3))
 Think = Callable[[], Awaitable[None]]
 """Spends an agent's time: a moment, or more than a lease."""
-Returned = Callable[[str, str, str], None]
+OnReturned = Callable[[str, str, str], None]
 """Called with task, subtask and deliverable when a subtask returns."""
 
 
@@ -52,8 +52,8 @@ class _Agent:
     name: str
     state_format = "simulated/1"
 
-    def __init__(self, think: Think, returned: Returned) -> None:
-        self._think, self._returned = think, returned
+    def __init__(self, think: Think, on_returned: OnReturned) -> None:
+        self._think, self._on_returned = think, on_returned
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Any:
         raise AssertionError("this agent never pauses")
@@ -79,21 +79,25 @@ class Nested(_Agent):
         """Call the leaves."""
         await self._think()
         await self._subtask(ctx, "before", request)
-        return Paused([Call(str(n), "leaf", request + n) for n in range(2)], json.dumps(request).encode())
+        return Paused(
+            [Call(str(n), "leaf", request + n) for n in range(2)], json.dumps(request).encode()
+        )
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Any:
         """Add up the results."""
         await self._think()
         number = json.loads(state)
-        await asyncio.gather(self._subtask(ctx, "left", number), self._subtask(ctx, "right", number))
+        await asyncio.gather(
+            self._subtask(ctx, "left", number), self._subtask(ctx, "right", number)
+        )
         await self._subtask(ctx, "after", number)
-        wrong, late = judge(outcomes, [("leaf", number + n) for n in range(2)], ALL)
+        wrong, late = check_outcomes(outcomes, [("leaf", number + n) for n in range(2)], ALL)
         if wrong:
             raise AssertionError(wrong)
         return Done(None if late else nested_value(number))
 
     async def _subtask(self, ctx: TaskExecutionContext, name: str, number: int) -> None:
-        self._returned(ctx.task_id, name, await ctx.subtask(name, self._step, number))
+        self._on_returned(ctx.task_id, name, await ctx.subtask(name, self._step, number))
 
     async def _step(self, number: int) -> str:
         await self._think()
@@ -108,49 +112,60 @@ class Root(_Agent):
     async def start(self, ctx: TaskExecutionContext, request: Any) -> Any:
         """First pause. A `tight` request gives its calls little time."""
         await self._think()
-        return _ask({**request, "pauses": 1, "wrong": [], "late": 0})
+        return _pause_for_calls({**request, "pauses": 1, "wrong": [], "late": 0})
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Any:
         """Second pause, then the end."""
         await self._think()
-        kept = json.loads(state)
-        pauses, number = kept["pauses"], kept["number"]
-        wrong, late = judge(outcomes, _asked(number, pauses), joins_of(number)[pauses - 1])
-        kept = {**kept, "wrong": kept["wrong"] + wrong, "late": kept["late"] + late}
-        return _ask({**kept, "pauses": 2}) if pauses == 1 else Done(kept)
+        state_data = json.loads(state)
+        pauses, number = state_data["pauses"], state_data["number"]
+        wrong, late = check_outcomes(
+            outcomes, _calls_of(number, pauses), joins_of(number)[pauses - 1]
+        )
+        state_data = {
+            **state_data,
+            "wrong": state_data["wrong"] + wrong,
+            "late": state_data["late"] + late,
+        }
+        return _pause_for_calls({**state_data, "pauses": 2}) if pauses == 1 else Done(state_data)
 
 
-def judge(outcomes: Outcomes, asked: list[tuple[str, int]], join: Join) -> tuple[list[str], int]:
+def check_outcomes(
+    outcomes: Outcomes, calls: list[tuple[str, int]], join: Join
+) -> tuple[list[str], int]:
     """Wrong outcomes of a pause, and the number of results missing from its join."""
-    wrong, good = [], 0
-    if list(outcomes) != [str(n) for n in range(len(asked))]:
+    wrong, result_count = [], 0
+    if list(outcomes) != [str(n) for n in range(len(calls))]:
         wrong.append(f"the calls are {list(outcomes)}")
-    for (peer, number), outcome in zip(asked, outcomes.values(), strict=False):
+    for (peer, number), outcome in zip(calls, outcomes.values(), strict=False):
         match outcome:
             case Ok(value=None) if peer == "nested":
                 pass
             case Ok(value=value) if value == VALUES[peer](number):
-                good += 1
+                result_count += 1
             case Failed(kind=kind) if kind in {"timeout", "cancelled"}:
                 pass
             case _:
                 wrong.append(f"{peer}({number}) is {outcome}")
-    return wrong, max((join.needed or len(asked)) - good, 0)
+    return wrong, max((join.needed or len(calls)) - result_count, 0)
 
 
-def _asked(number: int, pauses: int) -> list[tuple[str, int]]:
+def _calls_of(number: int, pauses: int) -> list[tuple[str, int]]:
     first = 10 * number + 100 * pauses
     return [("nested" if n % 2 else "leaf", first + n) for n in range(FAN_OUT)]
 
 
-def _ask(state: dict[str, JsonValue]) -> Paused:
+def _pause_for_calls(state: dict[str, JsonValue]) -> Paused:
     number, pauses = state["number"], state["pauses"]
     assert isinstance(number, int)
     assert isinstance(pauses, int)
     timeout = timedelta(seconds=8) if state["tight"] else None
-    calls = [Call(str(n), peer, each, timeout) for n, (peer, each) in enumerate(_asked(number, pauses))]
+    calls = [
+        Call(str(n), peer, each, timeout)
+        for n, (peer, each) in enumerate(_calls_of(number, pauses))
+    ]
     return Paused(calls, json.dumps(state).encode(), joins_of(number)[pauses - 1])
 
 
-async def moment(seconds: float) -> None:
+async def short_sleep(seconds: float) -> None:
     await asyncio.sleep(seconds)

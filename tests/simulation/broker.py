@@ -3,104 +3,119 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessSubscription
-from meshpoint.adapters.inprocess.exchange import InProcessExchange, Queue, QueuedMessage
+from meshpoint.adapters.inprocess.broker import (
+    InProcessBroker,
+    InProcessExchange,
+    InProcessSubscription,
+    Queue,
+    QueuedMessage,
+)
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import Address, Message
-from meshpoint.ports.broker import Delivery, OnDelivery, Published
+from meshpoint.ports.broker import Delivery, OnDelivery, PublishResult
 
 from .loop import WORLD, process_context
-from .weather import Weather, Word
-from .wire import at_once, call
+from .network_faults import CallResult, Network
+from .remote_call import remote_call, run_at_once
 
 BROKER = "broker"
-Published_ = Callable[[Address, Message], None]
+OnAccepted = Callable[[Address, Message], None]
 """Called with each message that the server accepts."""
 
 
 class SimulatedExchange(InProcessExchange):
     """Delivers each message after a delay of its own, so that messages overtake each other."""
 
-    def __init__(self, weather: Weather) -> None:
+    def __init__(self, network: Network) -> None:
         super().__init__(delivery_limit=100_000)
-        self._weather = weather
+        self._network = network
 
     def deliver_ready(self, queue: Queue) -> None:
-        """Send ready messages to consumers with room."""
-        while queue.ready and (consumer := queue.next_consumer()):
-            item = heapq.heappop(queue.ready)
-            item.count += 1
-            consumer.unacked[item.position] = item
-            asyncio.get_running_loop().call_later(
-                self._weather.delay(),
-                self._deliver,
-                consumer,
-                item,
-                item.count,
-                context=process_context(WORLD),
-            )
+        """Deliver outside of any process: a message under way survives the end of its sender."""
+        process_context(WORLD).run(super().deliver_ready, queue)
 
-    def left_over(self, excused: Container[str]) -> dict[str, int]:
+    def _deliver(self, *delivered: Any) -> None:
+        asyncio.get_running_loop().call_later(
+            self._network.delay(), super()._deliver, *delivered, context=process_context(WORLD)
+        )
+
+    def remaining_messages(self, excused: Container[str]) -> dict[str, int]:
         """Queued or unacked messages per address, without private queues of ended processes."""
         counts = {
-            queue.address: sum(item.message.correlation_id not in excused for item in _items(queue))
-            for queue in self._queues.values()
+            queue.address: sum(
+                item.message.correlation_id not in excused for item in _all_items(queue)
+            )
+            for queue in self.queues.values()
             if queue.users or not queue.private
         }
-        return {address: found for address, found in counts.items() if found}
+        return {address: count for address, count in counts.items() if count}
 
 
-def _items(queue: Queue) -> Iterator[QueuedMessage]:
+def _all_items(queue: Queue) -> Iterator[QueuedMessage]:
     return chain(queue.ready, *(consumer.unacked.values() for consumer in queue.consumers))
 
 
 class SimulatedBroker(InProcessBroker):
     """One process's connection to the exchange."""
 
-    def __init__(self, exchange: SimulatedExchange, weather: Weather, process: str, heard: Published_) -> None:
+    def __init__(
+        self, exchange: SimulatedExchange, network: Network, process: str, on_accepted: OnAccepted
+    ) -> None:
         super().__init__(exchange)
-        self._server, self._weather, self._process, self._heard = exchange, weather, process, heard
-        self._settling: dict[asyncio.TimerHandle, Callable[[], None]] = {}
+        self._server, self._network, self._process, self._on_accepted = (
+            exchange,
+            network,
+            process,
+            on_accepted,
+        )
+        self._pending_settlements: dict[asyncio.TimerHandle, Callable[[], None]] = {}
 
     @property
     def connected(self) -> bool:
         """Whether it is open and the network lets it through."""
-        return super().connected and not self._weather.is_away(self._process, BROKER)
+        return super().connected and not self._network.is_unreachable(self._process, BROKER)
 
-    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[PublishResult]:
         """Publish; the fate decides whether the messages are accepted, refused or in doubt."""
         if not super().connected:
             raise BrokerUnavailable("not open")
-        fate = self._weather.fate(BROKER, "publish")
-        in_doubt = fate.word is Word.DOUBT
-        taken = self._weather.between(1, len(messages)) if in_doubt else len(messages)
-        return await call(partial(self._take, list(messages)[:taken]), fate, _away)
+        drawn_fate = self._network.draw_fate(BROKER, "publish")
+        in_doubt = drawn_fate.result is CallResult.DOUBT
+        accepted_count = (
+            self._network.random_integer(1, len(messages)) if in_doubt else len(messages)
+        )
+        return await remote_call(
+            partial(self._accept, list(messages)[:accepted_count]), drawn_fate, _unavailable
+        )
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Put `message` into some of the private queues of `agent`."""
-        fate = self._weather.fate(BROKER, "broadcast")
-        await call(partial(self._spread, agent, message), fate, _away)
+        fate = self._network.draw_fate(BROKER, "broadcast")
+        await remote_call(partial(self._broadcast_to_queues, agent, message), fate, _unavailable)
 
-    async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
+    async def declare(
+        self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1
+    ) -> None:
         """Declare the queues."""
-        fate = self._weather.fate(BROKER, "declare")
-        await call(partial(self._declare, agent, replica, shards), fate, _away)
+        fate = self._network.draw_fate(BROKER, "declare")
+        await remote_call(partial(self._declare, agent, replica, shards), fate, _unavailable)
 
-    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> InProcessSubscription:
+    async def consume(
+        self, address: Address, prefetch: int, on_delivery: OnDelivery
+    ) -> InProcessSubscription:
         """Consume; settlements reach the server after a delay."""
 
-        def take(delivery: Delivery) -> None:
+        def wrap_delivery(delivery: Delivery) -> None:
             on_delivery(SimulatedDelivery(delivery, self._settle))
 
-        return await super().consume(address, prefetch, take)
+        return await super().consume(address, prefetch, wrap_delivery)
 
     async def close(self) -> None:
         """Close cleanly: pending acks still arrive."""
@@ -109,12 +124,12 @@ class SimulatedBroker(InProcessBroker):
 
     def lose_connection(self) -> None:
         """Break and restore the connection: acks may be lost, unacked messages are redelivered."""
-        self._flush(self._weather.climate.ack_lost)
+        self._flush(self._network.fault_rates.ack_lost)
         super().lose_connection()
 
-    def vanish(self) -> None:
+    def notice_end(self) -> None:
         """Let the server notice that the process is gone."""
-        self._flush(self._weather.climate.ack_lost)
+        self._flush(self._network.fault_rates.ack_lost)
         at_close = super().close()
         with suppress(StopIteration):  # killed before it was connected
             at_close.send(None)  # it closes at once, then yields to the loop
@@ -125,37 +140,39 @@ class SimulatedBroker(InProcessBroker):
         if not self._open:  # the process is gone by now: its private queue will expire
             self._server.detach(self)
 
-    def _flush(self, lost: float) -> None:
-        for timer, settle in list(self._settling.items()):
+    def _flush(self, loss_probability: float) -> None:
+        for timer, settle in list(self._pending_settlements.items()):
             timer.cancel()
-            if not self._weather.chance(lost):
+            if not self._network.happens(loss_probability):
                 settle()
-        self._settling.clear()
+        self._pending_settlements.clear()
 
     def _settle(self, settle: Callable[[], None]) -> None:
-        def arrive() -> None:
-            del self._settling[timer]
+        def settle_at_server() -> None:
+            del self._pending_settlements[timer]
             settle()
 
-        timer = asyncio.get_running_loop().call_later(self._weather.delay(), arrive, context=process_context(WORLD))
-        self._settling[timer] = settle
+        timer = asyncio.get_running_loop().call_later(
+            self._network.delay(), settle_at_server, context=process_context(WORLD)
+        )
+        self._pending_settlements[timer] = settle
 
-    def _take(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
-        words = []
+    def _accept(self, messages: Sequence[tuple[Address, Message]]) -> list[PublishResult]:
+        results = []
         for address, message in messages:
-            word = Published.OVERLOADED
-            if not self._weather.chance(self._weather.climate.overloaded):
-                word = self._publish(address, message)
-            words.append(word)
-            if word is Published.ACCEPTED:
-                self._heard(address, message)
-                if self._weather.chance(self._weather.climate.duplicated):
-                    self._publish(address, message)
-        return words
+            result = PublishResult.OVERLOADED
+            if not self._network.happens(self._network.fault_rates.overloaded):
+                result = self._server.publish(address, message)
+            results.append(result)
+            if result is PublishResult.ACCEPTED:
+                self._on_accepted(address, message)
+                if self._network.happens(self._network.fault_rates.duplicated):
+                    self._server.publish(address, message)
+        return results
 
-    def _spread(self, agent: AgentName, message: Message) -> None:
+    def _broadcast_to_queues(self, agent: AgentName, message: Message) -> None:
         for queue in self._server.private_queues(agent):
-            if not self._weather.chance(self._weather.climate.broadcast_lost):
+            if not self._network.happens(self._network.fault_rates.broadcast_lost):
                 self._server.put(queue, message)
 
 
@@ -165,7 +182,11 @@ class SimulatedDelivery:
     def __init__(self, delivery: Delivery, send: Callable[[Callable[[], None]], None]) -> None:
         self._delivery, self._send = delivery, send
         self._settled = False
-        self.message, self.address, self.count = delivery.message, delivery.address, delivery.count
+        self.message, self.address, self.delivery_count = (
+            delivery.message,
+            delivery.address,
+            delivery.delivery_count,
+        )
 
     @property
     def lost(self) -> bool:
@@ -189,12 +210,12 @@ class SimulatedDelivery:
             return False
         self._settled = True
 
-        def arrive() -> None:
-            at_once(settle())
+        def settle_at_server() -> None:
+            run_at_once(settle())
 
-        self._send(arrive)
+        self._send(settle_at_server)
         return True
 
 
-def _away(word: Word) -> Exception:
-    return BrokerUnavailable(f"the broker: {word}")
+def _unavailable(result: CallResult) -> Exception:
+    return BrokerUnavailable(f"the broker: {result}")

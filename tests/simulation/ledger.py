@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from meshpoint.adapters.inprocess.rows import CallRow, TaskRow
 from meshpoint.errors import PoisonMessage
-from meshpoint.model.bodies import ResponseBody, parse
+from meshpoint.model.bodies import ResponseBody, parse_body
 from meshpoint.model.messages import Address, Message, MessageType
 from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.model.subtasks import AgentCheckpoint
@@ -21,35 +21,35 @@ class Violation(AssertionError):
 
 
 class Ledger:
-    """Records writes and messages. `broken` lists violations, oldest first."""
+    """Records writes and messages. `violations` lists violations, oldest first."""
 
     def __init__(self) -> None:
-        self.broken: list[str] = []
+        self.violations: list[str] = []
         self.replies: dict[str, list[Outcome]] = defaultdict(list)
         self.calls: dict[str, str] = {}
         """The peer of each call that a store has committed, by sub-task."""
         self._dropped: set[str] = set()
         self._callers: dict[str, set[str]] = defaultdict(set)
-        self._subs: dict[tuple[str, str, int, str], str] = {}
+        self._sub_task_ids: dict[tuple[str, str, int, str], str] = {}
         self._outcomes: dict[tuple[str, str], bytes] = {}
         self._rows: dict[tuple[str, str], tuple[int, int]] = {}
         self._ends: dict[tuple[str, str], bytes] = {}
-        self._early: set[tuple[str, str]] = set()
+        self._cancelled_early: set[tuple[str, str]] = set()
         """Tasks that were cancelled before they had a row."""
         self._results: dict[str, set[bytes]] = defaultdict(set)
         self._recorded: dict[tuple[str, str, str], str] = {}
         self._deliverables: dict[tuple[str, str], set[str]] = defaultdict(set)
 
-    def must(self, holds: bool, otherwise: str) -> None:
-        """Record `otherwise` as a violation unless `holds`."""
+    def check(self, holds: bool, violation: str) -> None:
+        """Record `violation` as a violation unless `holds`."""
         if not holds:
-            self.broken.append(otherwise)
+            self.violations.append(violation)
 
-    def dropped(self, task_ids: Sequence[str]) -> None:
+    def record_dropped(self, task_ids: Sequence[str]) -> None:
         """Record that a replica reported no room for the replies of these tasks."""
         self._dropped.update(task_ids)
 
-    def excused(self) -> set[str]:
+    def excused_task_ids(self) -> set[str]:
         """Tasks that may stay open because their reply, or a reply below them, was dropped."""
         found, new = set[str](), set(self._dropped)
         while new:
@@ -57,71 +57,86 @@ class Ledger:
             new = {caller for task_id in new for caller in self._callers[task_id]} - found
         return found
 
-    def written(self, home: str, row: TaskRow) -> None:
-        """Check a row written in `home`: the database, or a replica's in-process store."""
-        key = home, row.task_id
-        before, now = self._rows.get(key, (0, 0)), (row.fence, row.generation)
-        self._rows[key] = now
-        self.must(
-            before[0] <= now[0] and before[1] <= now[1],
-            f"{row.task_id}: fence or generation decreased: {before} → {now}",
+    def check_written(self, store_name: str, row: TaskRow) -> None:
+        """Check a row written in `store_name`: the database, or a replica's in-process store."""
+        key = store_name, row.task_id
+        previous, current = self._rows.get(key, (0, 0)), (row.fence, row.generation)
+        self._rows[key] = current
+        self.check(
+            previous[0] <= current[0] and previous[1] <= current[1],
+            f"{row.task_id}: fence or generation decreased: {previous} → {current}",
         )
         if row.is_early_cancel and key not in self._ends:
-            self._early.add(key)  # not an end: the reply of a run without a row may replace it
-        elif row.state.ended:
+            self._cancelled_early.add(
+                key
+            )  # not an end: the reply of a run without a row may replace it
+        elif row.state.is_final:
             first = self._ends.setdefault(key, row.reply)
-            self.must(first == row.reply, f"{row.task_id}: ended twice")
+            self.check(first == row.reply, f"{row.task_id}: ended twice")
             self._results[row.task_id].add(row.reply)
         else:
-            self.must(key not in self._ends, f"{row.task_id}: ended, but is {row.state} again")
-            self.must(key not in self._early, f"{row.task_id}: cancelled early, but is {row.state}")
+            self.check(key not in self._ends, f"{row.task_id}: ended, but is {row.state} again")
+            self.check(
+                key not in self._cancelled_early,
+                f"{row.task_id}: cancelled early, but is {row.state}",
+            )
         for call in row.calls.values():
-            self._called(home, row, call)
+            self._check_call(store_name, row, call)
         if row.operation is not None and row.operation.checkpoints:
-            self._saved(home, row.operation.checkpoints[-1])
+            self._check_saved(store_name, row.operation.checkpoints[-1])
 
-    def _saved(self, home: str, checkpoint: AgentCheckpoint) -> None:
+    def _check_saved(self, store_name: str, checkpoint: AgentCheckpoint) -> None:
         """A recorded deliverable never changes: its code does not run again after the save."""
         for record in checkpoint.subtasks:
             if record.completed and record.result is not None:
-                place = home, checkpoint.operation_id, record.name
-                first = self._recorded.setdefault(place, record.result)
-                self.must(first == record.result, f"subtask {place} ran after it was saved")
-                self._deliverables[checkpoint.operation_id, record.name].add(json.loads(record.result))
+                key = store_name, checkpoint.operation_id, record.name
+                first = self._recorded.setdefault(key, record.result)
+                self.check(first == record.result, f"subtask {key} ran after it was saved")
+                self._deliverables[checkpoint.operation_id, record.name].add(
+                    json.loads(record.result)
+                )
 
-    def returned(self, task_id: str, subtask: str, deliverable: str) -> None:
+    def check_returned(self, task_id: str, subtask: str, deliverable: str) -> None:
         """A subtask returned `deliverable` to the agent's code."""
         recorded = deliverable in self._deliverables[task_id, subtask]
-        self.must(recorded, f"subtask {subtask} of {task_id} returned an unsaved value")
+        self.check(recorded, f"subtask {subtask} of {task_id} returned an unsaved value")
 
-    def _called(self, home: str, row: TaskRow, call: CallRow) -> None:
+    def _check_call(self, store_name: str, row: TaskRow, call: CallRow) -> None:
         self.calls[call.sub_task_id] = call.peer
         self._callers[call.sub_task_id].add(row.task_id)
-        place = home, row.task_id, call.generation, call.call_id
-        sub = self._subs.setdefault(place, call.sub_task_id)
-        self.must(sub == call.sub_task_id, f"call {place} has two sub-tasks: {sub}, {call.sub_task_id}")
+        key = store_name, row.task_id, call.generation, call.call_id
+        sub = self._sub_task_ids.setdefault(key, call.sub_task_id)
+        self.check(
+            sub == call.sub_task_id, f"call {key} has two sub-tasks: {sub}, {call.sub_task_id}"
+        )
         if call.outcome is not None:
-            first = self._outcomes.setdefault((home, call.sub_task_id), call.outcome)
-            self.must(first == call.outcome, f"call {place} has two outcomes: {first!r}, {call.outcome!r}")
+            first = self._outcomes.setdefault((store_name, call.sub_task_id), call.outcome)
+            self.check(
+                first == call.outcome, f"call {key} has two outcomes: {first!r}, {call.outcome!r}"
+            )
 
-    def heard(self, address: Address, message: Message) -> None:
+    def check_accepted(self, address: Address, message: Message) -> None:
         """Check a message that the broker accepted."""
         task_id = message.correlation_id
         match message.type:
-            case MessageType.REQUEST if message.app_id != "boss":
-                self.must(task_id in self.calls, f"request {task_id} was sent before it was committed")
+            case MessageType.REQUEST if message.app_id != "client":
+                self.check(
+                    task_id in self.calls, f"request {task_id} was sent before it was committed"
+                )
             case MessageType.RESPONSE:
                 outcome = _outcome_of(message)
                 self.replies[task_id].append(outcome)
                 if isinstance(outcome, Ok) and message.app_id != "leaf":
                     committed = message.body in self._results[task_id]
-                    self.must(committed, f"the result of {task_id} was sent before it was committed")
+                    self.check(
+                        committed, f"the result of {task_id} was sent before it was committed"
+                    )
             case _:
                 pass
 
 
 def _outcome_of(message: Message) -> Outcome:
     try:
-        return parse(ResponseBody, message.body).outcome()
+        return parse_body(ResponseBody, message.body).outcome()
     except PoisonMessage as error:
         raise Violation(f"unreadable reply: {error}") from error

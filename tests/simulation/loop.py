@@ -28,12 +28,12 @@ from typing import Any
 WORLD = "world"
 """The process of servers, the network and the plan, which belong to no replica."""
 _PROCESS: contextvars.ContextVar[str] = contextvars.ContextVar("process", default=WORLD)
-_TURN = 0.00001  # seconds
-_LAG = 0.15
-_MOST_TURNS = 3_000_000
+_TURN_SECONDS = 0.00001  # seconds
+_LAG_PROBABILITY = 0.15
+_MAX_TURNS = 3_000_000
 
 
-class Stuck(Exception):
+class Deadlock(Exception):
     """Nothing can happen any more."""
 
 
@@ -63,7 +63,9 @@ class _NumberedFuture(asyncio.Future[Any]):
 class _NumberedTask(asyncio.Task[Any]):
     """A task with the same property."""
 
-    def __init__(self, coro: Coroutine[Any, Any, Any], loop: SimulatedLoop, **options: Any) -> None:
+    def __init__(
+        self, coro: Coroutine[Any, Any, Any], loop: SimulatedLoop, **options: Any
+    ) -> None:
         self._number = next(loop.numbers)
         super().__init__(coro, loop=loop, **options)
 
@@ -79,11 +81,11 @@ class _NothingToSelect:
 class SimulatedLoop(asyncio.BaseEventLoop):
     """A loop without files and without a wall clock."""
 
-    def __init__(self, dice: Random, *, unruly: bool = False) -> None:
+    def __init__(self, rng: Random, *, shuffles: bool = False) -> None:
         self.numbers = count()
         super().__init__()
-        self._dice, self._unruly = dice, unruly
-        self._now, self._turns = 0.0, 0
+        self._rng, self._shuffles = rng, shuffles
+        self._now, self._turn_count = 0.0, 0
         self._selector = _NothingToSelect()
         self._stopped: set[str] = set()
         self._held_back: deque[Any] = deque()
@@ -110,7 +112,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Whether `process` is frozen."""
         return process in self._stopped
 
-    def _make_task(self, _loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
+    def _make_task(
+        self, _loop: asyncio.AbstractEventLoop, coro: Any, **options: Any
+    ) -> asyncio.Task[Any]:
         return _NumberedTask(coro, self, **options)
 
     def _process_events(self, event_list: list[Any]) -> None:
@@ -120,21 +124,21 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         pass
 
     def _run_once(self) -> None:
-        self._turns += 1
-        if self._turns > _MOST_TURNS:
-            raise Stuck(f"{_MOST_TURNS} turns without an end")
+        self._turn_count += 1
+        if self._turn_count > _MAX_TURNS:
+            raise Deadlock(f"{_MAX_TURNS} turns without an end")
         self._pass_time()
-        self._deal()
-        super()._run_once()  # type: ignore[misc]
+        self._schedule_turn()
+        super()._run_once()  # type: ignore[misc]  # not in its stubs
 
     def _pass_time(self) -> None:
-        self._now += _TURN
+        self._now += _TURN_SECONDS
         thawed = any(_process_of(handle) not in self._stopped for handle in self._held_back)
         if not (self._ready or self._lagging or thawed or self._stopping):
             while self._scheduled and self._scheduled[0]._cancelled:
                 self._next_timer()
             if not self._scheduled:
-                raise Stuck("nothing is scheduled")
+                raise Deadlock("nothing is scheduled")
             self._now = max(self._now, self._scheduled[0]._when)
         while self._scheduled and self._scheduled[0]._when <= self._now:
             handle = self._next_timer()
@@ -147,7 +151,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._timer_cancelled_count -= handle._cancelled
         return handle
 
-    def _deal(self) -> None:
+    def _schedule_turn(self) -> None:
         """Fill `_ready` with the callbacks of this turn, in the order in which they run."""
         queues: dict[str, deque[Any]] = {}
         for handle in [*self._held_back, *self._lagging, *self._ready]:
@@ -159,13 +163,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         for process, queue in queues.items():
             if process in self._stopped:
                 self._held_back.extend(queue)
-            elif len(queues) > 1 and self._dice.random() < _LAG:
+            elif len(queues) > 1 and self._rng.random() < _LAG_PROBABILITY:
                 self._lagging.extend(queue)
             else:
-                if self._unruly:
-                    self._dice.shuffle(queue)
+                if self._shuffles:
+                    self._rng.shuffle(queue)
                 turns += [process] * len(queue)
-        self._dice.shuffle(turns)
+        self._rng.shuffle(turns)
         self._ready.extend(queues[process].popleft() for process in turns)
 
     # For type checking: attributes that BaseEventLoop does not declare.

@@ -12,104 +12,118 @@ from random import Random
 from typing import Any
 
 from meshpoint.model.events import Event, Step
-from meshpoint.model.messages import dead_letters_of
-from meshpoint.model.options import AckPolicy, OnCheckpointFailure, Options
+from meshpoint.model.ids import AgentName
+from meshpoint.model.messages import dead_letter_queue
+from meshpoint.model.options import Options, StoreTimings
 
 from .agents import Leaf, Nested, Root
-from .boss import OPERATOR, Boss
 from .broker import SimulatedBroker, SimulatedExchange
+from .client import OPERATOR, SimulatedClient
 from .ledger import DATABASE, Ledger
 from .loop import SimulatedLoop
+from .network_faults import Network
 from .replicas import Process, VirtualClock
 from .store import RemoteStore, WatchedStore
-from .weather import Weather
 
 AGENTS = (Root, Nested, Leaf)
 
 
-@dataclass
-class _Timings:
-    dispatch_lease: timedelta = timedelta(seconds=1)
-    tombstone_ttl: timedelta = timedelta(days=1)
-    incompatible_limit: timedelta = timedelta(hours=1)
-    checkpoint_ttl: timedelta = timedelta(days=30)
-    checkpoint_history: int = 5
-    checkpoint_archive: bool = False
+_TIMINGS = StoreTimings(dispatch_lease=timedelta(seconds=1))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Configuration of the mesh, derived from the seed."""
+    """Configuration of the mesh, derived from the seed.
+
+    `checkpointing` is the probability that a replica starts with it switched on.
+    """
 
     durable: bool
+    checkpointing: float
     options: Options
 
 
-def draw_variant(dice: Random) -> Variant:
+def draw_variant(rng: Random) -> Variant:
     """Mostly with a database; sometimes tasks may fall back to the in-process backend, sometimes
-    it is the only one.
+    it is the only one, and sometimes checkpointing is switched between replicas and at restarts.
     """
-    degrades = dice.random() < 0.3
-    lease = timedelta(seconds=dice.choice([2, 2, 15]))  # short leases are lost more often
+    may_degrade = rng.random() < 0.3
+    lease = timedelta(seconds=rng.choice([2, 2, 15]))  # short leases are lost more often
     options = Options(
-        max_concurrency=dice.choice([1, 3, 10]),
+        max_concurrency=rng.choice([1, 3, 10]),
         max_attempts=1000,
         operator_logins=(OPERATOR,),
         lease=lease,
         renew_interval=lease / 3,
-        max_in_memory=dice.choice([5, 100]),
+        max_in_memory=rng.choice([5, 100]),
         peer_timeout=timedelta(days=1),
-        drain_timeout=timedelta(seconds=dice.choice([0.1, 3, 20])),
+        drain_timeout=timedelta(seconds=rng.choice([0.1, 3, 20])),
         release_timeout=timedelta(seconds=2),
         startup_timeout=timedelta(days=1),
-        response_prefetch=dice.choice([1, 10, 100]),
-        checkpoint_retry_time=timedelta(seconds=dice.choice([0, 1, 5])),
-        ack_policy=dice.choice([AckPolicy.AT_CHECKPOINT, AckPolicy.AT_CHECKPOINT, AckPolicy.ON_RECEIPT]),
-        on_checkpoint_failure=OnCheckpointFailure.KEEP_IN_MEMORY if degrades else OnCheckpointFailure.WAIT,
+        response_prefetch=rng.choice([1, 10, 100]),
+        checkpoint_retry_time=timedelta(seconds=rng.choice([0, 1, 5])),
+        ack_policy=rng.choice(["at_checkpoint", "at_checkpoint", "on_receipt"]),
+        on_checkpoint_failure="keep_in_memory" if may_degrade else "wait",
     )
-    return Variant(dice.random() < 0.85, options)
+    is_durable = rng.random() < 0.85
+    return Variant(is_durable, rng.choice([1, 1, 1, 0.5, 0]) if is_durable else 0, options)
 
 
 class Mesh:
     """Two to three replicas of each agent, and one client."""
 
-    def __init__(self, seed: int, loop: SimulatedLoop, tell: Callable[[str], None]) -> None:
-        self.loop, self.tell = loop, tell
-        self.dice = Random(f"{seed}/mesh")
-        self._thoughts = Random(f"{seed}/agents")
-        self._pace = self._thoughts.choice([0.05, 0.05, 1.0, 8.0])
-        self.variant = draw_variant(self.dice)
-        self.weather = Weather(Random(f"{seed}/weather"), tell)
-        self.exchange = SimulatedExchange(self.weather)
+    def __init__(self, seed: int, loop: SimulatedLoop, trace: Callable[[str], None]) -> None:
+        self.loop, self.trace = loop, trace
+        self.rng = Random(f"{seed}/mesh")
+        self._pause_rng = Random(f"{seed}/agents")
+        self._max_pause = self._pause_rng.choice([0.05, 0.05, 1.0, 8.0])
+        self.variant = draw_variant(self.rng)
+        self.network = Network(Random(f"{seed}/weather"), trace)
+        self.exchange = SimulatedExchange(self.network)
         self.ledger = Ledger()
         self.clock = VirtualClock(loop)
         self.store = WatchedStore(
-            self.clock, _Timings(), partial(self.ledger.written, DATABASE), self.ledger.must, durable=True
+            self.clock,
+            _TIMINGS,
+            partial(self.ledger.check_written, DATABASE),
+            self.ledger.check,
+            durable=True,
         )
         self.processes: list[Process] = []
-        self.living: list[Process] = []
+        self.live_processes: list[Process] = []
         self.memories: dict[str, WatchedStore] = {}
         self._numbers = count(1)
-        self.boss = Boss(self._broker("boss"))
+        self.client = SimulatedClient(self._broker("client"))
 
     @property
-    def strict(self) -> bool:
+    def is_strict(self) -> bool:
         """Whether every task is kept in the database."""
-        return self.variant.durable and self.variant.options.on_checkpoint_failure is OnCheckpointFailure.WAIT
+        may_degrade = self.variant.options.on_checkpoint_failure == "keep_in_memory"
+        return self.variant.checkpointing == 1 and not may_degrade
 
     def emit(self, event: Event) -> None:
         """Trace a worker's event; report replies dropped for lack of room to the ledger."""
-        if event.step is Step.REPLY_DROPPED and str(event.detail["reason"]).startswith("max_in_memory"):
-            self.ledger.dropped(event.task_ids)
+        if event.step is Step.REPLY_DROPPED and str(event.detail["reason"]).startswith(
+            "max_in_memory"
+        ):
+            self.ledger.record_dropped(event.task_ids)
         detail = " ".join(f"{key}={value}" for key, value in event.detail.items())
         ids = ",".join(event.task_ids)
-        self.tell(f"{event.replica} {event.step.value} {event.phase.value} {ids} {detail}".rstrip())
+        self.trace(
+            f"{event.replica} {event.step.value} {event.phase.value} {ids} {detail}".rstrip()
+        )
 
     def launch(self, agent: Any) -> Process:
         """Start a replica of `agent`."""
         name = f"{agent.name}-{next(self._numbers)}"
-        clock = VirtualClock(self.loop, self.dice.uniform(-0.2, 0.2))
-        memory = WatchedStore(clock, _Timings(), partial(self.ledger.written, name), self.ledger.must, durable=False)
+        clock = VirtualClock(self.loop, self.rng.uniform(-0.2, 0.2))
+        memory = WatchedStore(
+            clock,
+            _TIMINGS,
+            partial(self.ledger.check_written, name),
+            self.ledger.check,
+            durable=False,
+        )
         process = Process(
             name,
             agent,
@@ -118,71 +132,95 @@ class Mesh:
             durable=self._open_store if self.variant.durable else None,
             clock=clock,
             observer=self,
-            options=replace(self.variant.options),
+            options=replace(
+                self.variant.options,
+                stateless_checkpointing=self.rng.random() < self.variant.checkpointing,
+            ),
         )
         self.processes.append(process)
-        self.living.append(process)
+        self.live_processes.append(process)
         self.memories[name] = memory
-        self.tell(f"launch {name}")
+        self.trace(f"launch {name}")
         return process
 
     async def open(self) -> None:
         """Start everything without faults, so that every queue exists."""
-        await self.boss.open()
+        await self.client.open()
         for agent in AGENTS:
-            for _ in range(self.dice.randint(2, 3)):
-                self.launch(agent(self._think, self.ledger.returned))
+            for _ in range(self.rng.randint(2, 3)):
+                self.launch(agent(self._random_pause, self.ledger.check_returned))
         await asyncio.sleep(1)
 
-    def left_over(self) -> list[str]:
+    def unfinished_work(self) -> list[str]:
         """Unfinished work, except tasks that wait for a dropped reply."""
-        excused = self.ledger.excused()
-        expected = [each for each in self.boss.asked if each.task_id not in excused]
-        left = [f"{address}: {found} messages" for address, found in self.exchange.left_over(excused).items()]
-        left += [f"unanswered: {each}" for each in expected if each.task_id not in self.boss.answered]
-        left += self._rows(DATABASE, self.store, excused)
-        for process in self.living:
+        excused_ids = self.ledger.excused_task_ids()
+        expected = [each for each in self.client.requests if each.task_id not in excused_ids]
+        unfinished = [
+            f"{address}: {count} messages"
+            for address, count in self.exchange.remaining_messages(excused_ids).items()
+        ]
+        unfinished += [
+            f"unanswered: {each}"
+            for each in expected
+            if each.task_id not in self.client.answered_ids
+        ]
+        unfinished += self._open_rows(DATABASE, self.store, excused_ids)
+        for process in self.live_processes:
             worker = process.worker
-            if worker.site.slots.free != self.variant.options.max_concurrency:
-                left.append(f"{process.name}: {worker.site.slots.free} slots are free")
-            left += [f"{process.name} runs {task}" for task in worker.segments.live]
-            left += [f"{process.name} holds {task}" for task in worker.segments.held if task not in excused]
-            left += self._rows(process.name, self.memories[process.name], excused)
-        return left
+            if worker.runtime.slots.free != self.variant.options.max_concurrency:
+                unfinished.append(f"{process.name}: {worker.runtime.slots.free} slots are free")
+            unfinished += [f"{process.name} runs {task}" for task in worker.tasks.segments]
+            unfinished += [
+                f"{process.name} holds {task}"
+                for task in worker.tasks.unacked
+                if task not in excused_ids
+            ]
+            unfinished += self._open_rows(process.name, self.memories[process.name], excused_ids)
+        return unfinished
 
     def dead_letters(self) -> list[str]:
         """All messages in the dead-letter queues."""
-        queues = [self.exchange.queue(dead_letters_of(agent.name)) for agent in AGENTS]  # type: ignore[arg-type]
+        queues = [
+            self.exchange.queues.get(dead_letter_queue(AgentName(agent.name))) for agent in AGENTS
+        ]
         return [str(item.message) for queue in queues if queue is not None for item in queue.ready]
 
     async def tear_down(self) -> None:
-        """End every process, dead ones included, so that no task is left to the garbage collector."""
-        self.weather.clear()
-        tasks = [process.task for process in self.processes if not process.task.done()]
+        """End every process, dead ones included, so that none is left to the garbage collector."""
+        self.network.stop_faults()
+        worker_tasks = [process.task for process in self.processes if not process.task.done()]
         for process in self.processes:
             process.thaw()
             process.task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=60)
+        if worker_tasks:
+            await asyncio.wait(worker_tasks, timeout=60)
         for process in self.processes:
             await process.broker.close()
 
-    def _rows(self, home: str, store: WatchedStore, excused: Container[str]) -> list[str]:
+    def _open_rows(
+        self, store_name: str, store: WatchedStore, excused_ids: Container[str]
+    ) -> list[str]:
         rows = {**store.tables.live, **store.tables.sending}
         return [
-            f"{home}: {row.task_id} of {row.agent} is {row.state}, unsent {row.unsent}"
+            f"{store_name}: {row.task_id} of {row.agent} is {row.state}, unsent {row.unsent}"
             for row in rows.values()
-            if row.task_id not in excused
+            if row.task_id not in excused_ids
         ]
 
     def _broker(self, process: str) -> SimulatedBroker:
-        return SimulatedBroker(self.exchange, self.weather, process, self.ledger.heard)
+        return SimulatedBroker(self.exchange, self.network, process, self.ledger.check_accepted)
 
     def _open_store(self) -> Any:
-        return RemoteStore(self.store, self.weather)
+        return RemoteStore(self.store, self.network)
 
-    async def _think(self) -> None:
-        dice = self._thoughts
-        draw = dice.random()
-        seconds = dice.uniform(0, self._pace) if draw < 0.9 else dice.uniform(0.5, 5) if draw < 0.98 else 20.0
+    async def _random_pause(self) -> None:
+        rng = self._pause_rng
+        draw = rng.random()
+        seconds = (
+            rng.uniform(0, self._max_pause)
+            if draw < 0.9
+            else rng.uniform(0.5, 5)
+            if draw < 0.98
+            else 20.0
+        )
         await asyncio.sleep(seconds)

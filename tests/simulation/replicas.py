@@ -1,4 +1,4 @@
-"""Replicas as processes: each has its own context, in which it can be frozen, killed or drained."""
+"""Replicas as processes with contexts in which they can be frozen, killed or drained."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
-from meshpoint.engine.leases import LeaseKeeper
+from meshpoint.engine.lease_renewer import LeaseRenewer
+from meshpoint.engine.runtime import build_runtime
 from meshpoint.engine.worker import Worker
-from meshpoint.model.checkpoint import Run
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.options import Options
+from meshpoint.model.tasks import Run
 from meshpoint.ports.observer import Observer
 from meshpoint.ports.task_store import CheckpointStore
 
@@ -42,17 +43,19 @@ class VirtualClock:
         await asyncio.sleep(duration.total_seconds())
 
 
-class LeasesInLoop(LeaseKeeper):
+class EventLoopLeaseRenewer(LeaseRenewer):
     """Renews leases in a task of the process, because a thread would not be deterministic."""
 
     _lock: threading.Lock
     _renewing: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self, on_lost: Callable[[Run], None]) -> None:
         """Start renewing."""
-        self._renewing = asyncio.create_task(self._keep_renewing(asyncio.get_running_loop()))
+        self._renewing = asyncio.create_task(
+            self._keep_renewing(asyncio.get_running_loop(), on_lost)
+        )
 
-    async def close(self, within: float = 5.0, running: Collection[Run] = ()) -> None:
+    async def close(self, timeout: float = 5.0, running: Collection[Run] = ()) -> None:
         """Stop renewing."""
         if self._renewing is not None:
             self._renewing.cancel()
@@ -79,35 +82,38 @@ class Process:
         self.frozen_until: float | None = None
         self.worker = Worker(
             agent,
-            broker=broker,
-            memory=memory,
-            durable=durable() if durable else None,
-            lease_store=durable,
-            clock=clock,
-            observer=observer,
-            options=options,
-            local=InProcessWorkingMemory(clock),
-            replica_id=ReplicaId(name),
+            build_runtime(
+                agent,
+                broker=broker,
+                memory=memory,
+                durable=durable() if durable else None,
+                lease_store=durable,
+                clock=clock,
+                observer=observer,
+                options=options,
+                local=InProcessWorkingMemory(clock),
+                replica_id=ReplicaId(name),
+            ),
         )
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimulatedLoop)
         self._loop = loop
-        self.task = loop.create_task(self._live(), context=process_context(name))
+        self.task = loop.create_task(self._run_worker(), context=process_context(name))
 
-    async def _live(self) -> None:
+    async def _run_worker(self) -> None:
         await self.broker.open()
         await self.worker.run(self.stop)
 
     def kill(self) -> None:
         """SIGKILL: none of its code runs again, and the broker notices the closed connection."""
         self._loop.freeze(self.name)
-        self.broker.vanish()
+        self.broker.notice_end()
 
     async def abort(self) -> None:
         """End it like an event loop with an unhandled signal: cancel everything, drain nothing."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-        self.broker.vanish()
+        self.broker.notice_end()
 
     async def drain(self) -> None:
         """SIGTERM, and wait for its end."""

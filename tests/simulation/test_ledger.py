@@ -8,14 +8,14 @@ from datetime import UTC, datetime
 import pytest
 
 from meshpoint.adapters.inprocess.rows import CallRow, TaskRow
-from meshpoint.model.checkpoint import Requester, TaskState
 from meshpoint.model.ids import AgentName, RunId, TaskId
-from meshpoint.model.messages import responses_of
+from meshpoint.model.messages import response_queue
+from meshpoint.model.tasks import Requester, TaskState
 
 from .ledger import DATABASE, Ledger
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-EARLY = TaskRow(
+EARLY_CANCEL = TaskRow(
     TaskId("t"),
     AgentName("leaf"),
     RunId("cancel"),
@@ -26,48 +26,62 @@ EARLY = TaskRow(
     fence=0,
     reply=b"early",
 )
-ANSWERED = Requester(responses_of(AgentName("root")), AgentName("root"))
-KEPT = replace(EARLY, run_id=RunId("run"), requester=ANSWERED, state=TaskState.COMPLETED, reply=b"done")
-RUNNING = replace(KEPT, state=TaskState.RUNNING, fence=1, reply=b"")
+ANSWERED = Requester(response_queue(AgentName("root")), AgentName("root"))
+STORED_REPLY = replace(
+    EARLY_CANCEL, run_id=RunId("run"), requester=ANSWERED, state=TaskState.COMPLETED, reply=b"done"
+)
+RUNNING = replace(STORED_REPLY, state=TaskState.RUNNING, fence=1, reply=b"")
 
 
-def noted(*rows: TaskRow) -> list[str]:
+def violations_after(*rows: TaskRow) -> list[str]:
     """Violations that the ledger reports after these writes."""
     ledger = Ledger()
     for row in rows:
-        ledger.written(DATABASE, row)
-    return ledger.broken
+        ledger.check_written(DATABASE, row)
+    return ledger.violations
 
 
-@pytest.mark.parametrize("rows", [(EARLY, EARLY), (EARLY, KEPT), (EARLY, KEPT, KEPT)])
-def test_a_kept_reply_may_replace_an_early_cancel(rows: tuple[TaskRow, ...]) -> None:
-    assert noted(*rows) == []
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (EARLY_CANCEL, EARLY_CANCEL),
+        (EARLY_CANCEL, STORED_REPLY),
+        (EARLY_CANCEL, STORED_REPLY, STORED_REPLY),
+    ],
+)
+def test_a_stored_reply_can_replace_an_early_cancel(rows: tuple[TaskRow, ...]) -> None:
+    assert violations_after(*rows) == []
 
 
-def test_a_task_that_was_cancelled_early_never_begins() -> None:
-    assert noted(EARLY, RUNNING) == ["t: cancelled early, but is running"]
+def test_a_task_cancelled_before_its_request_never_begins() -> None:
+    assert violations_after(EARLY_CANCEL, RUNNING) == ["t: cancelled early, but is running"]
 
 
-@pytest.mark.parametrize("second", [EARLY, replace(KEPT, reply=b"other")])
-def test_a_kept_reply_stays_as_it_is(second: TaskRow) -> None:
-    assert noted(EARLY, KEPT, second) == ["t: ended twice"]
+@pytest.mark.parametrize("second", [EARLY_CANCEL, replace(STORED_REPLY, reply=b"other")])
+def test_a_stored_reply_must_not_change(second: TaskRow) -> None:
+    assert violations_after(EARLY_CANCEL, STORED_REPLY, second) == ["t: ended twice"]
 
 
 def test_a_task_that_ended_never_begins_again() -> None:
-    assert "t: ended, but is running again" in noted(KEPT, RUNNING)
+    assert "t: ended, but is running again" in violations_after(STORED_REPLY, RUNNING)
 
 
-def test_a_dropped_reply_excuses_those_that_wait_for_it_and_nobody_else() -> None:
+def test_a_dropped_reply_excuses_only_the_tasks_that_wait_for_it() -> None:
     ledger = Ledger()
-    ledger.written("root-1", calling("root", "nested"))
-    ledger.written("nested-1", calling("nested", "leaf"))
-    ledger.written("root-1", calling("other", "another leaf"))
-    assert ledger.excused() == set()
-    ledger.dropped(["leaf"])
-    assert ledger.excused() == {"leaf", "nested", "root"}
+    ledger.check_written("root-1", waiting_task("root", "nested"))
+    ledger.check_written("nested-1", waiting_task("nested", "leaf"))
+    ledger.check_written("root-1", waiting_task("other", "another leaf"))
+    assert ledger.excused_task_ids() == set()
+    ledger.record_dropped(["leaf"])
+    assert ledger.excused_task_ids() == {"leaf", "nested", "root"}
 
 
-def calling(task_id: str, call: str) -> TaskRow:
+def waiting_task(task_id: str, call: str) -> TaskRow:
     """A task that waits for one call."""
     pending = CallRow(TaskId(call), "0", AgentName("leaf"), 1, b"", {}, NOW, NOW, NOW, None)
-    return replace(RUNNING, task_id=TaskId(task_id), state=TaskState.WAITING, calls={pending.sub_task_id: pending})
+    return replace(
+        RUNNING,
+        task_id=TaskId(task_id),
+        state=TaskState.WAITING,
+        calls={pending.sub_task_id: pending},
+    )

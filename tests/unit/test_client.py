@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshpoint.adapters.inprocess.broker import InProcessBroker
-from meshpoint.adapters.inprocess.exchange import InProcessExchange
+from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchange
 from meshpoint.client import Client
 from meshpoint.errors import BrokerUnavailable
 
@@ -28,8 +27,10 @@ class Broker(InProcessBroker):
         await super().close()
 
 
-@pytest.mark.parametrize("error", [BrokerUnavailable("gone"), asyncio.CancelledError()], ids=["failed", "cancelled"])
-async def test_a_client_that_cannot_begin_closes_its_broker(error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [BrokerUnavailable("gone"), asyncio.CancelledError()], ids=["failed", "cancelled"]
+)
+async def test_a_client_that_fails_to_start_closes_its_broker(error: BaseException) -> None:
     broker = Broker(error)
     with pytest.raises(type(error)):
         await Client(broker).__aenter__()

@@ -17,7 +17,7 @@ from meshpoint.errors import ConfigurationError
 from meshpoint.extras import Feature
 
 ROOT = Path(__file__).resolve().parents[2]
-FEATURES = [each for each in vars(extras).values() if isinstance(each, Feature)]
+FEATURES = [feature_ for feature_ in vars(extras).values() if isinstance(feature_, Feature)]
 OPTIONAL = {module for feature in FEATURES for module in feature.libraries} | {"uvloop"}
 WITHOUT_CHECK = {"uvloop"}
 """Installed by an extra, although Meshpoint works without it."""
@@ -35,7 +35,10 @@ def test_the_first_example_needs_no_optional_library() -> None:
 
 
 def test_the_core_imports_no_optional_library() -> None:
-    code = "\nimport sys, meshpoint.exec.running, meshpoint.operations, meshpoint.adapters.sql.migrations\n"
+    code = (
+        "\nimport sys, meshpoint.exec.attempt, meshpoint.operations, "
+        "meshpoint.adapters.sql.migrations\n"
+    )
     shown = f"print('loaded:', *({OPTIONAL} & sys.modules.keys()))"
     done = run_without([], first_example() + code + shown)
     assert (done.returncode, done.stderr) == (0, "")
@@ -53,7 +56,7 @@ def test_the_core_imports_no_optional_library() -> None:
         (
             extras.POSTGRESQL,
             "from meshpoint.operations import Operations; Operations('postgresql://h/d')",
-            "agent.session_db_url",
+            "db_url",
         ),
         (
             extras.POSTGRESQL,
@@ -77,17 +80,26 @@ def test_the_core_imports_no_optional_library() -> None:
         ),
     ],
 )
-def test_a_missing_library_is_named_where_it_is_needed(feature: Feature, code: str, key: str) -> None:
+def test_a_missing_library_is_named_when_it_is_needed(
+    feature: Feature, code: str, key: str
+) -> None:
     first = next(iter(feature.libraries.values()))
     done = run_without(OPTIONAL, code)
-    line = f"{key}: {feature.name} needs the package {first}; run: pip install 'meshpoint[{feature.extra}]'"
+    line = (
+        f"{key}: {feature.name} needs the package {first}; "
+        f"run: pip install 'meshpoint[{feature.extra}]'"
+    )
     assert done.stderr.splitlines()[-1] == f"meshpoint.errors.ConfigurationError: {line}"
 
 
 @pytest.mark.parametrize(
     ("missing", "arguments", "line"),
     [
-        (extras.COMMAND_LINE, ["--version"], "meshpoint: the command line needs the package typer; {cli}"),
+        (
+            extras.COMMAND_LINE,
+            ["--version"],
+            "meshpoint: the command line needs the package typer; {cli}",
+        ),
         (
             extras.RABBITMQ,
             ["send", "a", "1", "--broker", "amqp://h/"],
@@ -100,7 +112,9 @@ def test_a_missing_library_is_named_where_it_is_needed(feature: Feature, code: s
         ),
     ],
 )
-def test_a_command_without_its_library_prints_one_line(missing: Feature, arguments: list[str], line: str) -> None:
+def test_a_command_without_its_library_prints_one_line(
+    missing: Feature, arguments: list[str], line: str
+) -> None:
     done = run_without(missing.libraries, MAIN.format(arguments=arguments))
     pip = {missing.extra: f"run: pip install 'meshpoint[{missing.extra}]'"}
     assert (done.returncode, done.stdout) == (2, "")
@@ -110,20 +124,30 @@ def test_a_command_without_its_library_prints_one_line(missing: Feature, argumen
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda each: each.name)
 def test_each_missing_library_is_named(feature: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, library in feature.libraries.items():
-        monkeypatch.setattr(extras, "find_spec", lambda name, missing=module: None if name == missing else object())
-        with pytest.raises(ConfigurationError, match=f"^key: {feature.name} needs the package {library}; "):
+        monkeypatch.setattr(
+            extras, "find_spec", lambda name, missing=module: None if name == missing else object()
+        )
+        with pytest.raises(
+            ConfigurationError, match=f"^key: {feature.name} needs the package {library}; "
+        ):
             feature.require("key")
 
 
-def test_the_extras_install_what_is_checked() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    installed = {extra: {Requirement(line).name for line in lines} for extra, lines in declared.items()}
-    (everything,) = (Requirement(line) for line in declared["all"])
+def test_the_extras_install_the_libraries_that_are_checked() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    installed = {
+        extra: {Requirement(line).name for line in lines} for extra, lines in declared.items()
+    }
+    (all_extra,) = (Requirement(line) for line in declared["all"])
     checked: dict[str, set[str]] = {}
     for feature in FEATURES:
         checked.setdefault(feature.extra, set()).update(feature.libraries.values())
-    assert everything.extras == installed.keys() - {"all", "testing"}
-    assert {extra: names - WITHOUT_CHECK for extra, names in installed.items() if extra != "all"} == checked
+    assert all_extra.extras == installed.keys() - {"all", "testing"}
+    assert {
+        extra: names - WITHOUT_CHECK for extra, names in installed.items() if extra != "all"
+    } == checked
 
 
 def test_the_version_is_that_of_the_installed_distribution() -> None:

@@ -20,9 +20,10 @@ from meshpoint import (
 )
 from meshpoint.client import UnknownAgent
 from meshpoint.local import local_mesh
-from meshpoint.model.events import Event, Phase, Step
+from meshpoint.model.events import Phase, Step
+from recorded_events import RecordedEvents
 
-double = Peer("doubler", int, int)
+double_peer = Peer("doubler", int, int)
 
 
 @agent("doubler")
@@ -32,15 +33,7 @@ async def doubler(ctx: TaskExecutionContext, number: int) -> int:
 
 @agent("summer")
 async def summer(ctx: TaskExecutionContext, numbers: list[int]) -> int:
-    return sum(await ctx.gather(*[double(number) for number in numbers]))
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
+    return sum(await ctx.gather(*[double_peer(number) for number in numbers]))
 
 
 @pytest.fixture(autouse=True)
@@ -49,22 +42,21 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-async def test_agents_ask_each_other_and_pause(temporary: Path) -> None:
-    heard = Heard()
-    async with local_mesh(summer, doubler, observer=heard) as mesh:
+async def test_agents_call_each_other_and_pause(temporary: Path) -> None:
+    recorded = RecordedEvents()
+    async with local_mesh(summer, doubler, observer=recorded) as mesh:
         assert await mesh.ask("summer", [1, 2, 3]) == Ok(12)
         assert list(temporary.glob("*/tasks.db")), "the pause was not written"
-    assert [event.agent for event in heard.events if (event.step, event.phase) == (Step.CHECKPOINT, Phase.AFTER)] == [
-        "summer"
-    ]
+    (checkpoint,) = recorded.matching(Step.CHECKPOINT, Phase.AFTER)
+    assert checkpoint.agent == "summer"
     assert not list(temporary.iterdir()), "files remain"
 
 
-async def test_tasks_can_rest_in_a_database_of_ones_own(temporary: Path) -> None:
-    place = temporary / "mine.db"
-    async with local_mesh(summer, doubler, db_url=f"sqlite:///{place}") as mesh:
+async def test_tasks_can_be_stored_in_a_given_database(temporary: Path) -> None:
+    path = temporary / "mine.db"
+    async with local_mesh(summer, doubler, db_url=f"sqlite:///{path}") as mesh:
         assert await mesh.ask("summer", [5]) == Ok(10)
-    assert place.exists()
+    assert path.exists()
 
 
 async def test_options_reach_the_agents() -> None:
@@ -73,22 +65,25 @@ async def test_options_reach_the_agents() -> None:
     assert isinstance(outcome, Failed)
 
 
-async def test_two_meshes_do_not_meet() -> None:
-    async with local_mesh(summer) as one, local_mesh(doubler) as other:
+async def test_two_meshes_are_isolated() -> None:
+    async with (
+        local_mesh(summer, undeliverable_after_seconds=0.1) as one,
+        local_mesh(doubler) as other,
+    ):
         assert await other.ask("doubler", 1) == Ok(2)
         with pytest.raises(UnknownAgent):
             await one.ask("doubler", 1)
         missing = await one.ask("summer", [1])
     assert isinstance(missing, Failed)
-    assert missing.kind is FailureKind.ERROR
+    assert missing.kind is FailureKind.UNDELIVERABLE
 
 
-async def test_an_exception_of_the_block_passes_as_it_is(temporary: Path) -> None:
-    mine = ExceptionGroup("mine", [AgentMisbehaved("mine")])
+async def test_an_exception_in_the_block_propagates_unchanged(temporary: Path) -> None:
+    error_group = ExceptionGroup("mine", [AgentMisbehaved("mine")])
     with pytest.raises(ExceptionGroup) as passed:
         async with local_mesh(doubler):
-            raise mine
-    assert passed.value is mine
+            raise error_group
+    assert passed.value is error_group
     assert not list(temporary.iterdir()), "files remain after the drain"
 
 
@@ -106,7 +101,7 @@ async def test_logins_that_the_broker_cannot_verify_are_refused() -> None:
             raise AssertionError("the mesh must not start")
 
 
-async def test_what_cannot_be_served_is_refused() -> None:
+async def test_agents_that_cannot_be_served_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="two agents are called 'doubler'"):
         async with local_mesh(doubler, summer, doubler):
             pass

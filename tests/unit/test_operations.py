@@ -11,7 +11,9 @@ from meshpoint.adapters.sql import SqlStore
 from meshpoint.errors import MeshpointError
 
 
-async def test_a_database_that_cannot_be_opened_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_database_that_cannot_be_opened_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed = list[SqlStore]()
     original = SqlStore.close
 

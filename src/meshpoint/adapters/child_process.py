@@ -1,10 +1,14 @@
-"""Isolated runs as child processes, with the same interpreter, import path, environment and working directory.
+"""Isolated runs as child processes.
 
-A child reads the settings, including secrets, from its standard input, where no other process can see them. Later the
-same pipe carries stop requests, and closes when this process dies for any reason. Through a second pipe the child
-sends its segment's events, which are emitted here, and the result of the run. Its output goes to our standard error.
+They have the same interpreter, import path, environment and working directory.
 
-Where possible, a child is forked from a template (`adapters.template_process`); otherwise it is a new interpreter.
+A child reads the settings, including secrets, from its standard input, where no other process can
+see them. Later the same pipe carries stop requests, and closes when this process dies for any
+reason. Through a second pipe the child sends its segment's events, which are emitted here, and the
+result of the run. Its output goes to our standard error.
+
+Where possible, a child is forked from a template (`adapters.template_process`); otherwise it is a
+new interpreter.
 """
 
 from __future__ import annotations
@@ -17,15 +21,16 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from meshpoint.adapters.logging_observer import log_settings
-from meshpoint.adapters.template_process import Template
-from meshpoint.model.checkpoint import Run
+from meshpoint.adapters.template_process import ForkedProcess, Template
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
-from meshpoint.ports.isolation import Ending, Exit, Word
+from meshpoint.model.tasks import Run
+from meshpoint.ports.isolation import Exit, ExitKind, StopSignal
 from meshpoint.ports.observer import Observer
 
 log = logging.getLogger("meshpoint.isolated")
@@ -43,24 +48,22 @@ main(given)
 """
 
 
-class Process(Protocol):
-    """A child process, forked or started."""
-
-    async def wait(self) -> int | None:
-        """Wait for it to exit. Returns the exit code, negative if a signal killed it, or `None` if unknown."""
-
-    def kill(self) -> None:
-        """Send it SIGKILL."""
+_Process = ForkedProcess | asyncio.subprocess.Process
 
 
 class ChildProcesses:
     """Starts a process for each isolated run of one agent.
 
-    `settings` are the agent's settings as JSON. A process whose event loop is blocked for `stall` is killed.
+    `settings` are the agent's settings as JSON. A process whose event loop is blocked for `stall`
+    is killed.
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], observer: Observer, stall: timedelta, template: Template | None = None
+        self,
+        settings: Mapping[str, Any],
+        observer: Observer,
+        stall: timedelta,
+        template: Template | None = None,
     ) -> None:
         self._settings, self._observer, self._stall = settings, observer, stall.total_seconds()
         self._template = template or Template()
@@ -85,7 +88,7 @@ class ChildProcesses:
                 "path": sys.path,
                 "report_fd": report_fd,
                 "style": log_settings(),
-                "run": _run_fields(run),
+                "run": asdict(run),
             }
         )
         return child
@@ -94,12 +97,16 @@ class ChildProcesses:
         """Kill the template."""
         await self._template.stop()
 
-    async def _process(self, run: Run, commands_fd: int, report_fd: int) -> Process:
+    async def _process(self, run: Run, commands_fd: int, report_fd: int) -> _Process:
         if self._template.is_supported:
             try:
-                return await self._template.fork(run.task_id, commands_fd, report_fd, timeout=self._stall)
+                return await self._template.fork(
+                    run.task_id, commands_fd, report_fd, timeout=self._stall
+                )
             except OSError as error:
-                log.warning("task %s: fork failed, starting a new interpreter: %s", run.task_id, error)
+                log.warning(
+                    "task %s: fork failed, starting a new interpreter: %s", run.task_id, error
+                )
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # use our import path, not one derived from the working directory
@@ -118,21 +125,25 @@ class ChildProcess:
 
     def __init__(
         self,
-        process: Process,
+        process: _Process,
         stdin: asyncio.WriteTransport,
         reports: asyncio.StreamReader,
         observer: Observer,
         stall: float,
         on_started: Callable[[], None],
     ) -> None:
-        self._process, self._stdin, self._reports, self._observer = process, stdin, reports, observer
+        self._process = process
+        self._stdin = stdin
+        self._reports = reports
+        self._observer = observer
         self._stall, self._on_started = stall, on_started
         self._exit: Exit | None = None
         self._last_heartbeat_at = 0.0
 
-    async def exit(self) -> Exit:
+    async def wait(self) -> Exit:
         """Wait until the process has ended."""
-        reading, ended = asyncio.create_task(self._read_reports()), asyncio.create_task(self._process.wait())
+        reading = asyncio.create_task(self._read_reports())
+        ended = asyncio.create_task(self._process.wait())
         try:
             await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
@@ -142,11 +153,11 @@ class ChildProcess:
             self._stdin.close()
             reading.cancel()
             ended.cancel()
-        return self._exit or Exit(Ending.DIED, _describe_exit(code))
+        return self._exit or Exit(ExitKind.DIED, _describe_exit(code))
 
-    def tell(self, word: Word) -> None:
+    def signal(self, stop_signal: StopSignal) -> None:
         """Ask it to stop."""
-        self.send(word)
+        self.send(stop_signal)
 
     def send(self, value: Any) -> None:
         """Write one line to it, unless it has ended."""
@@ -169,7 +180,10 @@ class ChildProcess:
                     line = await self._reports.readline()
             except TimeoutError:
                 if suspected:
-                    self._exit = Exit(Ending.DIED, f"was killed: its event loop was blocked for {self._stall:g} s")
+                    self._exit = Exit(
+                        ExitKind.DIED,
+                        f"was killed: its event loop was blocked for {self._stall:g} s",
+                    )
                     self.kill()
                     return
                 # Our own event loop may have been blocked while signs of life arrived in the pipe.
@@ -187,7 +201,7 @@ class ChildProcess:
         if "event" in report:
             self._observer.emit(_decode_event(report["event"]))
         elif "exit" in report:
-            self._exit = Exit(Ending[report["exit"]], str(report.get("reason", "")))
+            self._exit = Exit(ExitKind[report["exit"]], str(report.get("reason", "")))
         elif "started" in report:
             self._on_started()
         elif "alive" in report:  # events prove nothing: a thread renews leases
@@ -205,16 +219,6 @@ def _describe_exit(code: int | None) -> str:
         return f"was killed by signal {-code}"
 
 
-def _run_fields(run: Run) -> dict[str, Any]:
-    return {
-        "task_id": run.task_id,
-        "agent": run.agent,
-        "id": run.id,
-        "fence": run.fence,
-        "generation": run.generation,
-    }
-
-
 def _decode_event(fields: Mapping[str, Any]) -> Event:
     return Event(
         Step(fields["step"]),
@@ -229,7 +233,9 @@ def _decode_event(fields: Mapping[str, Any]) -> Event:
 async def _reader(descriptor: int) -> asyncio.StreamReader:
     reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
     pipe = os.fdopen(descriptor, "rb", buffering=0)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
     return reader
 
 

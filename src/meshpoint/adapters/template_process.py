@@ -1,16 +1,20 @@
-"""Template processes: each has imported Meshpoint and its drivers, but no agent code, and forks isolated runs.
+"""Template processes, which fork isolated runs.
 
-A fork costs milliseconds of CPU time; the imports of a new interpreter cost about a second. The template
-(`isolated.template`) is itself a fresh interpreter, so no memory or descriptors of this process leak into a child. It
-forks one child at a time, which then runs as if this process had started it.
+Each has imported Meshpoint and its drivers, but no agent code.
 
-The template's standard input is a socket. The first message lists the modules to import. Each later message is a fork
-request with three descriptors: the child's standard input, the pipe for its reports, and a socket. Through that
-socket the template sends a pidfd for the child, and later its exit code. With the pidfd, this process detects the
-child's exit, and can kill it, even if the template is frozen or dead.
+A fork costs milliseconds of CPU time; the imports of a new interpreter cost about a second. The
+template (`isolated.template`) is itself a fresh interpreter, so no memory or descriptors of this
+process leak into a child. It forks one child at a time, which then runs as if this process had
+started it.
 
-The kernel kills the template when this process dies, and the child when the template dies. A template that does not
-respond is killed; the next fork starts a new one.
+The template's standard input is a socket. The first message lists the modules to import. Each
+later message is a fork request with three descriptors: the child's standard input, the pipe for
+its reports, and a socket. Through that socket the template sends a pidfd for the child, and later
+its exit code. With the pidfd, this process detects the child's exit, and can kill it, even if the
+template is frozen or dead.
+
+The kernel kills the template when this process dies, and the child when the template dies. A
+template that does not respond is killed; the next fork starts a new one.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ _IDLE_TIMEOUT = 60.0
 _EXIT_CODE_TIMEOUT = 1.0
 """Seconds to wait for the exit code; a working template reports it at once."""
 _MAX_REPLY_BYTES = 1 << 10
-_LIBRARIES = frozenset({"aio_pika", "aiormq", "aiosqlite", "asyncpg", "redis", "sqlalchemy", "uvloop"})
+_LIBRARIES = frozenset(
+    {"aio_pika", "aiormq", "aiosqlite", "asyncpg", "redis", "sqlalchemy", "uvloop"}
+)
 _BOOTSTRAP = """
 import json, socket, sys
 orders = socket.socket(fileno=0)
@@ -42,7 +48,10 @@ template(orders, given["modules"], given["idle"])
 
 
 class Template:
-    """Forks processes from a template that starts on demand and exits `idle_timeout` seconds after its last child."""
+    """Forks processes from a template, which starts on demand.
+
+    It exits `idle_timeout` seconds after its last child.
+    """
 
     def __init__(self, idle_timeout: float = _IDLE_TIMEOUT) -> None:
         self._idle_timeout = idle_timeout
@@ -54,24 +63,37 @@ class Template:
     @property
     def pid(self) -> int | None:
         """Process id of the running template, or `None`."""
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
+        return (
+            self._process.pid
+            if self._process is not None and self._process.returncode is None
+            else None
+        )
 
-    async def fork(self, name: str, commands_fd: int, report_fd: int, *, timeout: float) -> ForkedProcess:
+    async def fork(
+        self, name: str, commands_fd: int, report_fd: int, *, timeout: float
+    ) -> ForkedProcess:
         """Fork a child with these descriptors as its standard input and its report pipe.
 
         Raises:
-            OSError: the template could not start, died, or did not respond within `timeout` seconds.
+            OSError: the template could not start, died, or did not respond within `timeout`
+                seconds.
         """
-        if self.pid is None or self._environment != _current_environment():
+        control_socket = self._control_socket
+        if (
+            control_socket is None
+            or self.pid is None
+            or self._environment != _current_environment()
+        ):
             await self.stop()
-            await self._start()
-        assert self._control_socket is not None
+            control_socket = await self._start()
         status_socket, template_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             status_socket.setblocking(False)
             with template_end:
                 socket.send_fds(
-                    self._control_socket, [name.encode()], [commands_fd, report_fd, template_end.fileno()]
+                    control_socket,
+                    [name.encode()],
+                    [commands_fd, report_fd, template_end.fileno()],
                 )
             async with asyncio.timeout(timeout):
                 await _wait_readable(status_socket.fileno())
@@ -95,7 +117,7 @@ class Template:
                 process.kill()
             await process.wait()
 
-    async def _start(self) -> None:
+    async def _start(self) -> socket.socket:
         control_socket, template_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             control_socket.setblocking(False)
@@ -116,6 +138,7 @@ class Template:
             control_socket.close()
             raise
         self._control_socket = control_socket
+        return control_socket
 
 
 class ForkedProcess:
@@ -126,7 +149,10 @@ class ForkedProcess:
         self._status_socket = status_socket
 
     async def wait(self) -> int | None:
-        """Wait for it to exit. Returns the exit code (negative: a signal), or `None` if the template reports none."""
+        """Wait for it to exit.
+
+        Returns the exit code (negative: a signal), or `None` if the template reports none.
+        """
         with self._pidfd_file, self._status_socket:
             await _wait_readable(self._pidfd_file.fileno())
             try:
@@ -151,7 +177,10 @@ def _supports_pidfd() -> bool:
 
 
 def _current_environment() -> Any:
-    """Environment, import path and working directory. A template that inherited different ones is replaced."""
+    """Environment, import path and working directory.
+
+    A template that inherited different ones is replaced.
+    """
     here = os.stat(".")
     return dict(os.environ), tuple(sys.path), (here.st_dev, here.st_ino)
 
@@ -159,7 +188,9 @@ def _current_environment() -> Any:
 def _loaded_modules() -> list[str]:
     """Names of the loaded adapters and drivers, which an isolated run needs too."""
     return [
-        name for name in sys.modules if name.startswith("meshpoint.adapters.") or name.partition(".")[0] in _LIBRARIES
+        name
+        for name in sys.modules
+        if name.startswith("meshpoint.adapters.") or name.partition(".")[0] in _LIBRARIES
     ]
 
 

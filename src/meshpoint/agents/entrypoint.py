@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 from meshpoint.agents.stateful import StatefulAgent
+from meshpoint.agents.versions import AgentVersions
 from meshpoint.errors import ConfigurationError
-from meshpoint.model.error_text import described
-from meshpoint.model.ids import agent_name
+from meshpoint.model.error_text import describe_exception
+from meshpoint.model.messages import validate_agent_name
 from meshpoint.ports.agent import DurableAgent
 
 _KEY = "agent.entrypoint"
@@ -28,9 +30,21 @@ def load_agent(entrypoint: str) -> DurableAgent[Any, Any]:
     """
     module_name, _, attribute = entrypoint.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
-        raise ConfigurationError(_KEY, f"{entrypoint!r} is not an entrypoint", "write package.module:attribute")
+        raise ConfigurationError(
+            _KEY, f"{entrypoint!r} is not an entrypoint", "write package.module:attribute"
+        )
     found = _get_attribute(_import_module(module_name, entrypoint), attribute)
     return _to_agent(found, entrypoint)
+
+
+def load_versions(entrypoints: Sequence[str]) -> DurableAgent[Any, Any]:
+    """Import the versions of one agent. The first takes new tasks.
+
+    Raises:
+        ConfigurationError: As for `load_agent`, or they are not versions of one agent.
+    """
+    versions = [load_agent(entrypoint) for entrypoint in entrypoints]
+    return versions[0] if len(versions) == 1 else AgentVersions(versions)
 
 
 def _import_module(name: str, entrypoint: str) -> ModuleType:
@@ -41,12 +55,21 @@ def _import_module(name: str, entrypoint: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             fix = f"install what provides {error.name!r} in this environment"
-            raise ConfigurationError(_KEY, f"{entrypoint!r}: {name} imports {error.name!r}", fix) from error
-        fix = "correct the name, or make the module importable (install its package or set PYTHONPATH)"
-        raise ConfigurationError(_KEY, f"{entrypoint!r}: no module named {error.name!r}", fix) from error
+            raise ConfigurationError(
+                _KEY, f"{entrypoint!r}: {name} imports {error.name!r}", fix
+            ) from error
+        fix = (
+            "correct the name, or make the module importable "
+            "(install its package or set PYTHONPATH)"
+        )
+        raise ConfigurationError(
+            _KEY, f"{entrypoint!r}: no module named {error.name!r}", fix
+        ) from error
     except Exception as error:
         problem = f"{entrypoint!r}: importing {name} failed with {type(error).__name__}: {error}"
-        raise ConfigurationError(_KEY, problem, f"make `python -c 'import {name}'` work") from error
+        raise ConfigurationError(
+            _KEY, problem, f"make `python -c 'import {name}'` work"
+        ) from error
 
 
 def _get_attribute(module: ModuleType, name: str) -> object:
@@ -55,7 +78,9 @@ def _get_attribute(module: ModuleType, name: str) -> object:
         return found
     public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     close_matches = difflib.get_close_matches(name, public, n=1)
-    close_matches = close_matches or [key for key, value in public.items() if isinstance(value, DurableAgent)]
+    close_matches = close_matches or [
+        key for key, value in public.items() if isinstance(value, DurableAgent)
+    ]
     fix = (
         f"write {module.__name__}:{close_matches[0]}"
         if close_matches
@@ -68,7 +93,9 @@ def _to_agent(found: object, entrypoint: str) -> DurableAgent[Any, Any]:
     if isinstance(found, type) and issubclass(found, StatefulAgent):
         found = _instantiate(found, entrypoint)
     if isinstance(found, type):
-        raise ConfigurationError(_KEY, f"{entrypoint!r} is a class", "name an instance of it that the module creates")
+        raise ConfigurationError(
+            _KEY, f"{entrypoint!r} is a class", "name an instance of it that the module creates"
+        )
     if not isinstance(found, DurableAgent):
         problem = f"{entrypoint!r} is not an agent: its type is {type(found).__name__}"
         raise ConfigurationError(_KEY, problem, _suggest_fix(found))
@@ -76,7 +103,7 @@ def _to_agent(found: object, entrypoint: str) -> DurableAgent[Any, Any]:
         if not inspect.iscoroutinefunction(method):
             problem = f"{entrypoint!r}: {method.__name__} is not an async method"
             raise ConfigurationError(_KEY, problem, f"write `async def {method.__name__}`")
-    agent_name(found.name)
+    validate_agent_name(found.name)
     return found
 
 
@@ -85,16 +112,25 @@ def _instantiate(kind: type[StatefulAgent[Any, Any, Any]], entrypoint: str) -> o
         return kind()
     except TypeError as error:
         problem = f"{entrypoint!r} cannot be instantiated without arguments: {error}"
-        raise ConfigurationError(_KEY, problem, "complete the class, or name an instance of it") from error
+        raise ConfigurationError(
+            _KEY, problem, "complete the class, or name an instance of it"
+        ) from error
     except ConfigurationError:
         raise
     except Exception as error:
-        problem = f"{entrypoint!r}: its constructor failed with {described(error)}"
-        raise ConfigurationError(_KEY, problem, "correct __init__, or name an instance of it") from error
+        problem = f"{entrypoint!r}: its constructor failed with {describe_exception(error)}"
+        raise ConfigurationError(
+            _KEY, problem, "correct __init__, or name an instance of it"
+        ) from error
 
 
 def _suggest_fix(found: object) -> str:
     if inspect.iscoroutinefunction(found):
         return f'put the decorator @agent("{found.__name__}") on the function'
-    missing = [name for name in ("name", "state_format", "start", "resume") if not hasattr(found, name)]
-    return f"name a function decorated with @agent, a StatefulAgent, or an object with {', '.join(missing)}"
+    missing = [
+        name for name in ("name", "state_format", "start", "resume") if not hasattr(found, name)
+    ]
+    return (
+        "name a function decorated with @agent, a StatefulAgent, or an object with "
+        f"{', '.join(missing)}"
+    )

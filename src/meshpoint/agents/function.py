@@ -12,18 +12,30 @@ from typing import Any, Generic, TypeVar
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
-from meshpoint.agents.journal import Journal, complete_last_entry, read_journal
+from meshpoint.agents.journal import (
+    Journal,
+    StoredJournal,
+    complete_last_entry,
+    read_journal,
+)
 from meshpoint.agents.planning import build_plan
 from meshpoint.agents.replay import Replay
-from meshpoint.errors import ConfigurationError, IncompatibleState, InvalidInput, InvalidOutput, NotJson
+from meshpoint.errors import (
+    ConfigurationError,
+    IncompatibleState,
+    InvalidInput,
+    InvalidOutput,
+    NotJson,
+)
 from meshpoint.model.calls import Done, Paused
 from meshpoint.model.context import TaskExecutionContext
-from meshpoint.model.ids import agent_name
+from meshpoint.model.declared_type import DeclaredType, TypeMismatch
+from meshpoint.model.error_text import quantity
 from meshpoint.model.json_values import check_json
+from meshpoint.model.messages import validate_agent_name
 from meshpoint.model.outcomes import Outcomes
 from meshpoint.model.snapshot import snapshot
 from meshpoint.model.subtasks import Migration
-from meshpoint.model.typed import DoesNotFit, Typed
 from meshpoint.ports.agent import Plan
 
 In = TypeVar("In")
@@ -41,6 +53,7 @@ def agent(
     exclusive: bool = False,
     preserve: bool = False,
     migrations: Sequence[Migration] = (),
+    config: Mapping[str, JsonValue] | None = None,
 ) -> Callable[[Callable[[TaskExecutionContext, In], Awaitable[Out]]], FunctionAgent[In, Out]]:
     """Turn an async function into an agent.
 
@@ -75,6 +88,8 @@ def agent(
         preserve: Never delete the checkpoints of its operations.
         migrations: Functions decorated with `@migrates` that convert checkpoints of earlier
             versions to this one.
+        config: Configuration of the agent, such as {"model": "small", "temperature": 0.2}. Each
+            checkpoint of an operation stores it, without secrets, in its `agent_config`.
 
     Raises:
         ConfigurationError: The function is not async or lacks an annotation, two subtasks have the
@@ -85,8 +100,19 @@ def agent(
         raise ConfigurationError("@agent", "is used without a name", 'write @agent("name")')
     local_names = sys._getframe(1).f_locals
 
-    def decorate(function: Callable[[TaskExecutionContext, In], Awaitable[Out]]) -> FunctionAgent[In, Out]:
-        plan = build_plan(name, subtasks, version, migrations, type=type, exclusive=exclusive, preserve=preserve)
+    def decorate(
+        function: Callable[[TaskExecutionContext, In], Awaitable[Out]],
+    ) -> FunctionAgent[In, Out]:
+        plan = build_plan(
+            name,
+            subtasks,
+            version,
+            migrations,
+            type=type,
+            exclusive=exclusive,
+            preserve=preserve,
+            config=config,
+        )
         return FunctionAgent(function, name, version=version, plan=plan, local_names=local_names)
 
     return decorate
@@ -105,29 +131,27 @@ class FunctionAgent(Generic[In, Out]):
         local_names: Mapping[str, Any] | None = None,
     ) -> None:
         if not version:
-            raise ConfigurationError("agent.version", f"the version of {name!r} is empty", 'write version="1"')
-        self.name = str(agent_name(name))
+            raise ConfigurationError(
+                "agent.version", f"the version of {name!r} is empty", 'write version="1"'
+            )
+        self.name = str(validate_agent_name(name))
         self.version = version
+        # The format of the journal: each version has its own path through peer calls.
+        self.state_format = f"{self.name}/function/{version}"
         self.plan = plan or Plan(version=version)
         self.function = function
         self.__doc__ = function.__doc__
         declared_input, declared_output = _declared_types(function, local_names or {})
         where = f"{function.__module__}.{function.__qualname__}"
-        self._input: Typed[In] = Typed(declared_input, f"{where}, input")
-        self._output: Typed[Out] = Typed(declared_output, f"{where}, output")
+        self._input: DeclaredType[In] = DeclaredType(declared_input, f"{where}, input")
+        self._output: DeclaredType[Out] = DeclaredType(declared_output, f"{where}, output")
 
     def __repr__(self) -> str:
         return f"FunctionAgent({self.name!r}, version={self.version!r})"
 
-    @property
-    def state_format(self) -> str:
-        """Format of the journal, with the name and version of the agent.
-
-        Each version has its own path through peer calls, and so its own format.
-        """
-        return f"{self.name}/function/{self.version}"
-
-    async def start(self, ctx: TaskExecutionContext, request: In | JsonValue) -> Paused | Done[Out]:
+    async def start(
+        self, ctx: TaskExecutionContext, request: In | JsonValue
+    ) -> Paused | Done[Out]:
         """Run the function for a new request; see `DurableAgent`."""
         received = self._parse_input(request)
         try:
@@ -135,27 +159,37 @@ class FunctionAgent(Generic[In, Out]):
         except NotJson as error:
             raise InvalidInput(f"{self.name}: {error}") from error
         journal = Journal(format=self.state_format, input=input_json, context=snapshot(ctx))
-        return await self._run(ctx, journal, received)
+        return await self._run(ctx, StoredJournal(journal), received)
 
-    async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Paused | Done[Out]:
+    async def resume(
+        self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes
+    ) -> Paused | Done[Out]:
         """Run the function again, with the outcomes of its last pause; see `DurableAgent`."""
-        journal = read_journal(state, self.state_format)
+        return await self.resume_with_log(ctx, state, (), outcomes)
+
+    async def resume_with_log(
+        self, ctx: TaskExecutionContext, state: bytes, log: Sequence[bytes], outcomes: Outcomes
+    ) -> Paused | Done[Out]:
+        """Run the function again, with the pauses in `log`; see `ReadsLog`."""
+        journal = read_journal(state, log, self.state_format)
         complete_last_entry(journal, outcomes)
         try:
             received = self._parse_input(journal.input)
         except InvalidInput as error:
             raise IncompatibleState(str(error)) from error
-        return await self._run(ctx, journal, received)
+        return await self._run(ctx, StoredJournal(journal, state, log), received)
 
     def _parse_input(self, request: object) -> In:
         try:
             return self._input.read(request)
-        except DoesNotFit as error:
+        except TypeMismatch as error:
             raise InvalidInput(f"input of {self.name}: {error}") from error
 
-    async def _run(self, ctx: TaskExecutionContext, journal: Journal, received: In) -> Paused | Done[Out]:
+    async def _run(
+        self, ctx: TaskExecutionContext, journal: StoredJournal, received: In
+    ) -> Paused | Done[Out]:
         replay = Replay(self.name, ctx, journal)
-        ctx.record_with(replay)
+        ctx._runtime.recorder = replay
         try:
             output = await self.function(ctx, received)
         except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
@@ -170,11 +204,13 @@ class FunctionAgent(Generic[In, Out]):
         replay.finish(None)
         try:
             return Done(self._output.check(output))
-        except DoesNotFit as error:
+        except TypeMismatch as error:
             raise InvalidOutput(f"output of {self.name}: {error}") from error
 
 
-def _declared_types(function: Callable[..., Any], local_names: Mapping[str, Any]) -> tuple[Any, Any]:
+def _declared_types(
+    function: Callable[..., Any], local_names: Mapping[str, Any]
+) -> tuple[Any, Any]:
     """Return the annotated input and output types of an agent function.
 
     `local_names` are the local variables where the function is defined: `get_type_hints` alone
@@ -182,16 +218,21 @@ def _declared_types(function: Callable[..., Any], local_names: Mapping[str, Any]
     """
     name = f"{function.__module__}.{function.__qualname__}"
     if not inspect.iscoroutinefunction(function):
-        raise ConfigurationError(_KEY, f"{name} is not an async function", f"write async def {function.__name__}")
+        raise ConfigurationError(
+            _KEY, f"{name} is not an async function", f"write async def {function.__name__}"
+        )
     parameters = list(inspect.signature(function).parameters.values())
     if len(parameters) != 2 or any(parameter.kind not in _POSITIONAL for parameter in parameters):
         fix = "declare two, the context and the request: (ctx: TaskExecutionContext, request: …)"
-        raise ConfigurationError(_KEY, f"{name} takes {len(parameters)} parameters", fix)
+        taken = quantity(len(parameters), "parameter")
+        raise ConfigurationError(_KEY, f"{name} takes {taken}", fix)
     try:
         hints = typing.get_type_hints(function, localns=dict(local_names), include_extras=True)
     except NameError as error:
         fix = "define or import it above the function, not only under TYPE_CHECKING"
-        raise ConfigurationError(_KEY, f"an annotation of {name} is unknown: {error}", fix) from error
+        raise ConfigurationError(
+            _KEY, f"an annotation of {name} is unknown: {error}", fix
+        ) from error
     required = parameters[1].name, "return"
     for missing in (key for key in required if key not in hints):
         missing_part = "its return value" if missing == "return" else repr(missing)

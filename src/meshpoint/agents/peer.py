@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 from pydantic import JsonValue, TypeAdapter
 
 from meshpoint.errors import AgentMisbehaved, ConfigurationError
-from meshpoint.model.calls import LONGEST, Call
-from meshpoint.model.ids import agent_name
+from meshpoint.model.calls import MAX_DURATION, Call
+from meshpoint.model.declared_type import DeclaredType, TypeMismatch
+from meshpoint.model.messages import validate_agent_name
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
-from meshpoint.model.typed import DoesNotFit, Typed
 
 In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
@@ -81,17 +81,17 @@ class Peer(Generic[In_contra, Out_co]):
         timeout: timedelta | None = None,
         idle_timeout: timedelta | None = None,
     ) -> None:
-        self.name = str(agent_name(name))
+        self.name = str(validate_agent_name(name))
         for option, duration in (("timeout", timeout), ("idle_timeout", idle_timeout)):
-            if duration is not None and not timedelta() < duration <= LONGEST:
+            if duration is not None and not timedelta() < duration <= MAX_DURATION:
                 problem = f"{option} is {duration}"
                 fix = "give a positive duration of at most ten years, or leave it out"
                 if duration <= timedelta():
                     fix = "give a positive duration, or leave it out"
                 raise ConfigurationError(f"peer {name!r}", problem, fix)
         self.timeout, self.idle_timeout = timeout, idle_timeout
-        self._input: Typed[Any] = Typed(input, f"peer {name!r}, input")
-        self._output: Typed[Any] = Typed(output, f"peer {name!r}, output")
+        self._input: DeclaredType[Any] = DeclaredType(input, f"peer {name!r}, input")
+        self._output: DeclaredType[Any] = DeclaredType(output, f"peer {name!r}, output")
 
     def __repr__(self) -> str:
         return f"Peer({self.name!r}, {self._input.name}, {self._output.name})"
@@ -104,7 +104,7 @@ class Peer(Generic[In_contra, Out_co]):
         """
         try:
             json = self._input.write(request)
-        except DoesNotFit as error:
+        except TypeMismatch as error:
             raise AgentMisbehaved(f"input for peer {self.name!r}: {error}") from error
         return PeerCall(self.name, json, self.timeout, self.idle_timeout, self.read)
 
@@ -117,6 +117,6 @@ class Peer(Generic[In_contra, Out_co]):
             return outcome
         try:
             return Ok(self._output.read(outcome.value), outcome.artifacts, outcome.usage)
-        except DoesNotFit as error:
+        except TypeMismatch as error:
             message = f"output of peer {self.name!r}: {error}"
             return Failed(FailureKind.INVALID, message, outcome.usage)

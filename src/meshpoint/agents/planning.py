@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import builtins
+from collections.abc import Mapping, Sequence
 
-from meshpoint.errors import ConfigurationError
+from pydantic import JsonValue
+
+from meshpoint.errors import ConfigurationError, NotJson
+from meshpoint.model.json_values import JsonDict
 from meshpoint.model.subtasks import Migration
 from meshpoint.ports.agent import Plan
 from meshpoint.subtasks.migrating import validate_migrations
-from meshpoint.subtasks.names import MAX_NAME_LENGTH, is_valid_name
+from meshpoint.subtasks.validity import MAX_NAME_LENGTH, is_valid_name
 
 
 def build_plan(
@@ -20,12 +24,13 @@ def build_plan(
     type: str = "agent",
     exclusive: bool = False,
     preserve: bool = False,
+    config: Mapping[str, JsonValue] | None = None,
 ) -> Plan:
     """Build the plan of an agent.
 
     Raises:
-        ConfigurationError: Two subtasks have the same name, a name cannot be used, or the
-            migrations are ambiguous.
+        ConfigurationError: Two subtasks have the same name, a name cannot be used, the migrations
+            are ambiguous, or `config` is not a JSON object.
     """
     key = f"agent {agent!r}, subtasks"
     if isinstance(subtasks, str):
@@ -33,7 +38,9 @@ def build_plan(
     for name in subtasks:
         if not is_valid_name(name):
             raise ConfigurationError(
-                key, f"{name!r} is not a valid name", f"use printable text of 1 to {MAX_NAME_LENGTH} characters"
+                key,
+                f"{name!r} is not a valid name",
+                f"use printable text of 1 to {MAX_NAME_LENGTH} characters",
             )
         if list(subtasks).count(name) > 1:
             raise ConfigurationError(key, f"{name!r} occurs twice", "use unique names")
@@ -44,4 +51,18 @@ def build_plan(
         type=type,
         exclusive=exclusive,
         preserve=preserve,
+        config=_check_config(agent, config),
     )
+
+
+def _check_config(agent: str, config: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
+    key = f"agent {agent!r}, config"
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        fix = 'write a dict, as in {"model": "small"}'
+        raise ConfigurationError(key, f"is a {builtins.type(config).__name__}", fix)
+    try:
+        return JsonDict(config, name="config").to_plain()
+    except NotJson as error:
+        raise ConfigurationError(key, str(error), "use JSON values") from error

@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from meshpoint.agents.journal import Journal, JournalEntry
-from meshpoint.errors import AgentFailed, AgentMisbehaved, ReplayMismatch
+from meshpoint.agents.journal import JournalEntry, StoredJournal
+from meshpoint.errors import AgentMisbehaved, ReplayMismatch
 from meshpoint.model.calls import Join, Paused
-from meshpoint.model.checkpoint import Checkpoint
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.context_runtime import UnsentCall
 from meshpoint.model.outcomes import Failed, Ok
-from meshpoint.model.recording import UnsentCall
 from meshpoint.model.snapshot import rewind, set_usage, snapshot
-from meshpoint.model.subtasking import current_subtask
+from meshpoint.model.subtask_mixin import current_subtask
+from meshpoint.model.tasks import CheckpointDict
 
 
 class PauseSignal(BaseException):
@@ -24,36 +24,31 @@ class PauseSignal(BaseException):
 
 
 class Replay:
-    """The `Recorder` of one segment of a function agent.
+    """The `CallRecorder` of one segment of a function agent.
 
     The context goes through the same values as in the earlier run. It starts as it was at the
     first start, at each recorded call gets the token usage it had then, and after the last one
     becomes what the checkpoint kept. So nothing that replayed code sets or counts is there twice.
+
+    Attributes:
+        replaying: Whether recorded calls are left.
+        position: Number of recorded pauses that the function has passed, not counting those
+            within subtasks.
     """
 
-    def __init__(self, agent: str, ctx: TaskExecutionContext, journal: Journal) -> None:
-        self._agent, self._ctx, self._journal = agent, ctx, journal
+    def __init__(self, agent: str, ctx: TaskExecutionContext, stored: StoredJournal) -> None:
+        self._agent, self._ctx, self._stored = agent, ctx, stored
+        self._journal = journal = stored.journal
         self._task = asyncio.current_task()
-        self._position = self._position_outside_subtasks = 0
+        self._passed = self.position = 0
+        self.replaying = bool(journal.entries)
         self._paused: Paused | None = None
-        self._violation: AgentFailed | None = None
+        self._violation: AgentMisbehaved | ReplayMismatch | None = None
         self._closed = False
-        self._live: Checkpoint = {}
+        self._live: CheckpointDict = {}
         if self.replaying:
             self._live = snapshot(ctx)
             rewind(ctx, journal.context)
-
-    @property
-    def replaying(self) -> bool:
-        """Whether recorded calls are left."""
-        return self._position < len(self._journal.entries)
-
-    @property
-    def position(self) -> int:
-        """Number of recorded pauses that the function has passed, not counting those within
-        subtasks.
-        """
-        return self._position_outside_subtasks
 
     async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
         """Return the recorded outcomes of `calls`.
@@ -66,22 +61,23 @@ class Replay:
         """
         self._reject_misuse()
         requests = [call.as_call(f"{call.peer}.{index}") for index, call in enumerate(calls)]
-        entry = JournalEntry.for_calls(requests, join, self._ctx.token_usage, current_subtask())
-        if not self.replaying:
-            self._paused = Paused(requests, self._journal.to_bytes_with(entry), join)
-            raise PauseSignal
-        recorded = self._journal.entries[self._position]
-        if (difference := recorded.describe_mismatch(entry)) is not None:
-            place = f"{self._agent}: call {self._position + 1}"
-            self._raise_violation(ReplayMismatch(f"{place} differs: {difference}; {_MISMATCH_HINT}"))
+        subtask = current_subtask()
+        recorded = self._journal.entries[self._passed] if self.replaying else None
+        if recorded is None or not recorded.records(requests, join, subtask):
+            entry = JournalEntry.for_calls(requests, join, self._ctx.token_usage, subtask)
+            if recorded is None:
+                self._paused = self._stored.pause(requests, join, entry)
+                raise PauseSignal
+            difference = recorded.describe_mismatch(entry)
+            self._raise_violation(self._mismatch(f"call {self._passed + 1}: {difference}"))
         self._advance(recorded)
-        assert recorded.outcomes is not None
-        return [call.read(outcome) for call, outcome in zip(calls, recorded.outcomes, strict=True)]
+        outcomes = recorded.outcomes or ()
+        return [call.read(outcome) for call, outcome in zip(calls, outcomes, strict=True)]
 
-    def skip(self, subtask: str) -> None:
+    def skip_subtask(self, subtask: str) -> None:
         """Pass the recorded calls of a subtask that is not run, since its deliverable is known."""
-        while self.replaying and self._journal.entries[self._position].subtask == subtask:
-            self._advance(self._journal.entries[self._position])
+        while self.replaying and self._journal.entries[self._passed].subtask == subtask:
+            self._advance(self._journal.entries[self._passed])
 
     def finish(self, raised: BaseException | None) -> Paused | None:
         """Return the pause that ended the run; `None` if the function returned or raised itself.
@@ -96,14 +92,15 @@ class Replay:
         if self._paused is None:
             if raised is None and self.replaying:
                 recorded = len(self._journal.entries)
-                problem = f"it ended after {self._position} of {recorded} recorded calls"
-                raise ReplayMismatch(f"{self._agent}: {problem}; {_MISMATCH_HINT}")
+                raise self._mismatch(f"ended after {self._passed} of {recorded} recorded calls")
             return None
         if raised is None:
             raise AgentMisbehaved(f"{self._agent} swallowed a pause: {_PAUSE_HINT}")
         if not _is_only_pause(raised):
             what = f"{type(raised).__name__}: {raised}"
-            raise AgentMisbehaved(f"{self._agent} raised {what} while it was pausing: {_PAUSE_HINT}") from raised
+            raise AgentMisbehaved(
+                f"{self._agent} raised {what} while it was pausing: {_PAUSE_HINT}"
+            ) from raised
         return self._paused
 
     def close(self) -> None:
@@ -117,8 +114,9 @@ class Replay:
         del self._ctx, self._task  # break reference cycles: no garbage for the collector
 
     def _advance(self, recorded: JournalEntry) -> None:
-        self._position += 1
-        self._position_outside_subtasks += recorded.subtask is None
+        self._passed += 1
+        self.position += recorded.subtask is None
+        self.replaying = self._passed < len(self._journal.entries)
         if self.replaying:
             set_usage(self._ctx, recorded.total_usage())
         else:
@@ -128,31 +126,42 @@ class Replay:
         if self._violation is not None:
             raise self._violation
         if self._closed:
-            raise AgentMisbehaved(f"an asyncio task left behind by {self._agent} called a peer: {_GATHER_HINT}")
+            raise AgentMisbehaved(
+                f"an asyncio task left behind by {self._agent} called a peer: {_GATHER_HINT}"
+            )
         if self._paused is not None:
-            self._raise_violation(AgentMisbehaved(f"{self._agent} called a peer while it was pausing: {_PAUSE_HINT}"))
+            self._raise_violation(
+                AgentMisbehaved(f"{self._agent} called a peer while it was pausing: {_PAUSE_HINT}")
+            )
         if asyncio.current_task() is not self._task:
             self._raise_violation(
-                AgentMisbehaved(f"{self._agent} called a peer in another asyncio task: {_GATHER_HINT}")
+                AgentMisbehaved(
+                    f"{self._agent} called a peer in another asyncio task: {_GATHER_HINT}"
+                )
             )
 
-    def _raise_violation(self, violation: AgentFailed) -> NoReturn:
+    def _mismatch(self, reason: str) -> ReplayMismatch:
+        return ReplayMismatch(reason, f"{self._agent}: {_MISMATCH_HINT}")
+
+    def _raise_violation(self, violation: AgentMisbehaved | ReplayMismatch) -> NoReturn:
         # Kept for `finish`: agent code may catch the error, and must not return a result after it.
         self._violation = violation
         raise violation
 
 
 _MISMATCH_HINT = (
-    "a function agent must make the same calls on every run: either it depends on time, chance or anything else "
-    "besides its input and its peers' answers, or its code has changed and its version= has not"
+    "a function agent must make the same calls on every run: either it depends on time, chance or "
+    "anything else besides its input and its peers' answers, or its code has changed and its "
+    "version= has not"
 )
 _PAUSE_HINT = (
     "each pause unwinds the function, through `finally` and `except BaseException`; "
     "let the exception propagate, and neither fail nor call peers there"
 )
 _GATHER_HINT = (
-    "to wait for several calls, write `await ctx.gather(a(x), b(y))` instead of asyncio.gather, create_task or a "
-    "TaskGroup; to limit the time, give the Peer a timeout instead of using asyncio.wait_for"
+    "to wait for several calls, write `await ctx.gather(a(x), b(y))` instead of asyncio.gather, "
+    "create_task or a TaskGroup; to limit the time, give the Peer a timeout instead of using "
+    "asyncio.wait_for"
 )
 
 

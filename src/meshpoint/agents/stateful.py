@@ -9,23 +9,73 @@ from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar, g
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from meshpoint.agents.peer import PeerCall
+from meshpoint.agents.peer import Peer, PeerCall
 from meshpoint.agents.planning import build_plan
-from meshpoint.agents.replies import Replies
-from meshpoint.errors import AgentMisbehaved, ConfigurationError, IncompatibleState, InvalidInput, InvalidOutput
+from meshpoint.errors import (
+    AgentMisbehaved,
+    ConfigurationError,
+    IncompatibleState,
+    InvalidInput,
+    InvalidOutput,
+    PeerFailed,
+)
 from meshpoint.model.calls import ALL, Done, Join, Paused
 from meshpoint.model.context import TaskExecutionContext
-from meshpoint.model.ids import agent_name
-from meshpoint.model.outcomes import Outcomes
+from meshpoint.model.declared_type import DeclaredType, TypeMismatch, first_problem, loggable_cause
+from meshpoint.model.messages import validate_agent_name
+from meshpoint.model.outcomes import Failed, Ok, Outcomes
 from meshpoint.model.subtasks import Migration
-from meshpoint.model.typed import DoesNotFit, Typed, cause_of, first_problem
 from meshpoint.ports.agent import Plan
 
 In = TypeVar("In")
 State = TypeVar("State")
 Out = TypeVar("Out")
+Answer = TypeVar("Answer")
 
-Handler: TypeAlias = Callable[[TaskExecutionContext, State, Replies], Awaitable[Paused | Done[Out]]]
+
+class Replies(Outcomes):
+    """One outcome per call, by the key given to `ask`, in call order.
+
+    `replies["flight"]` is the outcome as received, with its value as JSON. The methods return
+    typed values.
+    """
+
+    def outcome(self, key: str, peer: Peer[Any, Answer]) -> Ok[Answer] | Failed:
+        """Return the typed outcome of a call to `peer`.
+
+        A value that does not fit the peer's output becomes `Failed(INVALID)`.
+
+        Raises:
+            AgentMisbehaved: No call has this key.
+        """
+        if key not in self:
+            raise AgentMisbehaved(
+                f"this pause has no call {key!r}; it has {', '.join(map(repr, self))}"
+            )
+        return peer.read(self[key])
+
+    def value(self, key: str, peer: Peer[Any, Answer]) -> Answer:
+        """Return the typed result of a call to `peer`.
+
+        Raises:
+            PeerFailed: The call has no result. If not caught, this fails the task with the peer's
+                message.
+            AgentMisbehaved: No call has this key.
+        """
+        outcome = self.outcome(key, peer)
+        if isinstance(outcome, Failed):
+            raise PeerFailed(peer.name, outcome)
+        return outcome.value
+
+    @property
+    def failed(self) -> dict[str, Failed]:
+        """The calls without a result, in call order."""
+        return {key: outcome for key, outcome in self.items() if isinstance(outcome, Failed)}
+
+
+Handler: TypeAlias = Callable[
+    [TaskExecutionContext, State, Replies], Awaitable[Paused | Done[Out]]
+]
 
 
 class _StoredState(BaseModel):
@@ -42,9 +92,9 @@ class _ValidatedPause(Paused):
 
 @dataclass(frozen=True, slots=True)
 class _Types:
-    input: Typed[Any]
-    state: Typed[Any]
-    output: Typed[Any]
+    input: DeclaredType[Any]
+    state: DeclaredType[Any]
+    output: DeclaredType[Any]
 
 
 class StatefulAgent(ABC, Generic[In, State, Out]):
@@ -54,7 +104,8 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
             name = "travel"
 
             async def on_request(self, ctx, trip):
-                return self.ask(TravelState(trip=trip), {"flight": flights(trip)}, then=self.on_quotes)
+                quotes = {"flight": flights(trip)}
+                return self.ask(TravelState(trip=trip), quotes, then=self.on_quotes)
 
             async def on_quotes(self, ctx, state, replies):
                 return self.done(Itinerary(flight=replies.value("flight", flights)))
@@ -67,9 +118,9 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
     and list in `reads` the earlier versions that are still accepted, for example by a
     `model_validator(mode="before")`.
 
-    Handlers may record work with `ctx.subtask`. The `subtasks`, `type`, `exclusive`, `preserve`
-    and `migrations` of `@agent` are class attributes of the same names here (`type` is
-    `operation_type`).
+    Handlers may record work with `ctx.subtask`. The `subtasks`, `type`, `exclusive`, `preserve`,
+    `migrations` and `config` of `@agent` are class attributes of the same names here (`type` is
+    `operation_type`, `config` is `agent_config`).
 
     Raises:
         ConfigurationError: The class is defined without its three types, or instantiated without a
@@ -84,9 +135,11 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
     exclusive: ClassVar[bool] = False
     preserve: ClassVar[bool] = False
     migrations: ClassVar[tuple[Migration, ...]] = ()
+    agent_config: ClassVar[Mapping[str, JsonValue]] = {}
 
     plan: Plan
     _types: ClassVar[_Types | None] = None
+    _declared_types: _Types
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -95,11 +148,14 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Create an instance, or raise if the class has no valid name or lacks its types."""
         if not isinstance(getattr(cls, "name", None), str):
-            raise ConfigurationError("agent.name", f"{cls.__name__} has no name", 'write `name = "…"` in the class')
-        agent_name(cls.name)
+            raise ConfigurationError(
+                "agent.name", f"{cls.__name__} has no name", 'write `name = "…"` in the class'
+            )
+        validate_agent_name(cls.name)
         if cls._types is None:
             _raise_missing_types(cls)
         instance = super().__new__(cls)
+        instance._declared_types = cls._types
         instance.plan = build_plan(
             cls.name,
             cls.subtasks,
@@ -108,6 +164,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
             type=cls.operation_type,
             exclusive=cls.exclusive,
             preserve=cls.preserve,
+            config=cls.agent_config,
         )
         return instance
 
@@ -149,12 +206,16 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
         """
         handler = getattr(then, "__name__", "")
         if getattr(self, handler, None) != then:
-            raise AgentMisbehaved(f"{self.name}: `then` must be a method of the agent, as in then=self.on_replies")
+            raise AgentMisbehaved(
+                f"{self.name}: `then` must be a method of the agent, as in then=self.on_replies"
+            )
         try:
             state_json = self._declared_types.state.write(state, round_trip=True)
-        except DoesNotFit as error:
+        except TypeMismatch as error:
             raise AgentMisbehaved(f"{self.name}: the state for {handler}: {error}") from error
-        stored = _StoredState.model_construct(format=self.state_format, handler=handler, state=state_json)
+        stored = _StoredState.model_construct(
+            format=self.state_format, handler=handler, state=state_json
+        )
         requests = [call.as_call(key) for key, call in calls.items()]
         return _ValidatedPause(requests, stored.model_dump_json().encode(), join)
 
@@ -162,15 +223,19 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
         """End the task with `output`. Return this from a handler."""
         return Done(output, artifacts)
 
-    async def start(self, ctx: TaskExecutionContext, request: In | JsonValue) -> Paused | Done[Out]:
+    async def start(
+        self, ctx: TaskExecutionContext, request: In | JsonValue
+    ) -> Paused | Done[Out]:
         """Call `on_request` with the validated request; see `DurableAgent`."""
         try:
             received = self._declared_types.input.read(request)
-        except DoesNotFit as error:
+        except TypeMismatch as error:
             raise InvalidInput(f"input of {self.name}: {error}") from error
         return self._validate_result(await self.on_request(ctx, received), "on_request")
 
-    async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Paused | Done[Out]:
+    async def resume(
+        self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes
+    ) -> Paused | Done[Out]:
         """Call the handler that the stored state names; see `DurableAgent`."""
         stored = self._load_state(state)
         handler = getattr(self, stored.handler, None)
@@ -178,22 +243,25 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
             raise IncompatibleState(f"{self.name} has no handler {stored.handler!r}")
         try:
             handler_state = self._declared_types.state.read(stored.state)
-        except DoesNotFit as error:
-            raise IncompatibleState(f"the state for {stored.handler} of {self.name}: {error}") from error
-        return self._validate_result(await handler(ctx, handler_state, Replies(outcomes)), stored.handler)
-
-    @property
-    def _declared_types(self) -> _Types:
-        assert self._types is not None
-        return self._types
+        except TypeMismatch as error:
+            raise IncompatibleState(
+                f"the state for {stored.handler} of {self.name}: {error}"
+            ) from error
+        return self._validate_result(
+            await handler(ctx, handler_state, Replies(outcomes)), stored.handler
+        )
 
     def _load_state(self, state: bytes) -> _StoredState:
         try:
             stored = _StoredState.model_validate_json(state)
         except ValidationError as error:
-            raise IncompatibleState(f"not a state of {self.name}: {first_problem(error)}") from cause_of(error)
+            raise IncompatibleState(
+                f"not a state of {self.name}: {first_problem(error)}"
+            ) from loggable_cause(error)
         if stored.format not in self.readable_formats:
-            raise IncompatibleState(f"{self.name} reads {sorted(self.readable_formats)}, not {stored.format!r}")
+            raise IncompatibleState(
+                f"{self.name} reads {sorted(self.readable_formats)}, not {stored.format!r}"
+            )
         return stored
 
     def _validate_result(self, result: object, handler: str) -> Paused | Done[Out]:
@@ -201,11 +269,14 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
             return result
         if not isinstance(result, Done):
             kind = type(result).__name__
-            problem = f"{self.name}.{handler} returned {kind}; return self.ask(...) or self.done(...) instead"
+            problem = (
+                f"{self.name}.{handler} returned {kind}; "
+                "return self.ask(...) or self.done(...) instead"
+            )
             raise AgentMisbehaved(problem)
         try:
             return Done(self._declared_types.output.check(result.output), result.artifacts)
-        except DoesNotFit as error:
+        except TypeMismatch as error:
             raise InvalidOutput(f"output of {self.name}: {error}") from error
 
 
@@ -217,14 +288,16 @@ def _resolve_types(cls: type[StatefulAgent[Any, Any, Any]]) -> _Types | None:
     if any(_is_generic(argument) for argument in found):
         return None
     key = f"{cls.__module__}.{cls.__qualname__}"
-    return _Types(*(Typed(argument, key) for argument in found))
+    return _Types(*(DeclaredType(argument, key) for argument in found))
 
 
 def _type_arguments(cls: type) -> tuple[Any, ...] | None:
     """Return the arguments of `StatefulAgent` as seen from `cls`, through any number of generic
     bases.
     """
-    for base in getattr(cls, "__orig_bases__", ()) if "__orig_bases__" in vars(cls) else cls.__bases__:
+    for base in (
+        getattr(cls, "__orig_bases__", ()) if "__orig_bases__" in vars(cls) else cls.__bases__
+    ):
         origin = get_origin(base) or base
         if origin is StatefulAgent:
             return get_args(base) or None
@@ -232,21 +305,27 @@ def _type_arguments(cls: type) -> tuple[Any, ...] | None:
             inherited = _type_arguments(origin)
             if inherited is None:
                 return None
-            substitutions = dict(zip(getattr(origin, "__parameters__", ()), get_args(base), strict=False))
+            substitutions = dict(
+                zip(getattr(origin, "__parameters__", ()), get_args(base), strict=False)
+            )
             return tuple(_substitute(argument, substitutions) for argument in inherited)
     return None
 
 
 def _is_generic(argument: Any) -> bool:
     """Whether `argument` is a type variable, or an alias such as `list[T]` that contains one."""
-    return isinstance(argument, TypeVar) or (get_origin(argument) is not None and bool(argument.__parameters__))
+    return isinstance(argument, TypeVar) or (
+        get_origin(argument) is not None and bool(argument.__parameters__)
+    )
 
 
 def _substitute(argument: Any, by_variable: Mapping[Any, Any]) -> Any:
     if isinstance(argument, TypeVar):
         return by_variable.get(argument, argument)
     if _is_generic(argument):
-        return argument[tuple(by_variable.get(variable, variable) for variable in argument.__parameters__)]
+        return argument[
+            tuple(by_variable.get(variable, variable) for variable in argument.__parameters__)
+        ]
     return argument
 
 

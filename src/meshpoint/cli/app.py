@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 
 from meshpoint._version import __version__
-from meshpoint.cli import checkpoints, db, demo, exec, run, send, sessions, sweep, tasks
+from meshpoint.cli import checkpoints, db, exec, run, send, sessions, sources, tasks
 from meshpoint.cli.exits import ExitCode, describe_error, exit_code_for
+from meshpoint.cli.output import print_error
 from meshpoint.errors import ConfigurationError, MeshpointError
-from meshpoint.model.error_text import described
+from meshpoint.model.error_text import describe_exception
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +27,46 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-run.register(app)
-send.register(app)
-exec.register(app)
+app.command("run", epilog=run.RUN_EXAMPLES)(run.run)
+app.command("send", epilog=send.EXAMPLES)(send.send)
+app.command("exec", epilog=exec.EXAMPLES)(exec.exec_)
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(db.app, name="db")
-sweep.register(app)
-demo.register(app)
+app.command("sweep", epilog=run.SWEEP_EXAMPLES)(run.sweep)
+
+_DEMO_EXAMPLES = """\b
+Examples:
+  meshpoint demo                                  no server needed
+  meshpoint demo --requests 50 --seed 7
+  meshpoint demo --broker amqp://guest:guest@127.0.0.1/ --db postgresql://postgres@127.0.0.1/demo \
+--json
+"""
+
+
+@app.command("demo", epilog=_DEMO_EXAMPLES)
+def _demo(
+    broker: sources.Broker = None,
+    database: sources.Database = None,
+    requests: Annotated[
+        int, typer.Option("--requests", metavar="N", min=1, help="Number of requests to send.")
+    ] = 24,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="N", help="Seed for the response times of the peers."),
+    ] = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Kill replicas and watch every task get its answer.
+
+    Starts three replicas, then kills one while a task is paused and one while a task runs.
+    """
+    from meshpoint.demo.run import run_demo
+
+    raise typer.Exit(
+        run_demo(broker_url=broker, db_url=database, requests=requests, seed=seed, as_json=as_json)
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,15 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _check_encoding(sys.argv[1:] if arguments is None else arguments)
         app(args=arguments)
     except MeshpointError as error:
-        from meshpoint.cli.output import print_error
-
         print_error(describe_error(error))
         sys.exit(exit_code_for(error))
     except (OSError, ValueError) as error:  # such as an unchecked path or setting
-        from meshpoint.cli.output import print_error
-
         log.debug("the command failed", exc_info=True)
-        print_error(described(error))
+        print_error(describe_exception(error))
         sys.exit(ExitCode.ERROR)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
@@ -68,7 +96,9 @@ def _check_encoding(arguments: Sequence[str]) -> None:
             each.encode()
         except UnicodeEncodeError as error:
             problem = f"{each[:100]!r} is not UTF-8 text"
-            raise ConfigurationError("the command line", problem, "encode all arguments as UTF-8") from error
+            raise ConfigurationError(
+                "the command line", problem, "encode all arguments as UTF-8"
+            ) from error
 
 
 def _print_version(value: bool) -> None:
@@ -80,7 +110,10 @@ def _print_version(value: bool) -> None:
 @app.callback()
 def _meshpoint(
     _: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Durable waiting for agents that call agents: pause in one replica, resume in any other.

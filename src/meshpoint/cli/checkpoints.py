@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshpoint.cli import sources
-from meshpoint.cli.databases import query_all, query_first
-from meshpoint.cli.output import format_age, format_duration, print_json, print_note, print_table, print_text
-from meshpoint.errors import ConfigurationError, NoCheckpoint
+from meshpoint.cli.output import (
+    format_age,
+    format_duration,
+    print_either,
+    print_json,
+    print_note,
+    print_table,
+    print_text,
+)
+from meshpoint.errors import NoCheckpoint
+from meshpoint.model.error_text import quantity
 
 if TYPE_CHECKING:
-    from meshpoint.model.operations import OperationStatus, OperationSummary
+    from meshpoint.model.operations import OperationSummary
     from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord
     from meshpoint.operations import Operations
 
-app = typer.Typer(help="Inspect operations; preserve and export their checkpoints.", no_args_is_help=True)
+app = typer.Typer(
+    help="Inspect operations; preserve and export their checkpoints.", no_args_is_help=True
+)
 
-OperationIdArgument = Annotated[
+_OperationId = Annotated[
     str, typer.Argument(metavar="ID", help="Id of the operation, which is the id of its task.")
 ]
 
 _LIST = """\b
 Examples:
   meshpoint checkpoints list --config travel.yaml
-  meshpoint checkpoints list --db postgresql://mesh@db/mesh --status failed --status cancelled --json
+  meshpoint checkpoints list --db postgresql://mesh@db/mesh --status failed --status cancelled \
+--json
 """
 _SHOW = """\b
 Examples:
@@ -40,7 +53,8 @@ Examples:
 """
 _EXPORT = """\b
 Examples:
-  meshpoint checkpoints export 01941f29-7c00-7000-8000-000000000000 --config travel.yaml -o failed.json
+  meshpoint checkpoints export 01941f29-7c00-7000-8000-000000000000 --config travel.yaml \
+-o failed.json
   meshpoint exec my_agents.travel:travel --input @trip.json --resume-from failed.json
 """
 
@@ -56,58 +70,83 @@ def list_operations(
     ] = None,
     status: Annotated[
         list[str] | None,
-        typer.Option("--status", metavar="STATUS", help="Only operations with this status; repeatable."),
+        typer.Option(
+            "--status", metavar="STATUS", help="Only operations with this status; repeatable."
+        ),
     ] = None,
     limit: sources.Limit = 100,
     as_json: sources.AsJson = False,
 ) -> None:
     """List operations, newest first."""
-    statuses = _parse_statuses(status or [])
+    from meshpoint.model.operations import OperationStatus
 
-    async def find(operations: Operations) -> list[OperationSummary]:
-        return await operations.find(agent=agent, statuses=statuses, limit=limit)
+    statuses = sources.parse_choices("--status", status, OperationStatus)
 
-    found = [each for part in asyncio.run(query_all(config, database, namespace, find)) for each in part]
+    async def find() -> list[OperationSummary]:
+        each_database = sources.open_each(config, database, namespace, sources.open_operations)
+        async with aclosing(each_database) as databases:
+            return [
+                operation
+                async for operations in databases
+                for operation in await operations.find(agent=agent, statuses=statuses, limit=limit)
+            ]
+
+    found = asyncio.run(find())
     found.sort(key=lambda operation: operation.created_at, reverse=True)
     if as_json:
-        print_json([operation_json(operation) for operation in found[:limit]])
+        print_json([_to_json(operation) for operation in found[:limit]])
     elif not found:
         print_text("no operations")
     else:
-        columns = ("operation", "agent", "status", "progress", "phase", "resumed", "age", "subject")
+        columns = (
+            "operation",
+            "agent",
+            "status",
+            "progress",
+            "phase",
+            "resumed",
+            "age",
+            "subject",
+        )
         print_table(columns, [_operation_row(operation) for operation in found[:limit]])
 
 
 @app.command("show", epilog=_SHOW)
 def show_operation(
-    operation_id: OperationIdArgument,
+    operation_id: _OperationId,
     *,
     config: sources.Config = None,
     database: sources.Database = None,
     namespace: sources.Namespace = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Show an operation, its last checkpoint and the history of its checkpoints."""
+    """Show an operation and the history of its checkpoints."""
 
     async def show(operations: Operations) -> tuple[OperationSummary, list[AgentCheckpoint]]:
         return await operations.get(operation_id), await operations.checkpoints(operation_id)
 
-    operation, history = asyncio.run(query_first(config, database, namespace, show))
+    operation, history = asyncio.run(sources.query_operation(config, database, namespace, show))
     if as_json:
-        print_json({**operation_json(operation), "checkpoints": [each.model_dump(mode="json") for each in history]})
+        print_json(
+            {
+                **_to_json(operation),
+                "checkpoints": [each.model_dump(mode="json") for each in history],
+            }
+        )
         return
-    print_table(("operation", operation.id), operation_facts(operation))
+    print_table(("operation", operation.id), _facts(operation))
     if history:
         print_table(
-            ("subtask", "status", "took", "in attempt"), [_subtask_row(each) for each in history[-1].subtasks]
+            ("subtask", "status", "took", "in attempt"),
+            [_subtask_row(each) for each in history[-1].subtasks],
         )
-        columns = ("checkpoint", "written", "progress", "next", "why")
+        columns = ("checkpoint", "in attempt", "written", "progress", "next", "why")
         print_table(columns, [_checkpoint_row(each) for each in reversed(history)])
 
 
 @app.command("preserve", epilog=_PRESERVE)
 def preserve_operation(
-    operation_id: OperationIdArgument,
+    operation_id: _OperationId,
     *,
     no: Annotated[bool, typer.Option("--no", help="End the exemption.")] = False,
     config: sources.Config = None,
@@ -120,35 +159,34 @@ def preserve_operation(
     async def preserve(operations: Operations) -> None:
         await operations.preserve(operation_id, preserve=not no)
 
-    asyncio.run(query_first(config, database, namespace, preserve))
-    if as_json:
-        print_json({"operation_id": operation_id, "preserve": not no})
-    else:
-        print_text(f"checkpoints of {operation_id} are {'no longer preserved' if no else 'preserved'}")
+    asyncio.run(sources.query_operation(config, database, namespace, preserve))
+    text = f"checkpoints of {operation_id} are {'no longer preserved' if no else 'preserved'}"
+    print_either({"operation_id": operation_id, "preserve": not no}, text, as_json=as_json)
 
 
 @app.command("export", epilog=_EXPORT)
 def export_checkpoint(
-    operation_id: OperationIdArgument,
+    operation_id: _OperationId,
     *,
     file: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not to standard output."),
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Write to this file, not to standard output."
+        ),
     ] = None,
     include_outputs: Annotated[
-        bool, typer.Option("--include-outputs", help="Include the outputs of the subtasks, without secrets.")
+        bool,
+        typer.Option(
+            "--include-outputs", help="Include the outputs of the subtasks, without secrets."
+        ),
     ] = False,
-    secret_key: Annotated[
-        list[str] | None,
-        typer.Option("--secret-key", metavar="NAME", help="Another key whose values are secret; repeatable."),
-    ] = None,
+    secret_key: sources.SecretKeys = None,
     config: sources.Config = None,
     database: sources.Database = None,
     namespace: sources.Namespace = None,
 ) -> None:
     """Export an operation's last checkpoint, for exec --resume-from."""
-    from meshpoint.exec.checkpoint_file import build_document, document_text
-    from meshpoint.exec.files import write_atomically
+    from meshpoint.exec.checkpoint_file import build_document, document_text, write_document
 
     async def latest_checkpoint(operations: Operations) -> AgentCheckpoint:
         operation = await operations.get(operation_id)
@@ -158,36 +196,46 @@ def export_checkpoint(
             raise NoCheckpoint(operation_id, f"operation {operation_id} has no checkpoint{suffix}")
         return history[-1]
 
-    checkpoint = asyncio.run(query_first(config, database, namespace, latest_checkpoint))
-    document = build_document(checkpoint, include_outputs=include_outputs, secret_keys=tuple(secret_key or ()))
+    checkpoint = asyncio.run(
+        sources.query_operation(config, database, namespace, latest_checkpoint)
+    )
+    document = build_document(
+        checkpoint, include_outputs=include_outputs, secret_keys=tuple(secret_key or ())
+    )
     if removed := document.removed:
-        print_note(f"{len(removed)} secret values were removed; the export may still contain personal data")
+        count, verb = len(removed), "was" if len(removed) == 1 else "were"
+        print_note(
+            f"{quantity(count, 'secret value')} {verb} removed; "
+            "the export may still contain personal data"
+        )
     if file is None:
         print(document_text(document))
     else:
-        try:
-            write_atomically(file, document_text(document) + "\n")
-        except OSError as error:
-            fix = "name a file in an existing folder"
-            raise ConfigurationError("--output", f"{file} cannot be written: {error.strerror}", fix) from error
+        write_document(document, file, "--output", "name a file in an existing folder")
         print_note(f"wrote {file}")
 
 
-def operation_json(operation: OperationSummary) -> dict[str, object]:
-    """Return an operation as a dictionary for JSON output."""
-    from dataclasses import asdict
-
-    return {**asdict(operation), "children": [child.model_dump(mode="json") for child in operation.children]}
+def _to_json(operation: OperationSummary) -> dict[str, object]:
+    children = [child.model_dump(mode="json") for child in operation.children]
+    return {**asdict(operation), "children": children}
 
 
-def operation_facts(operation: OperationSummary) -> list[tuple[str, str]]:
-    """Return an operation as rows of a table with two columns."""
-    facts = [("agent", operation.agent), ("type", operation.type), ("status", operation.status.value)]
-    facts += [("progress", f"{operation.progress_pct:g} %"), ("phase", operation.phase or "-")]
-    facts += [("subject", operation.subject or "-"), ("resumed", f"{operation.retry_count} times")]
-    facts += [("owner", operation.owner or "-"), ("age", format_age(operation.created_at))]
-    facts += [("last checkpoint", "-" if operation.checkpoint is None else f"{format_age(operation.updated_at)} ago")]
-    facts += [("peers' tasks", ", ".join(f"{child.peer} {child.id}" for child in operation.children) or "-")]
+def _facts(operation: OperationSummary) -> list[tuple[str, str]]:
+    saved = "-" if operation.checkpoint is None else f"{format_age(operation.updated_at)} ago"
+    children = ", ".join(f"{child.peer} {child.id}" for child in operation.children)
+    facts = [
+        ("agent", operation.agent),
+        ("type", operation.type),
+        ("status", operation.status.value),
+        ("progress", f"{operation.progress_pct:g} %"),
+        ("phase", operation.phase or "-"),
+        ("subject", operation.subject or "-"),
+        ("resumed", quantity(operation.retry_count, "time")),
+        ("owner", operation.owner or "-"),
+        ("age", format_age(operation.created_at)),
+        ("last checkpoint", saved),
+        ("peers' tasks", children or "-"),
+    ]
     if operation.failure_reason:
         facts.append(("reason", operation.failure_reason))
     if operation.preserve:
@@ -213,20 +261,12 @@ def _subtask_row(record: SubtaskRecord) -> tuple[str, ...]:
 
 
 def _checkpoint_row(checkpoint: AgentCheckpoint) -> tuple[str, ...]:
-    progress = checkpoint.progress
+    progress, written = checkpoint.progress, checkpoint.checkpoint_time
     return (
         str(checkpoint.seq),
-        "-" if checkpoint.checkpoint_time is None else f"{format_age(checkpoint.checkpoint_time)} ago",
+        str(checkpoint.retry_count + 1),
+        "-" if written is None else f"{format_age(written)} ago",
         f"{progress.k} of {progress.n}",
         progress.current or "-",
         checkpoint.failure_reason or "-",
     )
-
-
-def _parse_statuses(names: list[str]) -> list[OperationStatus]:
-    from meshpoint.model.operations import OperationStatus
-
-    try:
-        return [OperationStatus(name) for name in names]
-    except ValueError as error:
-        raise ConfigurationError("--status", str(error), f"use one of {', '.join(OperationStatus)}") from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from meshpoint.cli import sources
 from meshpoint.cli.exits import ExitCode
-from meshpoint.cli.output import print_json, print_note, print_text
+from meshpoint.cli.output import print_either, print_json, print_note, print_text
 
 app = typer.Typer(help="Create and check the database schema.", no_args_is_help=True)
 
@@ -21,54 +23,114 @@ Examples:
 
 @app.command("upgrade", epilog=_examples("upgrade"))
 def upgrade(
-    config: sources.Config = None, database: sources.Database = None, as_json: sources.AsJson = False
+    config: sources.Config = None,
+    database: sources.Database = None,
+    as_json: sources.AsJson = False,
 ) -> None:
     """Upgrade the schema to this release. Replicas may keep running.
 
     If the schema is up to date, nothing changes.
     """
-    from meshpoint.adapters.sql import migrations
+    from meshpoint.wiring import check_schema, upgrade_schema
 
-    for agent in sources.load_databases(config, database):
-        before, newest = migrations.check(agent.session_db_url)
-        migrations.upgrade(agent.session_db_url)
-        shown = redact_url(agent.session_db_url)
-        if as_json:
-            print_json({"database": shown, "status": "up to date" if before == newest else "upgraded"})
-        else:
-            print_text(f"{shown}: {'already at' if before == newest else 'upgraded to'} revision {newest}")
+    for store in sources.load_databases(config, database):
+        before = check_schema(store)
+        upgrade_schema(store)
+        is_newest = before.revision == before.newest
+        shown = redact_url(store.url)
+        data = {"database": shown, "status": "up to date" if is_newest else "upgraded"}
+        text = f"{shown}: {'already at' if is_newest else 'upgraded to'} revision {before.newest}"
+        print_either(data, text, as_json=as_json)
 
 
 @app.command("check", epilog=_examples("check"))
-def check(config: sources.Config = None, database: sources.Database = None, as_json: sources.AsJson = False) -> None:
+def check(
+    config: sources.Config = None,
+    database: sources.Database = None,
+    as_json: sources.AsJson = False,
+) -> None:
     """Check that this release supports the schema. Exits with 2 if the schema is behind."""
-    from meshpoint.adapters.sql import migrations
-    from meshpoint.adapters.sql.schema import is_outdated
+    from meshpoint.wiring import check_schema
 
     outdated = False
-    for agent in sources.load_databases(config, database):
-        revision, newest = migrations.check(agent.session_db_url)
-        status = "behind" if is_outdated(revision) else "up to date"
-        outdated |= status == "behind"
-        shown = redact_url(agent.session_db_url)
+    for store in sources.load_databases(config, database):
+        schema = check_schema(store)
+        status = "behind" if schema.is_outdated else "up to date"
+        outdated |= schema.is_outdated
+        shown = redact_url(store.url)
         if as_json:
-            print_json({"database": shown, "status": status, "revision": revision, "newest": newest})
-        elif status == "behind":
+            print_json(
+                {
+                    "database": shown,
+                    "status": status,
+                    "revision": schema.revision,
+                    "newest": schema.newest,
+                }
+            )
+        elif schema.is_outdated:
             command = "meshpoint db upgrade (with --config FILE or --db URL)"
-            print_note(f"{shown}: has {revision or 'no tables'}, needs {newest}; run: {command}")
+            print_note(
+                f"{shown}: has {schema.revision or 'no tables'}, needs {schema.newest}; "
+                f"run: {command}"
+            )
         else:
-            print_text(f"{shown}: up to date ({revision})")
+            print_text(f"{shown}: up to date ({schema.revision})")
     if outdated:
         raise typer.Exit(ExitCode.CONFIGURATION)
+
+
+@app.command("downgrade", epilog=_examples("downgrade 0005"))
+def downgrade(
+    revision: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="REVISION", help="The earlier revision; without one, the previous one."
+        ),
+    ] = None,
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    lose_data: Annotated[
+        bool,
+        typer.Option("--lose-data", help="Also delete data that tasks need and it cannot keep."),
+    ] = False,
+    as_sql: Annotated[
+        bool, typer.Option("--sql", help="Print the SQL instead. Changes nothing.")
+    ] = False,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Return the schema to an earlier revision. First replace all replicas by the earlier release.
+
+    An earlier release also runs on newer tables, so this is seldom needed. It is refused, with
+    exit code 2, if tasks need data that the earlier schema cannot keep.
+    """
+    from meshpoint.wiring import downgrade_schema, downgrade_sql, plan_downgrade
+
+    for store in sources.load_databases(config, database):
+        if as_sql:
+            print(downgrade_sql(store, revision))
+            continue
+        plan, shown = plan_downgrade(store, revision), redact_url(store.url)
+        change = f"{shown}: from revision {plan.revision} to {plan.target}"
+        for loss in plan.losses if lose_data else ():
+            print_note(f"{shown}: deletes {loss}")
+        if not yes and not typer.confirm(
+            f"{change}; replicas of this release stop working", err=True
+        ):
+            raise typer.Exit(ExitCode.ERROR)
+        downgrade_schema(store, plan.target, lose_data=lose_data)
+        data = {"database": shown, "status": "downgraded", "revision": plan.target}
+        print_either(data, f"{shown}: downgraded to revision {plan.target}", as_json=as_json)
 
 
 @app.command("sql", epilog=_examples("sql"))
 def sql(config: sources.Config = None, database: sources.Database = None) -> None:
     """Print the SQL that creates the schema, to be run manually. Changes nothing."""
-    from meshpoint.adapters.sql import migrations
+    from meshpoint.wiring import schema_sql
 
-    for agent in sources.load_databases(config, database):
-        print(migrations.upgrade_sql(agent.session_db_url))
+    for store in sources.load_databases(config, database):
+        print(schema_sql(store))
 
 
 def redact_url(url: str) -> str:

@@ -32,6 +32,7 @@ class ExitCode(IntEnum):
     NO_ANSWER = 6  # no answer in time; the task may still complete
     HELD = 7  # another process runs this session
     ABANDONED = 8  # the drain timed out while agent code was still running
+    REPEATS = 9  # a dry run: steps with a result would run again
     NOT_FOUND = 10  # 10 to 14: why an operation is not resumed, in the order of the checks
     RUNNING = 11
     COMPLETED = 12
@@ -40,27 +41,21 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+_CODES: dict[type[MeshpointError], ExitCode] = {
+    ConfigurationError: ExitCode.CONFIGURATION,
+    Unavailable: ExitCode.UNAVAILABLE,
+    OperationNotFound: ExitCode.NOT_FOUND,
+    OperationRunning: ExitCode.RUNNING,
+    OperationCompleted: ExitCode.COMPLETED,
+    NoCheckpoint: ExitCode.NO_CHECKPOINT,
+    OperationConflict: ExitCode.OTHER_ACTIVE,
+    SessionLocked: ExitCode.HELD,
+}
+
+
 def exit_code_for(error: MeshpointError) -> ExitCode:
     """Return the exit code for `error`."""
-    match error:
-        case ConfigurationError():
-            return ExitCode.CONFIGURATION
-        case Unavailable():
-            return ExitCode.UNAVAILABLE
-        case OperationNotFound():
-            return ExitCode.NOT_FOUND
-        case OperationRunning():
-            return ExitCode.RUNNING
-        case OperationCompleted():
-            return ExitCode.COMPLETED
-        case NoCheckpoint():
-            return ExitCode.NO_CHECKPOINT
-        case OperationConflict():
-            return ExitCode.OTHER_ACTIVE
-        case SessionLocked():
-            return ExitCode.HELD
-        case _:
-            return ExitCode.ERROR
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), ExitCode.ERROR)
 
 
 def describe_error(error: MeshpointError) -> str:
@@ -69,12 +64,12 @@ def describe_error(error: MeshpointError) -> str:
         case QueueFull():
             return str(error)  # the broker does answer
         case BrokerUnavailable():
-            return (
-                f"the broker does not answer: {error}; check that it is running and that mesh.broker_url is correct"
-            )
+            server, setting = "broker", "mesh.broker_url"
         case StoreUnavailable():
-            return (
-                f"the database does not answer: {error}; check that it is running and that session_db_url is correct"
-            )
+            server, setting = "database", "session_db_url"
         case _:
             return str(error)
+    return (
+        f"the {server} does not answer: {error}; "
+        f"check that it is running and that {setting} is correct"
+    )

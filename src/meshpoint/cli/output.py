@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
-from meshpoint.model.error_text import printable, storable
+from meshpoint.model.error_text import escape_unprintable, make_storable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_PIPE_WIDTH = 240
+_PIPE_WIDTH, _MAX_WIDTH = 240, 10_000
+_STYLES = {  # by the first word of a cell
+    "completed": "green",
+    "reused": "cyan",
+    "running": "cyan",
+    "ready": "cyan",
+    "waiting": "yellow",
+    "parked": "magenta",
+    "failed": "red",
+    "cancelled": "dim",
+    "not": "dim",  # not run
+}
 
 
 def console(stream: TextIO | None = None) -> Console:
@@ -32,9 +43,19 @@ def print_text(text: str) -> None:
 
 def print_json(data: object) -> None:
     """Print `data` as JSON: on one line, but indented on a terminal. Times are in ISO 8601."""
-    dumps = partial(json.dumps, data, default=_json_default, indent=2 if sys.stdout.isatty() else None)
+    dumps = partial(
+        json.dumps, data, default=_json_default, indent=2 if sys.stdout.isatty() else None
+    )
     text = dumps(ensure_ascii=False)
     print(text if _can_encode(text) else dumps())
+
+
+def print_either(data: Mapping[str, object], text: str, *, as_json: bool) -> None:
+    """Print `data` with `as_json`, else `text`."""
+    if as_json:
+        print_json(data)
+    else:
+        print_text(text)
 
 
 def _can_encode(text: str) -> bool:
@@ -46,32 +67,62 @@ def _can_encode(text: str) -> bool:
     return True
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
-    """Print rows as a table. The first column is never wrapped."""
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Container[str] = (),
+    stream: TextIO | None = None,
+) -> None:
+    """Print rows as a table, with the columns named in `right` aligned to the right.
+
+    The first column is never wrapped. A terminal that would have to wrap any but the last column
+    gets one small table for each row instead.
+    """
     from rich.box import SIMPLE
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, no_wrap=index == 0, overflow="fold")
-    for row in rows:
-        table.add_row(
-            *(Text(printable(cell, keep="\n"), style=_STYLES.get(cell.partition(" ")[0], "")) for cell in row)
+    out, last = console(stream), len(columns) - 1
+    table = Table(box=SIMPLE, pad_edge=False)
+    texts = [[escape_unprintable(cell, allowed="\n") for cell in row] for row in rows]
+    headers = map(escape_unprintable, columns)  # a header may be the first cell of a row
+    for index, (column, header) in enumerate(zip(columns, headers, strict=True)):
+        fixed = index == 0 or (out.is_terminal and index < last)
+        width = max(map(cell_len, (header, *(cells[index] for cells in texts))))
+        table.add_column(
+            Text(header),
+            no_wrap=fixed,
+            min_width=width if fixed else None,
+            overflow="fold",
+            justify="right" if column in right else "left",
         )
-    console().print(table)
+    for cells in texts:
+        table.add_row(*(Text(cell, _STYLES.get(cell.partition(" ")[0], "")) for cell in cells))
+    min_width = out.measure(table, options=out.options.update(max_width=_MAX_WIDTH)).minimum
+    if last > 1 and out.is_terminal and min_width > out.width:
+        for first, *rest in rows:
+            facts = list(zip(columns[1:], rest, strict=True))
+            print_table((columns[0], first), facts, stream=stream)
+    else:
+        out.print(table)
 
 
 def print_note(text: str) -> None:
     """Print a message on standard error."""
-    console(sys.stderr).print(printable(text, keep="\n\t"), markup=False, soft_wrap=True)
+    console(sys.stderr).print(
+        escape_unprintable(text, allowed="\n\t"), markup=False, soft_wrap=True
+    )
 
 
 def print_error(message: str) -> None:
     """Print `error: …` as one line on standard error."""
     from rich.text import Text
 
-    line = Text.assemble(("error: ", "bold red"), printable(" ".join(storable(message).split())))
+    line = Text.assemble(
+        ("error: ", "bold red"), escape_unprintable(" ".join(make_storable(message).split()))
+    )
     console(sys.stderr).print(line, soft_wrap=True)
 
 
@@ -94,17 +145,6 @@ def format_due(instant: datetime) -> str:
     """Format `instant` relative to now: "in 12 s" or "3 min ago"."""
     left = (instant - datetime.now(UTC)).total_seconds()
     return f"in {format_duration(left)}" if left >= 0 else f"{format_duration(-left)} ago"
-
-
-_STYLES = {
-    "completed": "green",
-    "running": "cyan",
-    "ready": "cyan",
-    "waiting": "yellow",
-    "parked": "magenta",
-    "failed": "red",
-    "cancelled": "dim",
-}
 
 
 def _json_default(value: object) -> object:

@@ -21,7 +21,10 @@ from meshpoint.settings.reference import replace_section
 
 def render_page(page: str) -> str:
     """Return `page` with all commands between its markers."""
-    sections = [_section(path, command) for path, command in _commands("meshpoint", typer.main.get_command(app))]
+    sections = [
+        _section(path, command)
+        for path, command in _commands("meshpoint", typer.main.get_command(app))
+    ]
     return replace_section(page, "commands", "\n" + "\n".join(sections) + "\n")
 
 
@@ -37,11 +40,19 @@ def _section(path: str, command: Any) -> str:
     context = typer.Context(command, info_name=path)
     usage = " ".join([path, "[OPTIONS]", *map(_argument, filter(_is_argument, command.params))])
     parts = [f"## {path}\n", f"{_text(command.help)}\n", f"```text\n{usage}\n```\n"]
-    rows = [_row(each, record[1]) for each in command.params if (record := each.get_help_record(context))]
+    rows = [
+        _row(each, record[1])
+        for each in command.params
+        if (record := each.get_help_record(context))
+    ]
     if rows:
         parts.append("\n".join(["| Argument or option | Meaning |", "|---|---|", *rows]) + "\n")
     if command.epilog:
-        examples = inspect.cleandoc(command.epilog.replace("\b", "")).removeprefix("Examples:").strip("\n")
+        examples = (
+            inspect.cleandoc(command.epilog.replace("\b", ""))
+            .removeprefix("Examples:")
+            .strip("\n")
+        )
         parts.append(f"```text\n{inspect.cleandoc(examples)}\n```\n")
     return "\n".join(parts)
 
@@ -66,7 +77,9 @@ def _name(param: Any) -> str:
 
 def _text(help_: str) -> str:
     """Convert help text to Markdown: names of settings and options become code."""
-    return re.sub(r"(?<![`\w-])(--[a-z-]+|[a-z]+(?:_[a-z]+)+)(?![`\w])", r"`\1`", inspect.cleandoc(help_))
+    return re.sub(
+        r"(?<![`\w-])(--[a-z-]+|[a-z]+(?:_[a-z]+)+)(?![`\w])", r"`\1`", inspect.cleandoc(help_)
+    )
 
 
 def _row(param: Any, help_: str) -> str:

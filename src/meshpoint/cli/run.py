@@ -1,4 +1,4 @@
-"""`meshpoint run`: serve agents, in this process or in several child processes."""
+"""`meshpoint run` and `meshpoint sweep`: serve agents, or only sweep their database once."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshpoint import event_loop
-from meshpoint.cli import sources
+from meshpoint.cli.output import print_json, print_table, print_text
+from meshpoint.cli.sources import AsJson, add_working_directory
 from meshpoint.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -23,13 +23,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("meshpoint.run")
 
-EXAMPLES = """\b
+_Configs = Annotated[
+    list[Path],
+    typer.Argument(metavar="CONFIG...", help="YAML files; the agents of all files are used."),
+]
+_LogLevel = Annotated[
+    str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
+]
+
+RUN_EXAMPLES = """\b
 Examples:
   meshpoint run travel.yaml
   meshpoint run travel.yaml flights.yaml          several agents in one process
   meshpoint run travel.yaml --replicas 3          three processes that share the work
   meshpoint run travel.yaml --log-json --log-level warning
 """
+SWEEP_EXAMPLES = """\b
+Examples:
+  meshpoint sweep travel.yaml
+  meshpoint sweep travel.yaml --json
+"""
+
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _SIGNAL_DEBOUNCE = 1.0
 """Seconds within which a replica counts signals as one.
@@ -39,18 +54,18 @@ replicas again.
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("run", epilog=EXAMPLES)(run)
-
-
 def run(
-    configs: sources.Configs,
+    configs: _Configs,
     replicas: Annotated[
-        int, typer.Option("--replicas", "-n", metavar="N", min=1, max=1000, help="Number of processes.")
+        int,
+        typer.Option(
+            "--replicas", "-n", metavar="N", min=1, max=1000, help="Number of processes."
+        ),
     ] = 1,
-    log_level: sources.LogLevel = "info",
-    log_json: sources.LogJson = False,
+    log_level: _LogLevel = "info",
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Log JSON lines even on a terminal.")
+    ] = False,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
     """Serve agents until SIGTERM or Ctrl-C, then drain.
@@ -59,11 +74,13 @@ def run(
     still running then, the process ends with exit code 8. A second signal ends it at once. With
     several replicas, a replica that dies is restarted.
     """
-    from meshpoint.adapters.logging_observer import logging_to
+    from meshpoint.wiring import logging_to
 
-    level, settings = sources.parse_log_level(log_level), sources.load_served_settings(configs)
+    level, settings = _parse_log_level(log_level), _load_settings(configs)
     if replicas > 1 and settings.mesh.broker_url.startswith("memory"):
-        raise ConfigurationError("mesh.broker_url", "processes cannot share memory://", "use sqlite:///meshpoint.db")
+        raise ConfigurationError(
+            "mesh.broker_url", "processes cannot share memory://", "use sqlite:///meshpoint.db"
+        )
     with logging_to(sys.stderr, level, as_json=log_json):
         if replicas == 1:
             event_loop.run(_serve(settings, supervised))
@@ -72,58 +89,111 @@ def run(
     raise typer.Exit(code)
 
 
+def sweep(configs: _Configs, log_level: _LogLevel = "warning", as_json: AsJson = False) -> None:
+    """Run one sweep and print what it did.
+
+    A sweep enforces deadlines, handles expired leases and sends committed messages that are still
+    unsent.
+
+    Running replicas sweep by themselves; a manual sweep does not conflict with theirs.
+    """
+    from meshpoint.wiring import logging_to, sweep_once
+
+    level, settings = _parse_log_level(log_level), _load_settings(configs)
+    with logging_to(sys.stderr, level):
+        done = asyncio.run(sweep_once(settings))
+    if as_json:
+        print_json(done)
+    elif any(done.values()):
+        print_table(("due", "done"), [(what, str(count)) for what, count in done.items() if count])
+    else:
+        print_text("nothing was due")
+
+
+def _load_settings(configs: list[Path]) -> Settings:
+    """Load the settings of files that must contain an agent.
+
+    Adds the working directory to `sys.path`, so that entrypoints can be modules there.
+
+    Raises:
+        ConfigurationError: The settings cannot work, or contain no agent.
+    """
+    from meshpoint.settings import load
+
+    settings = load(configs)
+    if not settings.agents:
+        raise ConfigurationError(
+            "agents", f"none in {', '.join(map(str, configs))}", "add a section 'agent:'"
+        )
+    add_working_directory()
+    return settings
+
+
+def _parse_log_level(level: str) -> str:
+    if level.lower() not in _LOG_LEVELS:
+        raise ConfigurationError(
+            "--log-level", f"{level!r} is not a log level", f"use one of {', '.join(_LOG_LEVELS)}"
+        )
+    return level.lower()
+
+
+class _StopRequest(asyncio.Event):
+    """An event that starts the drain, with its reason, such as the name of a signal."""
+
+    reason: str | None = None
+
+    def trigger(self, reason: str) -> None:
+        """Start the drain. Only the first reason is kept."""
+        if not self.is_set():
+            self.reason = reason
+        self.set()
+
+
 async def _serve(settings: Settings, supervised: bool) -> None:
     from meshpoint import wiring
     from meshpoint.cli.watchdog import DrainExitObserver, Watchdog
-    from meshpoint.engine.stopping import StopRequest
 
-    stop, loop = StopRequest(), asyncio.get_running_loop()
+    stop, loop = _StopRequest(), asyncio.get_running_loop()
     options = [agent.options() for agent in settings.agents]
 
     def request_stop(reason: str) -> None:
         with suppress(RuntimeError):  # the event loop has already ended
-            loop.call_soon_threadsafe(stop.because, reason)
+            loop.call_soon_threadsafe(stop.trigger, reason)
 
     limit = max((each.drain_timeout + each.release_timeout).total_seconds() for each in options)
     signal_debounce = _SIGNAL_DEBOUNCE if supervised else 0
-    with Watchdog(request_stop, limit=limit, supervised=supervised, signal_debounce=signal_debounce) as watchdog:
+    with Watchdog(
+        request_stop, limit=limit, supervised=supervised, signal_debounce=signal_debounce
+    ) as watchdog:
         if hasattr(loop, "on_restart"):
             loop.on_restart = watchdog.install_wakeup_fd
-        await wiring.serve(settings, observer=DrainExitObserver(len(options), watchdog.exit_now), stop=stop)
+        await wiring.serve(
+            settings, observer=DrainExitObserver(len(options), watchdog.exit_now), stop=stop
+        )
 
 
 async def _supervise(command: list[str], replicas: int) -> ExitCode:
-    from meshpoint.adapters.system_clock import SystemClock
     from meshpoint.cli.supervisor import Process, Supervisor
+    from meshpoint.wiring import make_clock
 
     async def spawn() -> Process:
         # A new session keeps the terminal's Ctrl-C from the child, which would otherwise receive
         # it twice. The kernel closes the pipe to its standard input when this process dies.
-        return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
 
-    supervisor = Supervisor(spawn, replicas, SystemClock())
-    with _handle_signals(supervisor.stop, message="stopping the replicas"):
-        return await supervisor.run()
+    supervisor, loop = Supervisor(spawn, replicas, make_clock()), asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        log.info("%s received: stopping the replicas", number.name)
+        supervisor.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return await supervisor.run()
 
 
 def _child_command(configs: list[Path], level: str, log_json: bool) -> list[str]:
     command = [sys.executable, "-m", "meshpoint.cli", "run", "--supervised", "--log-level", level]
     return [*command, *(["--log-json"] if log_json else []), "--", *map(str, configs)]
-
-
-@contextmanager
-def _handle_signals(callback: Callable[[], None], *, message: str) -> Iterator[None]:
-    """Log `message` and call `callback` on SIGTERM and SIGINT."""
-    loop = asyncio.get_running_loop()
-
-    def on_signal(number: signal.Signals) -> None:
-        log.info("%s received: %s", number.name, message)
-        callback()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)

@@ -12,9 +12,16 @@ import typer
 
 from meshpoint.cli import sources
 from meshpoint.cli.exits import ExitCode
-from meshpoint.cli.output import format_duration, print_error, print_json, print_note, print_text
+from meshpoint.cli.output import (
+    format_duration,
+    print_either,
+    print_error,
+    print_json,
+    print_note,
+    print_text,
+)
 from meshpoint.errors import ConfigurationError, NotJson
-from meshpoint.input_files import read_stream
+from meshpoint.files import read_stream
 
 if TYPE_CHECKING:
     from meshpoint.model.outcomes import Outcome
@@ -37,14 +44,11 @@ _REPLY_MARGIN = 5.0
 """Seconds after a task's deadline within which the timeout error arrives."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("send", epilog=EXAMPLES)(send)
-
-
 def send(
     agent: Annotated[str, typer.Argument(metavar="AGENT", help="Name of the agent.")],
-    text: Annotated[str, typer.Argument(metavar="INPUT", help="JSON or plain text; - reads standard input.")],
+    text: Annotated[
+        str, typer.Argument(metavar="INPUT", help="JSON or plain text; - reads standard input.")
+    ],
     *,
     config: sources.Config = None,
     broker: sources.Broker = None,
@@ -52,14 +56,24 @@ def send(
     wait: Annotated[
         float | None,
         typer.Option(
-            "--wait", min=0, max=_MAX_SECONDS, metavar="SECONDS", help="Maximum time to wait for the answer. [60]"
+            "--wait",
+            min=0,
+            max=_MAX_SECONDS,
+            metavar="SECONDS",
+            help="Maximum time to wait for the answer. [60]",
         ),
     ] = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the task id and do not wait.")] = False,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Print the task id and do not wait.")
+    ] = False,
     timeout: Annotated[
         float | None,
         typer.Option(
-            "--timeout", min=0.001, max=_MAX_SECONDS, metavar="SECONDS", help="Maximum duration of the task."
+            "--timeout",
+            min=0.001,
+            max=_MAX_SECONDS,
+            metavar="SECONDS",
+            help="Maximum duration of the task.",
         ),
     ] = None,
     as_json: sources.AsJson = False,
@@ -74,25 +88,37 @@ def send(
     from meshpoint.model.ids import new_id
 
     mesh = sources.require_mesh(config, broker, namespace)
-    wait_seconds = wait if wait is not None else _DEFAULT_WAIT if timeout is None else timeout + _REPLY_MARGIN
+    wait_seconds = (
+        wait if wait is not None else _DEFAULT_WAIT if timeout is None else timeout + _REPLY_MARGIN
+    )
     deadline = None if timeout is None else timedelta(seconds=timeout)
     value = parse_input(_read_stdin() if text == "-" else text)
     task_id = new_id()
-    outcome = asyncio.run(_send(mesh, agent, value, task_id, deadline, None if no_wait else wait_seconds))
+    outcome = asyncio.run(
+        _send(mesh, agent, value, task_id, deadline, None if no_wait else wait_seconds)
+    )
     if outcome is not None:
         raise typer.Exit(print_outcome(task_id, outcome, as_json=as_json))
     if no_wait:
-        print_json({"task_id": task_id, "status": "sent"}) if as_json else print_text(task_id)
+        print_either({"task_id": task_id, "status": "sent"}, task_id, as_json=as_json)
         return
     if as_json:
         print_json({"task_id": task_id, "status": "no_answer"})
     else:
-        print_note(f"no answer from {agent} in {format_duration(wait_seconds)}; task {task_id} may still complete")
+        print_note(
+            f"no answer from {agent} in {format_duration(wait_seconds)}; "
+            f"task {task_id} may still complete"
+        )
     raise typer.Exit(ExitCode.NO_ANSWER)
 
 
 async def _send(
-    mesh: MeshSettings, agent: str, value: Any, task_id: str, timeout: timedelta | None, wait_seconds: float | None
+    mesh: MeshSettings,
+    agent: str,
+    value: Any,
+    task_id: str,
+    timeout: timedelta | None,
+    wait_seconds: float | None,
 ) -> Outcome | None:
     """Send the request and return its outcome; `None` if none arrives within `wait_seconds`.
 
@@ -114,7 +140,8 @@ def _read_stdin() -> str:
     try:
         return read_stream(sys.stdin.buffer, MAX_INPUT_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        problem = f"standard input cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}"
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        problem = f"standard input cannot be read: {reason}"
         raise ConfigurationError("INPUT", problem, "send UTF-8 text of at most 64 MiB") from error
 
 
@@ -155,18 +182,22 @@ def print_outcome(task_id: str, outcome: Outcome, *, as_json: bool) -> ExitCode:
     """Print `outcome`: a result on standard output, a failure on standard error."""
     from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
+    summary: dict[str, Any]
     match outcome:
-        case Ok(value=value):
-            summary: dict[str, Any] = {"status": "completed", "value": value, "artifacts": list(outcome.artifacts)}
+        case Ok(value=value, artifacts=artifacts):
+            summary = {"status": "completed", "value": value, "artifacts": list(artifacts)}
             code = ExitCode.OK
         case Failed(kind=FailureKind.CANCELLED, message=message):
             summary, code = {"status": "cancelled", "message": message}, ExitCode.CANCELLED
         case Failed(kind=kind, message=message):
-            summary, code = {"status": "failed", "kind": kind.value, "message": message}, ExitCode.FAILED
+            summary = {"status": "failed", "kind": kind.value, "message": message}
+            code = ExitCode.FAILED
     if as_json:
         print_json({"task_id": task_id, **summary, "usage": outcome.usage.model_dump(mode="json")})
     elif isinstance(outcome, Failed):
-        print_error(f"task {task_id} {summary['status']} ({outcome.kind.value}): {outcome.message}")
+        print_error(
+            f"task {task_id} {summary['status']} ({outcome.kind.value}): {outcome.message}"
+        )
     elif isinstance(outcome.value, str):
         print_text(outcome.value)
     else:

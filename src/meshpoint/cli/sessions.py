@@ -8,15 +8,25 @@ import typer
 
 from meshpoint.cli import sources
 from meshpoint.cli.exec import DEFAULT_HOME, HomeOption
-from meshpoint.cli.output import format_age, format_due, format_duration, print_json, print_table, print_text
+from meshpoint.cli.output import (
+    format_age,
+    format_due,
+    format_duration,
+    print_either,
+    print_json,
+    print_table,
+    print_text,
+)
+from meshpoint.errors import OperationNotFound
 
 if TYPE_CHECKING:
+    from meshpoint.exec.flow_versions import FlowVersions
     from meshpoint.exec.session import AttemptRecord, Session
     from meshpoint.exec.sessions import SessionStore
 
 app = typer.Typer(help="List, show and delete sessions of `meshpoint exec`.", no_args_is_help=True)
 
-SessionId = Annotated[str, typer.Argument(metavar="ID", help="Id of the session.")]
+_SessionId = Annotated[str, typer.Argument(metavar="ID", help="Id of the session.")]
 
 _LIST = """\b
 Examples:
@@ -26,6 +36,11 @@ Examples:
 _SHOW = """\b
 Examples:
   meshpoint sessions show 5f0c91ae
+"""
+_FLOW = """\b
+Examples:
+  meshpoint sessions flow 5f0c91ae
+  meshpoint sessions flow 5f0c91ae 2 --diff 1
 """
 _RM = """\b
 Examples:
@@ -41,7 +56,7 @@ def list_sessions(*, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJso
     sessions = SessionStore(home_dir)
     found = sessions.list_all()
     if as_json:
-        print_json([_session_json(each, sessions) for each in found])
+        print_json([_to_json(each, sessions) for each in found])
     elif not found:
         print_text("no sessions")
     else:
@@ -51,7 +66,7 @@ def list_sessions(*, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJso
 
 @app.command("show", epilog=_SHOW)
 def show_session(
-    session_id: SessionId, *, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJson = False
+    session_id: _SessionId, *, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJson = False
 ) -> None:
     """Show a session and its attempts."""
     from meshpoint.exec.sessions import SessionStore
@@ -59,33 +74,77 @@ def show_session(
     sessions = SessionStore(home_dir)
     session = sessions.get_session(session_id)
     if as_json:
-        print_json(_session_json(session, sessions))
+        print_json(_to_json(session, sessions))
         return
-    facts = [("agent", session.entrypoint), ("status", _status(session, sessions))]
-    facts += [("operation", session.operation_id), ("expires", format_due(session.expires_at))]
+    facts = [
+        ("agent", session.entrypoint),
+        ("status", _status(session, sessions)),
+        ("operation", session.operation_id),
+        ("expires", format_due(session.expires_at)),
+    ]
     if holder := sessions.lock_holder(session.id):
-        facts.append(("run by", str(holder)))
+        facts.append(("run by", holder))
     print_table(("session", session.id), facts)
     if session.attempts:
-        columns = ("attempt", "ended", "took", "began", "steps", "why")
+        columns = ("attempt", "flow", "ended", "took", "began", "steps", "why")
         print_table(columns, [_attempt_row(each) for each in session.attempts])
+
+
+@app.command("flow", epilog=_FLOW)
+def show_flow(
+    session_id: _SessionId,
+    version: Annotated[
+        int | None,
+        typer.Argument(metavar="VERSION", help="Number of the version; without one, the last."),
+    ] = None,
+    *,
+    diff: Annotated[
+        int | None,
+        typer.Option("--diff", metavar="VERSION", help="Show what changed since this version."),
+    ] = None,
+    home_dir: HomeOption = DEFAULT_HOME,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Show a version of the flow that attempts of a session ran."""
+    from meshpoint.exec.flow_versions import diff_sources
+    from meshpoint.exec.sessions import SessionStore
+
+    sessions = SessionStore(home_dir)
+    versions = sessions.flow_versions(sessions.get_session(session_id).id)
+    number = version if version is not None else next(reversed(versions.numbers()), 0)
+    files = _read_version(versions, session_id, number)
+    if diff is not None:
+        before = _read_version(versions, session_id, diff)
+        lines = list(diff_sources(before, files, f"v{diff}", f"v{number}"))
+        data = {"session": session_id, "from": diff, "version": number, "diff": lines}
+        print_either(data, "\n".join(lines), as_json=as_json)
+        return
+    data = {"session": session_id, "version": number, "files": files}
+    texts = [f"# {name}\n{text.rstrip()}" for name, text in files.items()]
+    print_either(data, "\n\n".join(texts), as_json=as_json)
+
+
+def _read_version(versions: FlowVersions, session_id: str, number: int) -> dict[str, str]:
+    if not (files := versions.read(number)):
+        kept = ", ".join(f"v{each}" for each in versions.numbers()) or "none"
+        problem = f"session {session_id} has no version {number} of its flow; it has {kept}"
+        raise OperationNotFound(session_id, problem)
+    return files
 
 
 @app.command("rm", epilog=_RM)
 def remove_session(
-    session_id: SessionId, *, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJson = False
+    session_id: _SessionId, *, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJson = False
 ) -> None:
     """Delete a session and everything recorded for it."""
     from meshpoint.exec.sessions import SessionStore
 
     SessionStore(home_dir).delete_session(session_id)
-    if as_json:
-        print_json({"session": session_id, "status": "deleted"})
-    else:
-        print_text(f"deleted session {session_id}")
+    data = {"session": session_id, "status": "deleted"}
+    print_either(data, f"deleted session {session_id}", as_json=as_json)
 
 
-def _session_json(session: Session, sessions: SessionStore) -> dict[str, Any]:
+def _to_json(session: Session, sessions: SessionStore) -> dict[str, Any]:
     return {**session.model_dump(mode="json"), "status": _status(session, sessions)}
 
 
@@ -109,7 +168,15 @@ def _session_row(session: Session, sessions: SessionStore) -> tuple[str, ...]:
 
 
 def _attempt_row(attempt: AttemptRecord) -> tuple[str, ...]:
-    took = "-" if attempt.ended is None else format_duration((attempt.ended - attempt.started).total_seconds())
+    ended, ending = attempt.ended, attempt.ending
+    took = format_duration((ended - attempt.started).total_seconds()) if ended else "-"
     steps = ", ".join(f"{step.name} {step.status.value}" for step in attempt.steps)
-    ending = "-" if attempt.ending is None else attempt.ending.value
-    return str(attempt.number), ending, took, f"{format_age(attempt.started)} ago", steps or "-", attempt.error or "-"
+    return (
+        str(attempt.number),
+        "-" if attempt.flow is None else f"v{attempt.flow}",
+        ending.value if ending else "-",
+        took,
+        f"{format_age(attempt.started)} ago",
+        steps or "-",
+        attempt.error or "-",
+    )

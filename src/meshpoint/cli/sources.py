@@ -1,61 +1,70 @@
-"""Turn `--config`, `--broker`, `--db` and similar options into settings."""
+"""Turn `--config`, `--broker`, `--db` and similar options into settings and open databases."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from meshpoint.errors import ConfigurationError, MeshpointError
+from meshpoint.errors import ConfigurationError, MeshpointError, OperationNotFound
 
 if TYPE_CHECKING:
-    from meshpoint.settings import AgentSettings, MeshSettings, Settings
+    from meshpoint.operations import Operations
+    from meshpoint.settings import MeshSettings, StoreSettings
 
-Configs = Annotated[
-    list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; the agents of all files are used.")
+_D = TypeVar("_D")
+_T = TypeVar("_T")
+_E = TypeVar("_E", bound=StrEnum)
+
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file of the mesh.")
 ]
-Config = Annotated[Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file of the mesh.")]
-Broker = Annotated[str | None, typer.Option("--broker", metavar="URL", help="Broker URL; overrides the file.")]
+Broker = Annotated[
+    str | None, typer.Option("--broker", metavar="URL", help="Broker URL; overrides the file.")
+]
 Namespace = Annotated[
-    str | None, typer.Option("--namespace", metavar="NAME", help="Namespace of the mesh; overrides the file.")
+    str | None,
+    typer.Option("--namespace", metavar="NAME", help="Namespace of the mesh; overrides the file."),
 ]
-Database = Annotated[str | None, typer.Option("--db", metavar="URL", help="Database URL; overrides the file.")]
+Database = Annotated[
+    str | None, typer.Option("--db", metavar="URL", help="Database URL; overrides the file.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Limit = Annotated[
-    int, typer.Option("--limit", min=1, max=1_000_000, metavar="N", help="Maximum number of results, newest first.")
+    int,
+    typer.Option(
+        "--limit",
+        min=1,
+        max=1_000_000,
+        metavar="N",
+        help="Maximum number of results, newest first.",
+    ),
 ]
-LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")]
-LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines even on a terminal.")]
+SecretKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--secret-key", metavar="NAME", help="Another key whose values are secret; repeatable."
+    ),
+]
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-def load_served_settings(configs: list[Path]) -> Settings:
-    """Load the settings of files that must contain an agent.
-
-    Adds the working directory to `sys.path`, so that entrypoints can be modules there.
-
-    Raises:
-        ConfigurationError: The settings cannot work, or contain no agent.
-    """
-    from meshpoint.settings import load
-
-    settings = load(configs)
-    if not settings.agents:
-        raise ConfigurationError("agents", f"none in {', '.join(map(str, configs))}", "add a section 'agent:'")
-    cwd = str(Path.cwd())
-    if cwd not in sys.path:
-        sys.path.insert(0, cwd)
-    return settings
-
-
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
+_AGE_PATTERN = re.compile(rf"([0-9]{{1,9}}) ?({'|'.join(_SECONDS)})")
 _PRIVATE_QUEUE_TTL = 300.0
 """Seconds that the queue for replies survives without its command, as in a network outage."""
 
 
-def load_mesh(config: Path | None, broker: str | None = None, namespace: str | None = None) -> MeshSettings:
+def load_mesh(
+    config: Path | None, broker: str | None = None, namespace: str | None = None
+) -> MeshSettings:
     """Load the mesh of `config`, with `broker` and `namespace` overriding its values.
 
     Without `config`, the mesh comes from variables and defaults. Its private queues expire soon,
@@ -64,13 +73,18 @@ def load_mesh(config: Path | None, broker: str | None = None, namespace: str | N
     Raises:
         ConfigurationError: The settings cannot work.
     """
-    from meshpoint.settings import MeshSettings, load, problems
+    from meshpoint.settings import MeshSettings, load
+    from meshpoint.settings.loading import build_section
 
     mesh = load([config] if config else []).mesh
-    overrides = {key: value for key, value in (("broker_url", broker), ("namespace", namespace)) if value is not None}
+    overrides = {
+        key: value
+        for key, value in (("broker_url", broker), ("namespace", namespace))
+        if value is not None
+    }
     options = {"broker_url": "--broker", "namespace": "--namespace"}
     if overrides:
-        mesh = problems.build_section(MeshSettings, mesh.model_dump() | overrides, options, "mesh")
+        mesh = build_section(MeshSettings, mesh.model_dump() | overrides, options, "mesh")
     return mesh.model_copy(update={"private_queue_ttl_seconds": _PRIVATE_QUEUE_TTL})
 
 
@@ -85,34 +99,150 @@ def require_mesh(config: Path | None, broker: str | None, namespace: str | None)
     from meshpoint.settings import load
 
     if config is None and broker is None and "broker_url" not in load([]).mesh.model_fields_set:
-        raise ConfigurationError("--config", "no mesh is named", "use --config FILE or --broker URL")
+        raise ConfigurationError(
+            "--config", "no mesh is named", "use --config FILE or --broker URL"
+        )
     return load_mesh(config, broker, namespace)
 
 
-def load_databases(config: Path | None, database: str | None) -> list[AgentSettings]:
-    """Return one agent for each database of `config`, or one for `database`.
+def load_databases(config: Path | None, database: str | None) -> list[StoreSettings]:
+    """Return the store of each database of `config`, or the one in `database`.
 
     Raises:
         ConfigurationError: Neither names a database.
     """
-    from meshpoint.settings import AgentSettings, load
+    from meshpoint.settings import StoreSettings, load
 
     if database is not None:
-        try:
-            return [AgentSettings(name="cli", entrypoint="m:a", session_service="sql", session_db_url=database)]
-        except ConfigurationError as error:
-            raise ConfigurationError("--db", error.problem, error.fix) from error
+        return [StoreSettings.at(database, key="--db")]
     if config is None:
-        raise ConfigurationError("--config", "no database is named", "use --config FILE or --db URL")
+        raise ConfigurationError(
+            "--config", "no database is named", "use --config FILE or --db URL"
+        )
     agents = load([config]).agents
-    by_url = {agent.session_db_url: agent for agent in reversed(agents) if agent.session_service == "sql"}
+    by_url = {agent.session_db_url: agent for agent in reversed(agents) if agent.has_database}
     if not by_url:
         fix = "add session_service: sql to an agent, or use --db URL"
         raise ConfigurationError(str(config), "no agent in it stores its tasks in a database", fix)
-    return list(by_url.values())
+    return [agent.store_settings() for agent in by_url.values()]
 
 
-def check_file_exists(url: str) -> None:
+def load_secret_keys(config: Path | None) -> tuple[str, ...]:
+    """Return the secret keys of all agents in `config`.
+
+    Without `config`, only the keys of the environment count.
+
+    Raises:
+        ConfigurationError: The settings cannot work.
+    """
+    from meshpoint.settings import load
+
+    if config is None:
+        return tuple(environment_secret_keys())
+    return tuple({key: None for agent in load([config]).agents for key in agent.secret_keys})
+
+
+def environment_secret_keys() -> list[str]:
+    """Return the secret keys that the environment configures for agents.
+
+    Raises:
+        ConfigurationError: The variable is not a JSON list.
+    """
+    from meshpoint.settings.loading import read_overrides, variable_name
+
+    keys = read_overrides(os.environ).get("agent", {}).get("secret_keys", "[]")
+    try:
+        return [str(key) for key in json.loads(keys)]
+    except (ValueError, TypeError, RecursionError) as error:
+        name = variable_name("agent", "secret_keys")
+        raise ConfigurationError(
+            name, "is not a JSON list", f"""write {name}='["name"]'"""
+        ) from error
+
+
+async def open_each(
+    config: Path | None,
+    database: str | None,
+    namespace: str | None,
+    open_database: Callable[[StoreSettings, str], AbstractAsyncContextManager[_D]],
+) -> AsyncGenerator[_D, None]:
+    """Yield each database in turn, open during its iteration."""
+    mesh = load_mesh(config, namespace=namespace)
+    for each in load_databases(config, database):
+        _check_file_exists(each.url)
+        async with open_database(each, mesh.namespace) as opened:
+            yield opened
+
+
+def open_operations(store: StoreSettings, namespace: str) -> Operations:
+    """Create the operations of a database; for `open_each`."""
+    from meshpoint.operations import Operations
+
+    return Operations(store.url, namespace=namespace)
+
+
+async def query_operation(
+    config: Path | None,
+    database: str | None,
+    namespace: str | None,
+    query: Callable[[Operations], Awaitable[_T]],
+) -> _T:
+    """Return the result from the first database that has the operation.
+
+    Raises:
+        OperationNotFound: No database has it.
+    """
+    failure = OperationNotFound("", "there is no database")
+    async with aclosing(open_each(config, database, namespace, open_operations)) as databases:
+        async for operations in databases:
+            try:
+                return await query(operations)
+            except OperationNotFound as error:
+                failure = error
+    raise failure
+
+
+def add_working_directory() -> None:
+    """Let entrypoints name modules in the working directory."""
+    cwd = str(Path.cwd())
+    if cwd not in sys.path:
+        sys.path.insert(0, cwd)
+
+
+def parse_choices(option: str, names: list[str] | None, choices: type[_E]) -> list[_E]:
+    """Return the members of an enum with these values.
+
+    Raises:
+        ConfigurationError: A value is invalid; the message names `option`.
+    """
+    try:
+        return [choices(name) for name in names or ()]
+    except ValueError as error:
+        fix = f"use one of {', '.join(choices)}"
+        raise ConfigurationError(option, str(error), fix) from error
+
+
+def parse_instant(option: str, text: str | None) -> datetime | None:
+    """Return the time that `text` names: an age such as "2h", or an ISO 8601 time with its zone.
+
+    Raises:
+        ConfigurationError: It is neither; the message names `option`.
+    """
+    if text is None:
+        return None
+    fix = "use an age such as 90s, 15min, 2h or 7d, or a time such as 2026-01-31T12:00+01:00"
+    try:
+        if match := _AGE_PATTERN.fullmatch(text.strip()):
+            return datetime.now(UTC) - timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
+        instant = datetime.fromisoformat(text.strip())
+    except (ValueError, OverflowError) as error:
+        raise ConfigurationError(option, f"{text!r} is not a time", fix) from error
+    if instant.tzinfo is None:
+        raise ConfigurationError(option, f"{text!r} has no time zone", fix)
+    return instant
+
+
+def _check_file_exists(url: str) -> None:
     """Check that a SQLite file exists, since opening a store would create it.
 
     Raises:
@@ -125,16 +255,3 @@ def check_file_exists(url: str) -> None:
         raise MeshpointError(f"{file} cannot be opened: {error.strerror}") from error
     if missing:
         raise MeshpointError(f"the file {file} does not exist: no replica has used it yet")
-
-
-def parse_log_level(level: str) -> str:
-    """Return `level` in lower case.
-
-    Raises:
-        ConfigurationError: It is not a log level.
-    """
-    if level.lower() not in LOG_LEVELS:
-        raise ConfigurationError(
-            "--log-level", f"{level!r} is not a log level", f"use one of {', '.join(LOG_LEVELS)}"
-        )
-    return level.lower()

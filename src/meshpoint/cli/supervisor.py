@@ -32,14 +32,11 @@ class Process(Protocol):
     def terminate(self) -> None: ...
 
 
-Spawn = Callable[[], Awaitable[Process]]
-
-
 @dataclass
 class Supervisor:
     """Runs `replicas` processes, restarts each that ends by itself, and stops them on request."""
 
-    spawn: Spawn
+    spawn: Callable[[], Awaitable[Process]]
     replicas: int
     clock: Clock
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,7 +56,9 @@ class Supervisor:
         Returns `OK` if all have drained, `ABANDONED` if one took too long. A replica that rejects
         its configuration on its first start stops the others, since none of them could serve.
         """
-        codes = await asyncio.gather(*(self._keep_running(number) for number in range(1, self.replicas + 1)))
+        codes = await asyncio.gather(
+            *(self._keep_running(number) for number in range(1, self.replicas + 1))
+        )
         if ExitCode.CONFIGURATION in codes:
             return ExitCode.CONFIGURATION
         if all(map(self._has_drained, codes)):
@@ -79,7 +78,10 @@ class Supervisor:
                 break
             backoff = MIN_BACKOFF if self.clock.now() - started >= STABLE_UPTIME else backoff
             log.warning(
-                "replica %d ended with exit code %d; restarting it in %g s", number, code, backoff.total_seconds()
+                "replica %d ended with exit code %d; restarting it in %g s",
+                number,
+                code,
+                backoff.total_seconds(),
             )
             await self._wait_backoff(backoff)
             backoff, first_start, code = min(backoff * 2, MAX_BACKOFF), False, 0
@@ -101,7 +103,10 @@ class Supervisor:
             self._running.discard(process)
 
     async def _wait_backoff(self, backoff: timedelta) -> None:
-        waits = {asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self.clock.sleep(backoff))}
+        waits = {
+            asyncio.ensure_future(self._stop.wait()),
+            asyncio.ensure_future(self.clock.sleep(backoff)),
+        }
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:

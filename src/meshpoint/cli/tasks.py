@@ -3,36 +3,56 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshpoint.cli import sources
-from meshpoint.cli.databases import query_first
-from meshpoint.cli.output import format_age, format_due, print_json, print_note, print_table, print_text
-from meshpoint.errors import ConfigurationError, MeshpointError
+from meshpoint.cli.output import (
+    format_age,
+    print_either,
+    print_json,
+    print_note,
+    print_table,
+    print_text,
+)
+from meshpoint.cli.task_facts import (
+    CALL_COLUMNS,
+    TaskDetails,
+    describe_call,
+    describe_due,
+    describe_peers,
+    describe_state,
+    describe_task,
+    summary_to_json,
+    to_json,
+)
+from meshpoint.errors import MeshpointError, PoisonMessage
 
 if TYPE_CHECKING:
-    from meshpoint.model.checkpoint import CallSummary, Known, TaskState, TaskSummary
+    from pydantic import JsonValue
+
     from meshpoint.model.operations import Revived
     from meshpoint.model.outcomes import Outcome
+    from meshpoint.model.tasks import TaskFilter, TaskSummary
+    from meshpoint.model.transitions import ExistingTask
     from meshpoint.operations import Operations
-    from meshpoint.settings import AgentSettings
-
-    FoundTask = tuple[TaskSummary, list[CallSummary], str | None]
-    """A task, its calls, and the reason if it failed or was cancelled."""
+    from meshpoint.ports.task_store import CheckpointStore
 
 app = typer.Typer(help="List, show, cancel and resume tasks.", no_args_is_help=True)
 
-TaskIdArgument = Annotated[str, typer.Argument(metavar="TASK_ID", help="Id of the task.")]
-AgentOption = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Agent of the task.")]
+_TaskId = Annotated[str, typer.Argument(metavar="TASK_ID", help="Id of the task.")]
+_Agent = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Agent of the task.")]
 
 _LIST = """\b
 Examples:
   meshpoint tasks list --config travel.yaml
   meshpoint tasks list --db postgresql://mesh@db/mesh --state waiting --state parked --json
+  meshpoint tasks list --config travel.yaml --waiting-for flights --until 15min
 """
 _SHOW = """\b
 Examples:
@@ -47,6 +67,7 @@ _RESUME = """\b
 Examples:
   meshpoint tasks resume 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
   meshpoint tasks resume 01941f29-7c00-7000-8000-000000000000 --config travel.yaml --wait --json
+  meshpoint tasks resume -c travel.yaml --state parked --agent travel --reason "call 3" --dry-run
 """
 
 
@@ -56,69 +77,103 @@ def list_tasks(
     config: sources.Config = None,
     database: sources.Database = None,
     namespace: sources.Namespace = None,
-    agent: AgentOption = None,
+    agent: _Agent = None,
     state: Annotated[
-        list[str] | None, typer.Option("--state", metavar="STATE", help="Only tasks in this state; repeatable.")
+        list[str] | None,
+        typer.Option("--state", metavar="STATE", help="Only tasks in this state; repeatable."),
+    ] = None,
+    subject: Annotated[
+        str | None, typer.Option("--subject", metavar="TEXT", help="Only operations on this.")
+    ] = None,
+    requester: Annotated[
+        str | None, typer.Option("--requester", metavar="NAME", help="Only tasks of this sender.")
+    ] = None,
+    user: Annotated[
+        str | None,
+        typer.Option("--user", metavar="ID", help="Only tasks for this user that have not ended."),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since", metavar="WHEN", help="Only tasks that began or paused at WHEN or later."
+        ),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            "--until", metavar="WHEN", help="Only tasks that last began or paused before WHEN."
+        ),
+    ] = None,
+    waiting_for: Annotated[
+        str | None,
+        typer.Option("--waiting-for", metavar="PEER", help="Only tasks that wait for this peer."),
+    ] = None,
+    after: Annotated[
+        str | None,
+        typer.Option("--after", metavar="TASK_ID", help="Only tasks that follow this one."),
     ] = None,
     limit: sources.Limit = 100,
     as_json: sources.AsJson = False,
 ) -> None:
-    """List tasks, newest first."""
-    states = _parse_states(state or [])
-    databases = sources.load_databases(config, database)
-    mesh = _resolve_namespace(config, namespace)
-    tasks = asyncio.run(_load_tasks(databases, mesh, agent, states, limit))
-    if as_json:
-        print_json([asdict(task) for task in tasks])
-        return
-    if not tasks:
-        print_text(f"no {'such ' if agent or states else ''}tasks in namespace {mesh}")
-        return
-    columns = ("task", "agent", "state", "generation", "age", "due", "owner")
-    print_table(
-        columns,
-        [(t.task_id, t.agent, describe_state(t), str(t.generation), *_age_and_due(t), t.owner or "-") for t in tasks],
+    """List tasks, newest first: by the time when they last paused, or began.
+
+    WHEN is an age such as 90s, 15min, 2h or 7d, or a time such as 2026-01-31T12:00+01:00.
+    """
+    from meshpoint.model.tasks import TaskFilter
+
+    where = TaskFilter(
+        subject=subject,
+        requester=requester,
+        user=user,
+        since=sources.parse_instant("--since", since),
+        until=sources.parse_instant("--until", until),
+        waiting_for=waiting_for,
     )
+    listing = _Listing(agent, state, where, limit, after)
+    tasks = asyncio.run(_find_tasks(config, database, namespace, listing))
+    if as_json:
+        print_json([summary_to_json(task) for task in tasks])
+    elif tasks:
+        columns = ("task", "agent", "state", "waiting for", "age", "due", "subject")
+        print_table(columns, [_task_row(task) for task in tasks])
+    else:
+        mesh = sources.load_mesh(config, namespace=namespace)
+        such = "such " if listing.is_filtered else ""
+        print_text(f"no {such}tasks in namespace {mesh.namespace}")
+    if len(tasks) == limit:
+        print_note(f"there may be more: add --after {tasks[-1].task_id}")
 
 
 @app.command("show", epilog=_SHOW)
 def show_task(
-    task_id: TaskIdArgument,
+    task_id: _TaskId,
     *,
     config: sources.Config = None,
     database: sources.Database = None,
     namespace: sources.Namespace = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Show a task and its calls."""
-    databases = sources.load_databases(config, database)
-    task, calls, reason = _require_task(
-        asyncio.run(_find_task(databases, _resolve_namespace(config, namespace), task_id)), task_id
-    )
+    """Show a task: its failure or result, or what it waits for, and its calls."""
+    details = asyncio.run(_find_task(config, database, namespace, task_id))
     if as_json:
-        print_json({**asdict(task), "reason": reason, "calls": [asdict(call) for call in calls]})
+        print_json(to_json(details))
         return
-    age, due = _age_and_due(task)
-    facts = [("agent", task.agent), ("state", describe_state(task)), ("generation", str(task.generation))]
-    facts += [("attempt", str(task.attempt)), ("age", age), ("due", due), ("owner", task.owner or "-")]
-    facts += [("rescues", str(task.rescues))] if task.rescues else []
-    facts += [("dead", task.dead_reason)] if task.dead_reason else []
-    facts += [("reason", reason)] if reason and reason != task.dead_reason else []
-    print_table(("task", task.task_id), facts)
-    if calls:
-        columns = ("call", "peer", "state", "outcome", "sent", "deadline", "peer's task")
-        print_table(columns, [_call_row(call) for call in calls])
+    print_table(("task", details.task.task_id), describe_task(details))
+    if details.calls:
+        print_table(
+            CALL_COLUMNS, [describe_call(call, details.secret_keys) for call in details.calls]
+        )
 
 
 @app.command("cancel", epilog=_CANCEL)
 def cancel_task(
-    task_id: TaskIdArgument,
+    task_id: _TaskId,
     *,
     config: sources.Config = None,
     database: sources.Database = None,
     broker: sources.Broker = None,
     namespace: sources.Namespace = None,
-    agent: AgentOption = None,
+    agent: _Agent = None,
     as_json: sources.AsJson = False,
 ) -> None:
     """Cancel a task in its agent's database and notify the agent.
@@ -126,174 +181,234 @@ def cancel_task(
     With --agent, only send a message to the agent. It accepts such messages from the task's
     requester and from the logins in its operator_logins.
     """
+    from meshpoint.client import Client
     from meshpoint.model.ids import TaskId
+    from meshpoint.wiring import make_broker
 
     mesh = sources.require_mesh(config, broker, namespace)
-    if agent is None:
-        databases = sources.load_databases(config, database)
-        task, _, _ = _require_task(asyncio.run(_find_task(databases, mesh.namespace, task_id)), task_id)
-        if task.state.ended:
-            raise MeshpointError(f"task {task_id} has already {_PAST_TENSE[task.state]}")
-        agent = task.agent
-        asyncio.run(_cancel_in_databases(databases, mesh.namespace, task))
 
-    async def cancel() -> None:
-        from meshpoint.client import Client
-        from meshpoint.wiring import make_broker
-
+    async def cancel() -> str:
+        owner = agent
+        if owner is None:
+            owner = await _cancel_in_database(config, database, namespace, task_id)
         async with Client(make_broker(mesh)) as client:
-            await client.cancel(agent, TaskId(task_id))
+            await client.cancel(owner, TaskId(task_id))
+        return owner
 
-    asyncio.run(cancel())
-    result = {"task_id": task_id, "agent": agent, "status": "cancel_sent"}
-    print_json(result) if as_json else print_text(f"asked {agent} to cancel {task_id}")
+    owner = asyncio.run(cancel())
+    result = {"task_id": task_id, "agent": owner, "status": "cancel_sent"}
+    print_either(result, f"asked {owner} to cancel {task_id}", as_json=as_json)
 
 
 @app.command("resume", epilog=_RESUME)
 def resume_task(
-    task_id: TaskIdArgument,
+    task_id: Annotated[
+        str | None, typer.Argument(metavar="[TASK_ID]", help="Id of the task.")
+    ] = None,
     *,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the task to end and print its result.")] = False,
+    state: Annotated[
+        str | None,
+        typer.Option(
+            "--state", metavar="STATE", help="Instead of one task, all in this state: parked."
+        ),
+    ] = None,
+    agent: Annotated[
+        str | None, typer.Option("--agent", metavar="NAME", help="Only tasks of this agent.")
+    ] = None,
+    reason: Annotated[
+        str,
+        typer.Option("--reason", metavar="TEXT", help="Only tasks parked for a reason with TEXT."),
+    ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the tasks, and resume none.")
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the task to end and print its result.")
+    ] = False,
     config: sources.Config = None,
     database: sources.Database = None,
     namespace: sources.Namespace = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Resume a failed or cancelled task from its last subtask checkpoint, in any replica.
+    """Resume a failed or cancelled task from its last checkpoint, or offer parked tasks again.
+
+    Any replica of its agent can resume it. A parked task is tried again also by releases that
+    could not continue it.
 
     Exit codes of a task that cannot be resumed, checked in this order: 10 not found, 11 active, 12
     completed, 13 no checkpoint, 14 another operation of its exclusive agent is active. Of two
     concurrent callers, one gets 11.
     """
+    from meshpoint.cli import parked
     from meshpoint.cli.send import print_outcome
 
-    async def resume(operations: Operations) -> tuple[Revived, Outcome | None]:
-        revived = await operations.resume(task_id)
+    if task_id is None:
+        parked.resume_all(
+            config, database, namespace, state, agent, reason, dry_run=dry_run, as_json=as_json
+        )
+        return
+    if state or agent or reason or dry_run:
+        raise typer.BadParameter("--state, --agent, --reason and --dry-run exclude TASK_ID")
+
+    async def resume(operations: Operations) -> tuple[Revived | None, Outcome | None]:
+        offered = await operations.unpark([task_id])
+        revived = None if offered else await operations.resume(task_id)
         if wait and not as_json:
-            print_note(f"{task_id} is ready for attempt {revived.retry_count + 1}; waiting for it to end")
+            attempt = "" if revived is None else f" for attempt {revived.retry_count + 1}"
+            print_note(f"{task_id} is ready{attempt}; waiting for it to end")
         return revived, await operations.wait(task_id) if wait else None
 
-    revived, outcome = asyncio.run(query_first(config, database, namespace, resume))
+    revived, outcome = asyncio.run(sources.query_operation(config, database, namespace, resume))
     if outcome is not None:
         raise typer.Exit(print_outcome(task_id, outcome, as_json=as_json))
-    if as_json:
-        result = {"task_id": task_id, "agent": revived.agent, "status": "resumed", "retry_count": revived.retry_count}
-        print_json(result)
-    else:
-        attempt = f"attempt {revived.retry_count + 1}"
-        print_text(f"{task_id} is ready for {attempt}: any replica of {revived.agent} can resume it")
+    if revived is None:
+        parked.print_offered([task_id], as_json=as_json)
+        return
+    result = {
+        "task_id": task_id,
+        "agent": revived.agent,
+        "status": "resumed",
+        "retry_count": revived.retry_count,
+    }
+    attempt = f"attempt {revived.retry_count + 1}"
+    text = f"{task_id} is ready for {attempt}: any replica of {revived.agent} can resume it"
+    print_either(result, text, as_json=as_json)
 
 
 _PAST_TENSE = {"completed": "completed", "failed": "failed", "cancelled": "been cancelled"}
 
 
-def describe_state(task: TaskSummary) -> str:
-    """Return the state of a task for people, such as "waiting 2 of 3"."""
-    return f"waiting {task.completed} of {task.expected}" if task.state == "waiting" else task.state.value
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """The options of `tasks list`."""
+
+    agent: str | None
+    states: list[str] | None
+    where: TaskFilter
+    limit: int
+    after: str | None
+
+    @property
+    def is_filtered(self) -> bool:
+        values = (self.agent, self.states, self.after, *astuple(self.where))
+        return any(value is not None for value in values)
 
 
-def _age_and_due(task: TaskSummary) -> tuple[str, str]:
-    return format_age(task.checkpointed_at), "-" if task.state.ended else format_due(task.wake_at)
-
-
-def _call_row(call: CallSummary) -> tuple[str, ...]:
-    sent = "-" if call.dispatched_at is None else f"{format_age(call.dispatched_at)} ago"
+def _task_row(task: TaskSummary) -> tuple[str, ...]:
     return (
-        call.call_id,
-        call.peer,
-        call.state.value,
-        call.outcome or "-",
-        sent,
-        format_due(call.deadline),
-        call.sub_task_id,
+        task.task_id,
+        task.agent,
+        describe_state(task),
+        describe_peers(task),
+        format_age(task.checkpointed_at),
+        describe_due(task),
+        task.subject or "-",
     )
 
 
-def _parse_states(names: list[str]) -> list[TaskState]:
-    from meshpoint.model.checkpoint import TaskState
+def _open_stores(
+    config: Path | None, database: str | None, namespace: str | None
+) -> aclosing[AsyncGenerator[CheckpointStore, None]]:
+    from meshpoint.wiring import open_store
 
-    try:
-        return [TaskState(name) for name in names]
-    except ValueError as error:
-        raise ConfigurationError("--state", str(error), f"use one of {', '.join(TaskState)}") from error
-
-
-def _resolve_namespace(config: Path | None, namespace: str | None) -> str:
-    return sources.load_mesh(config, namespace=namespace).namespace
+    return aclosing(sources.open_each(config, database, namespace, open_store))
 
 
-async def _load_tasks(
-    databases: list[AgentSettings], namespace: str, agent: str | None, states: list[TaskState], limit: int
+async def _find_tasks(
+    config: Path | None, database: str | None, namespace: str | None, listing: _Listing
 ) -> list[TaskSummary]:
-    from meshpoint.model.ids import agent_name
-    from meshpoint.wiring import make_store
-
-    name = None if agent is None else agent_name(agent)
-    tasks: list[TaskSummary] = []
-    for database in databases:
-        sources.check_file_exists(database.session_db_url)
-        store = make_store(database, namespace)
-        await store.open()
-        try:
-            tasks += await store.tasks(agent=name, states=states, limit=limit)
-        finally:
-            await store.close()
-    return sorted(tasks, key=lambda task: task.checkpointed_at, reverse=True)[:limit]
-
-
-async def _find_task(databases: list[AgentSettings], namespace: str, task_id: str) -> FoundTask | None:
+    """Return the tasks of all databases, newest first."""
     from meshpoint.model.ids import TaskId
-    from meshpoint.wiring import make_store
+    from meshpoint.model.messages import validate_agent_name
+    from meshpoint.model.tasks import TaskState
 
-    for database in databases:
-        sources.check_file_exists(database.session_db_url)
-        store = make_store(database, namespace)
-        await store.open()
-        try:
-            found = await store.task(TaskId(task_id))
-            existing = (await store.lookup([TaskId(task_id)])).get(TaskId(task_id))
-        finally:
-            await store.close()
-        if found is not None:
-            return *found, _failure_reason(existing)
-    return None
+    name = None if listing.agent is None else validate_agent_name(listing.agent)
+    states = sources.parse_choices("--state", listing.states, TaskState)
+    after = None if listing.after is None else TaskId(listing.after)
+    where = elsewhere = listing.where
+    if after is not None:
+        # The other databases do not have the task: there, the page begins at its time.
+        last = (await _find_task(config, database, namespace, after)).task
+        until = min(filter(None, (where.until, last.checkpointed_at)))
+        elsewhere = replace(where, until=until)
+    found: list[TaskSummary] = []
+    async with _open_stores(config, database, namespace) as stores:
+        async for store in stores:
+            has_last = after is not None and await store.task(after) is not None
+            found += await store.tasks(
+                agent=name,
+                states=states,
+                where=where if has_last else elsewhere,
+                limit=listing.limit,
+                after=after if has_last else None,
+            )
+    found.sort(key=lambda task: (task.checkpointed_at, task.task_id), reverse=True)
+    return found[: listing.limit]
 
 
-def _failure_reason(existing: Known | None) -> str | None:
-    """Return why a task failed or was cancelled, from its reply; `None` for any other task."""
-    from meshpoint.model.bodies import ResponseBody, parse
-    from meshpoint.model.outcomes import Failed
+async def _find_task(
+    config: Path | None, database: str | None, namespace: str | None, task_id: str
+) -> TaskDetails:
+    """Return a task with its calls, its outcome and its input."""
+    from meshpoint.model.ids import TaskId
+
+    id_ = TaskId(task_id)
+    async with _open_stores(config, database, namespace) as stores:
+        async for store in stores:
+            if found := await store.task(id_):
+                outcome = _read_outcome((await store.lookup([id_])).get(id_))
+                input_ = _read_input(await store.stored_request(id_))
+                return TaskDetails(*found, outcome, input_, sources.load_secret_keys(config))
+    raise _no_such_task(task_id)
+
+
+def _read_outcome(existing: ExistingTask | None) -> Outcome | None:
+    """Return the outcome in a task's reply; `None` if it has not ended."""
+    from meshpoint.model.bodies import ResponseBody, parse_body
 
     if existing is None or existing.reply is None:
         return None
-    outcome = parse(ResponseBody, existing.reply.body).outcome()
-    return outcome.message if isinstance(outcome, Failed) else None
+    return parse_body(ResponseBody, existing.reply.body).outcome()
 
 
-async def _cancel_in_databases(databases: list[AgentSettings], namespace: str, task: TaskSummary) -> None:
-    """End a task as cancelled, or mark it for the replica that runs it.
+def _read_input(request: bytes | None) -> JsonValue:
+    """Return the input in a stored request; `None` if it is missing or unreadable."""
+    from meshpoint.model.bodies import RequestBody, parse_body
+    from meshpoint.model.envelopes import decode_request
+
+    if request is None:
+        return None
+    try:
+        return parse_body(RequestBody, decode_request(request).body).input()
+    except (ValueError, PoisonMessage):
+        return None
+
+
+async def _cancel_in_database(
+    config: Path | None, database: str | None, namespace: str | None, task_id: str
+) -> str:
+    """End a task as cancelled, or mark it for the replica that runs it, and return its agent.
 
     Replicas send its reply.
     """
     from meshpoint.engine.cancels import CANCELLED
-    from meshpoint.model.checkpoint import Cancel
-    from meshpoint.model.envelopes import reply_bytes
-    from meshpoint.model.ids import RunId, new_id
-    from meshpoint.wiring import make_store
+    from meshpoint.model.envelopes import encode_reply
+    from meshpoint.model.ids import RunId, TaskId, new_id
+    from meshpoint.model.transitions import Cancel
 
-    command = Cancel(task.task_id, task.agent, RunId(new_id()), reply_bytes(task.task_id, None, CANCELLED))
-    for database in databases:
-        store = make_store(database, namespace)
-        await store.open()
-        try:
-            if await store.task(task.task_id) is not None:
-                await store.cancel([command])
-        finally:
-            await store.close()
+    id_ = TaskId(task_id)
+    async with _open_stores(config, database, namespace) as stores:
+        async for store in stores:
+            if found := await store.task(id_):
+                task, _ = found
+                if task.state.is_final:
+                    raise MeshpointError(f"task {id_} has already {_PAST_TENSE[task.state]}")
+                reply = encode_reply(id_, None, CANCELLED)
+                await store.cancel([Cancel(id_, task.agent, RunId(new_id()), reply)])
+                return task.agent
+    raise _no_such_task(task_id)
 
 
-def _require_task(found: FoundTask | None, task_id: str) -> FoundTask:
-    if found is None:
-        hint = "a task has no row until it pauses or begins a subtask"
-        raise MeshpointError(f"there is no task {task_id} in the database; {hint}")
-    return found
+def _no_such_task(task_id: str) -> MeshpointError:
+    hint = "a task has no row until it pauses or begins a subtask"
+    return MeshpointError(f"there is no task {task_id} in the database; {hint}")

@@ -19,10 +19,10 @@ from logging.handlers import QueueHandler
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from meshpoint.adapters.logging_observer import LoggingObserver
 from meshpoint.cli.exits import ExitCode, exit_code_for
 from meshpoint.errors import MeshpointError
 from meshpoint.model.events import Event, Step
+from meshpoint.wiring import make_observer
 
 log = logging.getLogger("meshpoint.run")
 
@@ -44,7 +44,12 @@ class Watchdog:
     """
 
     def __init__(
-        self, stop: Callable[[str], None], *, limit: float, supervised: bool = False, signal_debounce: float = 0
+        self,
+        stop: Callable[[str], None],
+        *,
+        limit: float,
+        supervised: bool = False,
+        signal_debounce: float = 0,
     ) -> None:
         self._stop = stop
         self._limit = limit
@@ -68,7 +73,10 @@ class Watchdog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Stop handling signals. After a signal, the time limit still applies to the shutdown."""
         if error is None:
@@ -88,11 +96,13 @@ class Watchdog:
     def install_wakeup_fd(self) -> None:
         """Make Python report signals to this thread first, which forwards them to the loop."""
         previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._loop_wakeup_fd = previous_fd if previous_fd != self._write_fd else self._loop_wakeup_fd
+        self._loop_wakeup_fd = (
+            previous_fd if previous_fd != self._write_fd else self._loop_wakeup_fd
+        )
 
     def exit_now(self) -> None:
         """End the process, waiting only for its log."""
-        flush_logs()
+        _flush_logs()
         os._exit(self.exit_code)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
@@ -104,7 +114,7 @@ class Watchdog:
             self._exit_by_signal(number)
 
     def _exit_by_signal(self, number: int) -> None:
-        flush_logs()
+        _flush_logs()
         if number == signal.SIGINT:
             os._exit(ExitCode.INTERRUPTED)
         signal.signal(number, signal.SIG_DFL)
@@ -120,7 +130,9 @@ class Watchdog:
         while True:
             remaining = None if self._deadline is None else self._deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
-                log.warning("the drain timed out: the process ends with exit code %d", self.exit_code)
+                log.warning(
+                    "the drain timed out: the process ends with exit code %d", self.exit_code
+                )
                 self.exit_now()
             ready, _, _ = select.select(self._watched_fds, [], [], remaining)
             if self._closed:
@@ -146,7 +158,7 @@ class Watchdog:
             return now
         if now - first_signal_at >= self._signal_debounce:
             time.sleep(_EXIT_MARGIN)  # unless it is stuck, the main thread ends the process first
-            flush_logs()
+            _flush_logs()
             os._exit(128 + number)
         return first_signal_at
 
@@ -159,7 +171,7 @@ class Watchdog:
         self._stop(reason)
 
 
-class DrainExitObserver(LoggingObserver):
+class DrainExitObserver:
     """Logs events, and calls `exit_now` after the drain if agent code was abandoned.
 
     That is when the last of `agents` has drained. Only the broker's connection is still open then,
@@ -167,12 +179,12 @@ class DrainExitObserver(LoggingObserver):
     """
 
     def __init__(self, agents: int, exit_now: Callable[[], None]) -> None:
-        super().__init__()
+        self._log = make_observer()
         self._undrained, self._abandoned, self._exit_now = agents, False, exit_now
 
     def emit(self, event: Event) -> None:
         """Log `event` and check whether it was the last."""
-        super().emit(event)
+        self._log.emit(event)
         self._abandoned |= event.step is Step.ABANDONED
         if event.step is Step.DRAINED:
             self._undrained -= 1
@@ -180,10 +192,12 @@ class DrainExitObserver(LoggingObserver):
                 self._exit_now()
 
 
-def flush_logs() -> None:
+def _flush_logs() -> None:
     """Wait briefly for the logging thread."""
     queues: list[Any] = [
-        handler.queue for handler in logging.getLogger().handlers if isinstance(handler, QueueHandler)
+        handler.queue
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, QueueHandler)
     ]
     deadline = time.monotonic() + _FLUSH_TIMEOUT
     while not all(queue.empty() for queue in queues) and time.monotonic() < deadline:

@@ -46,12 +46,19 @@ async def travel(ctx: TaskExecutionContext, trip: Trip) -> Itinerary:
 
     Each wait is a pause, and each thought runs in its own segment.
     """
-    flight, hotel, weather = await ctx.gather(ask_flights(trip), ask_hotels(trip), ask_weather(trip))
+    flight, hotel, weather = await ctx.gather(
+        ask_flights(trip), ask_hotels(trip), ask_weather(trip)
+    )
     await _simulate_thinking(ctx, trip, "compare")
     confirmed = await ctx.call(ask_hotels(trip.model_copy(update={"action": "book"})))
     await _simulate_thinking(ctx, trip, "write")
     return Itinerary(
-        number=trip.number, city=trip.city, flight=flight, hotel=hotel, weather=weather, confirmed=confirmed
+        number=trip.number,
+        city=trip.city,
+        flight=flight,
+        hotel=hotel,
+        weather=weather,
+        confirmed=confirmed,
     )
 
 
@@ -68,7 +75,9 @@ async def hotels(ctx: TaskExecutionContext, trip: Trip) -> str:
     rng = await _simulate_work(trip, "hotels")
     if trip.action == "book":
         return f"room {rng.randint(1, 99)} is yours"
-    return f"{rng.choice(('Hotel Post', 'The Anchor', 'Albergo Sole'))}, {rng.randint(50, 250)} EUR"
+    return (
+        f"{rng.choice(('Hotel Post', 'The Anchor', 'Albergo Sole'))}, {rng.randint(50, 250)} EUR"
+    )
 
 
 @agent("weather")
@@ -87,4 +96,6 @@ async def _simulate_work(trip: Trip, agent_name: str) -> random.Random:
 async def _simulate_thinking(ctx: TaskExecutionContext, trip: Trip, activity: str) -> None:
     """Take some time, unless this code is only replayed."""
     if not ctx.replaying:
-        await asyncio.sleep(random.Random(f"{trip.seed} {trip.number} {activity}").uniform(0.5, 0.9))
+        await asyncio.sleep(
+            random.Random(f"{trip.seed} {trip.number} {activity}").uniform(0.5, 0.9)
+        )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -13,61 +12,60 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from meshpoint.demo.ledger import Ledger
-from meshpoint.demo.story import LogLine, Replica, ReplicaState, TaskTracker
+from meshpoint.demo.tracker import (
+    MUST_BE_POSITIVE,
+    MUST_BE_ZERO,
+    Ledger,
+    LogLine,
+    Replica,
+    ReplicaState,
+    TaskTracker,
+)
+from meshpoint.model.error_text import quantity
 
 _WIDTH = 80
-_LOG_LINES = 9
+_LOG_LINES = 12
 _BAR_WIDTH = 58
 _SIGN_STYLES = {"✗": "bold red", "»": "bold green", "!": "yellow", "✓": "green"}
 
 
-class Screen(Protocol):
-    """Displays the state of the demo."""
-
-    def update(self, tracker: TaskTracker) -> None:
-        """Display the current state."""
-
-
 @contextmanager
-def open_screen(location: str, *, live: bool) -> Iterator[Screen]:
-    """Yield a screen: live on standard output, or plain lines on standard error."""
+def open_screen(location: str, *, live: bool) -> Iterator[Callable[[TaskTracker], None]]:
+    """Yield a function that displays the current state of the demo.
+
+    A live screen is redrawn on standard output; otherwise new lines of the log go to standard
+    error.
+    """
     if not live:
-        yield PlainScreen()
+        yield _line_printer()
         return
     console = Console(highlight=False)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as view:
-        yield LiveScreen(view, location)
+        yield lambda tracker: view.update(render(tracker, location), refresh=True)
 
 
-class PlainScreen:
-    """Prints new lines of the log."""
+def _line_printer() -> Callable[[TaskTracker], None]:
+    printed_count = 0
 
-    def __init__(self) -> None:
-        self._printed_count = 0
-
-    def update(self, tracker: TaskTracker) -> None:
-        for line in tracker.log[self._printed_count :]:
+    def print_new_lines(tracker: TaskTracker) -> None:
+        nonlocal printed_count
+        for line in tracker.log[printed_count:]:
             print(f"{line.seconds:5.1f} s  {line.sign} {line.text}", file=sys.stderr, flush=True)
-        self._printed_count = len(tracker.log)
+        printed_count = len(tracker.log)
 
-
-class LiveScreen:
-    """Redraws everything at each update."""
-
-    def __init__(self, live: Live, location: str) -> None:
-        self._live, self._location = live, location
-
-    def update(self, tracker: TaskTracker) -> None:
-        self._live.update(render(tracker, self._location), refresh=True)
+    return print_new_lines
 
 
 def render(tracker: TaskTracker, location: str) -> RenderableType:
     """Render the current state: replicas, answers, and the last lines of the log."""
-    title = Text.assemble(("Meshpoint demo", "bold"), f"  {len(tracker.replicas)} replicas on {location}")
+    title = Text.assemble(
+        ("Meshpoint demo", "bold"), f"  {quantity(len(tracker.replicas), 'replica')} on {location}"
+    )
     title.truncate(_WIDTH - 10, overflow="ellipsis", pad=True)
     title.append(f"{tracker.now - tracker.started_at:8.1f} s", "dim")
-    return Group(title, _replica_table(tracker), _progress_bar(tracker), Text(), *_log_view(tracker.log))
+    return Group(
+        title, _replica_table(tracker), _progress_bar(tracker), Text(), *_log_view(tracker.log)
+    )
 
 
 def _replica_table(tracker: TaskTracker) -> Table:
@@ -95,14 +93,19 @@ def _replica_row(replica: Replica) -> tuple[Text, ...]:
         state.append(f", {replica.state_note}", "red")
     counts = (len(replica.running), len(replica.paused), replica.resumed)
     dim = "dim strike" if killed else ""
-    numbers = [Text("" if killed and i < 2 else str(n), "dim" if killed else "") for i, n in enumerate(counts)]
+    numbers = [
+        Text("" if killed and i < 2 else str(n), "dim" if killed else "")
+        for i, n in enumerate(counts)
+    ]
     return (Text(replica.name, dim or "bold"), Text(str(replica.pid or ""), dim), state, *numbers)
 
 
 def _progress_bar(tracker: TaskTracker) -> Text:
     full = _BAR_WIDTH * min(tracker.answers, tracker.requests) // tracker.requests
     counted = f"  {tracker.answers} of {tracker.requests}"
-    return Text.assemble(("answered ", "bold"), ("█" * full, "green"), ("░" * (_BAR_WIDTH - full), "dim"), counted)
+    return Text.assemble(
+        ("answered ", "bold"), ("█" * full, "green"), ("░" * (_BAR_WIDTH - full), "dim"), counted
+    )
 
 
 def _log_view(log: list[LogLine]) -> list[Text]:
@@ -112,24 +115,32 @@ def _log_view(log: list[LogLine]) -> list[Text]:
 
 def _format_line(line: LogLine) -> Text:
     style = _SIGN_STYLES.get(line.sign, "")
-    text = Text.assemble((f"{line.seconds:5.1f} s  ", "dim"), (f"{line.sign} ", style), (line.text, style))
+    text = Text.assemble(
+        (f"{line.seconds:5.1f} s  ", "dim"), (f"{line.sign} ", style), (line.text, style)
+    )
     text.truncate(_WIDTH, overflow="ellipsis")
     return text
 
 
 def print_ledger(ledger: Ledger) -> None:
     """Print the ledger for people."""
-    failed_checks = set(ledger.failed_checks)
+    failed_checks = ledger.failed_checks
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
     table.add_column("number", justify="right")
     table.add_column("meaning")
     for name, meaning in _LABELS:
         style = "bold red" if name in failed_checks else "green" if name in _CHECKED else ""
-        table.add_row(Text(str(getattr(ledger, name)), style), Text(meaning, "red" if name in failed_checks else ""))
+        table.add_row(
+            Text(str(getattr(ledger, name)), style),
+            Text(meaning, "red" if name in failed_checks else ""),
+        )
     console = Console(highlight=False, width=_WIDTH)
     console.print(table)
     if ledger.ok:
-        console.print(f"Two of three replicas were killed; every request was answered once ({ledger.seconds:.1f} s).")
+        console.print(
+            "Two of three replicas were killed; every request was answered once "
+            f"({ledger.seconds:.1f} s)."
+        )
     else:
         console.print(Text(f"Wrong: {', '.join(ledger.failed_checks)}.", "bold red"))
 
@@ -146,12 +157,4 @@ _LABELS = (
     ("resumed_elsewhere", "tasks paused by one replica and resumed by another"),
     ("rescued", "tasks rescued in the middle of a segment"),
 )
-_CHECKED = {
-    "lost",
-    "duplicated",
-    "failed",
-    "paused_in_killed",
-    "running_in_killed",
-    "resumed_elsewhere",
-    "rescued",
-}
+_CHECKED = {*MUST_BE_ZERO, *MUST_BE_POSITIVE}

@@ -8,72 +8,78 @@ from dataclasses import dataclass
 from meshpoint.model.messages import Address
 from meshpoint.ports.clock import Clock
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+_INITIAL_DELAY, _MAX_DELAY = 1.0, 30.0
 """Seconds of the first and the longest back-off."""
-_MOST = 10_000
+_MAX_ADDRESSES = 10_000
 """Maximum number of addresses tracked. The oldest are dropped and tried at once."""
 
 
 @dataclass(slots=True)
-class _Trouble:
+class _Failure:
     failed_at: float
-    pause: float
-    gone: bool
+    delay: float
+    queue_missing: bool
     slow: bool
-    silent: bool
+    unconfirmed: bool
 
 
-class Addresses:
+class AddressBackoff:
     """Tracks a back-off for each address."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._troubles: OrderedDict[Address, _Trouble] = OrderedDict()
+        self._failure_by_address: OrderedDict[Address, _Failure] = OrderedDict()
 
-    def blocked(self, address: Address, *, fresh: bool = False) -> bool:
+    def is_blocked(self, address: Address, *, fresh: bool = False) -> bool:
         """Whether the address is in back-off.
 
         A `fresh` message is tried soon if the address fails fast, since its queue may exist by
         now.
         """
-        trouble = self._troubles.get(address)
-        if trouble is None:
+        failure = self._failure_by_address.get(address)
+        if failure is None:
             return False
-        pause = _FIRST_PAUSE if fresh and not trouble.slow else trouble.pause
-        return self._clock.monotonic() < trouble.failed_at + pause
+        delay = _INITIAL_DELAY if fresh and not failure.slow else failure.delay
+        return self._clock.monotonic() < failure.failed_at + delay
 
-    def troubled(self, address: Address) -> bool:
+    def is_failing(self, address: Address) -> bool:
         """Whether the address failed to accept the last message."""
-        return address in self._troubles
+        return address in self._failure_by_address
 
-    def silent(self, address: Address) -> bool:
+    def is_unconfirmed(self, address: Address) -> bool:
         """Whether the last attempt got no confirmation. The broker may only be slow."""
-        trouble = self._troubles.get(address)
-        return trouble is not None and trouble.silent
+        failure = self._failure_by_address.get(address)
+        return failure is not None and failure.unconfirmed
 
-    def gone(self, address: Address) -> bool:
+    def is_queue_missing(self, address: Address) -> bool:
         """Whether the queue did not exist at the last attempt."""
-        trouble = self._troubles.get(address)
-        return trouble is not None and trouble.gone
+        failure = self._failure_by_address.get(address)
+        return failure is not None and failure.queue_missing
 
-    def failed(
-        self, address: Address, *, began: float, gone: bool = False, slow: bool = True, silent: bool = False
+    def record_failure(
+        self,
+        address: Address,
+        *,
+        started_at: float,
+        queue_missing: bool = False,
+        slow: bool = True,
+        unconfirmed: bool = False,
     ) -> None:
-        """Record that a message published at `began` was not accepted.
+        """Record that a message published at `started_at` was not accepted.
 
-        `gone`: its queue is missing. `slow`: the sender had to wait. `silent`: the broker has not
-        answered yet.
+        `queue_missing`: its queue is missing. `slow`: the sender had to wait. `unconfirmed`: the
+        broker has not answered yet.
         """
-        before = self._troubles.pop(address, None)
+        previous = self._failure_by_address.pop(address, None)
         now = self._clock.monotonic()
-        pause = _FIRST_PAUSE if before is None else before.pause
+        delay = _INITIAL_DELAY if previous is None else previous.delay
         # Count concurrent attempts once.
-        if before is not None and began >= before.failed_at + before.pause:
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        self._troubles[address] = _Trouble(now, pause, gone, slow, silent)
-        if len(self._troubles) > _MOST:
-            self._troubles.popitem(last=False)
+        if previous is not None and started_at >= previous.failed_at + previous.delay:
+            delay = min(2 * delay, _MAX_DELAY)
+        self._failure_by_address[address] = _Failure(now, delay, queue_missing, slow, unconfirmed)
+        if len(self._failure_by_address) > _MAX_ADDRESSES:
+            self._failure_by_address.popitem(last=False)
 
-    def worked(self, address: Address) -> None:
+    def record_success(self, address: Address) -> None:
         """Record that the address accepted a message."""
-        self._troubles.pop(address, None)
+        self._failure_by_address.pop(address, None)

@@ -6,21 +6,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from meshpoint.engine.runtime import Site
+from meshpoint.engine.backend import Backend
+from meshpoint.engine.failed_ends import report_failure
+from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment import Segment
-from meshpoint.model.checkpoint import Cancel, CancelResult
-from meshpoint.model.envelopes import reply_bytes
+from meshpoint.model.envelopes import encode_reply
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.outcomes import Failed, FailureKind
-from meshpoint.ports.backend import Home
+from meshpoint.model.transitions import Cancel, CancelCommitted, CancelResult
 
 CANCELLED = Failed(FailureKind.CANCELLED, "cancelled on request")
 
 
-def cancelled(segment: Segment) -> Failed:
+def cancelled_outcome(segment: Segment) -> Failed:
     """Build the outcome of a task cancelled here, with its usage so far."""
-    return CANCELLED if segment.context is None else replace(CANCELLED, usage=segment.context.token_usage)
+    if segment.workspace is None:
+        return CANCELLED
+    return replace(CANCELLED, usage=segment.workspace.context.token_usage)
 
 
 class CancelCommand(NamedTuple):
@@ -35,18 +38,24 @@ class CancelCommand(NamedTuple):
     sender: str | None
 
 
-async def cancel_tasks(home: Home, wished: Sequence[CancelCommand], site: Site) -> list[CancelResult]:
-    """Cancel tasks in `home`. Waits while the database is unavailable."""
-    wishes = [
+async def cancel_tasks(
+    backend: Backend, commands: Sequence[CancelCommand], runtime: ReplicaRuntime
+) -> list[CancelResult]:
+    """Cancel tasks in `backend`. Waits while the database is unavailable."""
+    cancels = [
         Cancel(
-            wish.task_id,
-            site.agent,
+            command.task_id,
+            runtime.agent,
             RunId(new_id()),
-            reply_bytes(wish.task_id, None, CANCELLED),
-            parent=wish.parent,
-            sender=wish.sender,
+            encode_reply(command.task_id, None, CANCELLED),
+            parent=command.parent,
+            sender=command.sender,
         )
-        for wish in wished
+        for command in commands
     ]
-    with site.steps.step(Step.CANCEL, [wish.task_id for wish in wished]):
-        return await site.patience.until_answered(lambda: home.store.cancel(wishes))
+    with runtime.steps.step(Step.CANCEL, [command.task_id for command in commands]):
+        results = await runtime.retry.until_available(lambda: backend.store.cancel(cancels))
+    for command, result in zip(commands, results, strict=True):
+        if isinstance(result, CancelCommitted):
+            report_failure(command.task_id, CANCELLED, runtime)
+    return results

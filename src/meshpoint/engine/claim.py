@@ -7,80 +7,106 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from meshpoint.engine.runtime import Site
-from meshpoint.model.checkpoint import AllArrived, Arrival, Claim, Expired, Replica, Resumable
+from meshpoint.engine.backend import Backend
+from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.model.events import Step
-from meshpoint.ports.backend import Home
+from meshpoint.model.tasks import Replica, Resumable
+from meshpoint.model.transitions import Claim, ClaimResult, ExpiryResult, JoinCompleted, Overdue
 
 
-async def claim(home: Home, claims: Sequence[Claim], site: Site) -> list[Arrival]:
+async def claim_responses(
+    backend: Backend, claims: Sequence[Claim], runtime: ReplicaRuntime
+) -> list[ClaimResult]:
     """Record `claims`, waiting while the database is unavailable.
 
-    Each `AllArrived` holds a slot.
+    Each `JoinCompleted` holds a slot.
     """
 
-    async def attempt() -> list[Arrival]:
+    async def attempt() -> list[ClaimResult]:
         # Hold slots for one attempt only: during an outage, in-memory tasks need them. A task
         # takes one slot, regardless of how many of its responses are in the batch.
-        granted = site.slots.take(len({claim.task_id for claim in claims}))
+        granted = runtime.slots.acquire(len({claim.task_id for claim in claims}))
         used = 0
         try:
-            arrivals = await home.store.claim(claims, site.replica, granted)
-            used = sum(isinstance(arrival, AllArrived) for arrival in arrivals)
+            arrivals = await backend.store.claim(claims, runtime.replica, granted)
+            used = sum(isinstance(arrival, JoinCompleted) for arrival in arrivals)
         finally:
-            site.slots.give_back(granted - used)
+            runtime.slots.release(granted - used)
         return arrivals
 
-    with site.steps.step(Step.CLAIM, [claim.task_id for claim in claims]):
-        return await site.patience.until_answered(attempt)
+    with runtime.steps.step(Step.CLAIM, [claim.task_id for claim in claims]):
+        return await runtime.retry.until_available(attempt)
 
 
-async def expire(home: Home, site: Site, count: int) -> list[Expired]:
-    """End calls and joins whose deadline has passed. Each `AllArrived` holds a slot.
+async def expire_overdue(
+    backend: Backend, runtime: ReplicaRuntime, count: int
+) -> list[ExpiryResult]:
+    """End calls and joins whose deadline has passed. Each `JoinCompleted` holds a slot.
 
     `count`: the number of tasks known to be due. One slot is reserved for each.
     """
-    granted = site.slots.take(count)
+    granted = runtime.slots.acquire(count)
     used = 0
     try:
-        with site.steps.look(Step.EXPIRE) as found:
-            expired = await home.store.expire(site.replica, site.options.sweep_batch, granted)
-            found.task_ids = tuple(each.task_id for each in expired)
-        used = sum(isinstance(each.then, AllArrived) for each in expired)
+        with runtime.steps.search(Step.EXPIRE) as search_result:
+            expired = await backend.store.expire(
+                runtime.replica, runtime.options.sweep_batch, granted
+            )
+            search_result.task_ids = tuple(result.task_id for result in expired)
+        used = sum(isinstance(each.join_result, JoinCompleted) for each in expired)
     finally:
-        site.slots.give_back(granted - used)
+        runtime.slots.release(granted - used)
     return expired
 
 
-async def take_ready(home: Home, site: Site, count: int) -> list[Resumable]:
+async def acquire_ready(backend: Backend, runtime: ReplicaRuntime, count: int) -> list[Resumable]:
     """Acquire up to `count` ready tasks, one per free slot.
 
-    A suspect also holds `site.apart`.
+    A suspect also holds a slot of `runtime.suspect_slots`.
     """
-    return await _take(home.store.take, Step.TAKE, site, count)
+    return await _acquire(backend.store.acquire, Step.ACQUIRE, runtime, count)
 
 
-async def take_over(home: Home, site: Site, count: int) -> list[Resumable]:
+async def acquire_parked(backend: Backend, runtime: ReplicaRuntime, count: int) -> list[Resumable]:
+    """Acquire up to `count` parked tasks that this version has not tried, one per free slot.
+
+    A suspect also holds a slot of `runtime.suspect_slots`.
+    """
+    return await _acquire(backend.store.acquire_parked, Step.ACQUIRE, runtime, count)
+
+
+async def acquire_overdue(backend: Backend, runtime: ReplicaRuntime, count: int) -> list[Overdue]:
+    """Acquire up to `count` ready and parked tasks that only need to be ended, without slots."""
+    with runtime.steps.search(Step.EXPIRE) as search_result:
+        overdue = await backend.store.acquire_overdue(runtime.replica, count)
+        search_result.task_ids = tuple(each.task.run.task_id for each in overdue)
+    return overdue
+
+
+async def rescue_expired(backend: Backend, runtime: ReplicaRuntime, count: int) -> list[Resumable]:
     """Rescue up to `count` tasks with an expired lease, one per free slot.
 
-    A suspect also holds `site.apart`.
+    A suspect also holds a slot of `runtime.suspect_slots`.
     """
-    return await _take(home.store.take_over, Step.TAKE_OVER, site, count)
+    return await _acquire(backend.store.rescue, Step.RESCUE, runtime, count)
 
 
-async def _take(
-    take: Callable[[Replica, int, int], Awaitable[list[Resumable]]], step: Step, site: Site, count: int
+async def _acquire(
+    acquire: Callable[[Replica, int, int], Awaitable[list[Resumable]]],
+    step: Step,
+    runtime: ReplicaRuntime,
+    count: int,
 ) -> list[Resumable]:
-    granted = site.slots.take(count)
+    granted = runtime.slots.acquire(count)
     if not granted:
         return []
-    apart = site.apart.take(1)
-    taken: list[Resumable] = []
+    suspect_slots = runtime.suspect_slots.acquire(1)
+    acquired: list[Resumable] = []
     try:
-        with site.steps.look(step) as found:
-            taken = await take(site.replica, granted, apart)
-            found.task_ids = tuple(task.run.task_id for task in taken)
+        with runtime.steps.search(step) as search_result:
+            acquired = await acquire(runtime.replica, granted, suspect_slots)
+            search_result.task_ids = tuple(task.run.task_id for task in acquired)
     finally:
-        site.slots.give_back(granted - len(taken))
-        site.apart.give_back(apart - sum(task.suspect for task in taken))
-    return taken
+        runtime.slots.release(granted - len(acquired))
+        runtime.suspect_slots.release(suspect_slots - sum(task.is_suspect for task in acquired))
+    return acquired

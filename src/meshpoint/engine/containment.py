@@ -15,11 +15,12 @@ import signal
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass
 from types import CoroutineType, TracebackType
 from typing import Any, cast
 
 from meshpoint.errors import Interrupted
-from meshpoint.model.error_text import described
+from meshpoint.model.error_text import describe_exception
 
 log = logging.getLogger("meshpoint.run")
 
@@ -27,26 +28,24 @@ EXITS = (SystemExit, KeyboardInterrupt)
 """The exceptions that asyncio re-raises out of the event loop."""
 
 
+@dataclass(slots=True)
 class Origin:
-    """The segment that code runs for. `on_exit` handles an exit in a task started by the code."""
+    """The segment that code runs for.
 
-    __slots__ = ("_on_exit",)
+    `on_exit` handles an exit in a task started by the code. It is `None` once the segment has
+    ended: later failures of background tasks no longer affect it.
+    """
 
-    def __init__(self, on_exit: Callable[[str], None]) -> None:
-        self._on_exit: Callable[[str], None] | None = on_exit
+    on_exit: Callable[[str], None] | None
 
-    def exited(self, error: BaseException) -> None:
+    def report_exit(self, error: BaseException) -> None:
         """Fail the segment if it is still running."""
-        what = described(error)
-        log.warning("agent code raised %s in a task that it had started", what)
-        if self._on_exit is not None:
-            self._on_exit(what)
+        description = describe_exception(error)
+        log.warning("agent code raised %s in a task that it had started", description)
+        if self.on_exit is not None:
+            self.on_exit(description)
 
-    def close(self) -> None:
-        """Mark the segment as ended: later failures of background tasks no longer affect it."""
-        self._on_exit = None
-
-    def context(self) -> Context:
+    def make_context(self) -> Context:
         """Copy the current context, marked with this segment."""
         context = copy_context()
         context.run(_ORIGIN.set, self)
@@ -61,7 +60,7 @@ def in_agent_code() -> bool:
     return _ORIGIN.get() is not None
 
 
-def from_outside(error: BaseException) -> bool:
+def is_user_interrupt(error: BaseException) -> bool:
     """Whether this exit came from a person's Ctrl-C rather than a `raise`."""
     if not isinstance(error, KeyboardInterrupt):
         return False
@@ -80,10 +79,20 @@ def from_outside(error: BaseException) -> bool:
         return False
     # Python's own handler adds no frame. It never interrupts at a `raise`, or where an await
     # propagates an error.
-    return dis.opname[code.co_code[innermost.tb_lasti]] not in {"RAISE_VARARGS", "RERAISE", "SEND", "YIELD_VALUE"}
+    return dis.opname[code.co_code[innermost.tb_lasti]] not in {
+        "RAISE_VARARGS",
+        "RERAISE",
+        "SEND",
+        "YIELD_VALUE",
+    }
 
 
-class _Contained(Coroutine[Any, Any, Any]):
+def is_defect(error: BaseException) -> bool:
+    """Whether `error` must not affect other tasks: no cancellation and no person's Ctrl-C."""
+    return not (isinstance(error, asyncio.CancelledError) or is_user_interrupt(error))
+
+
+class _ContainedCoroutine(Coroutine[Any, Any, Any]):
     """Wraps a coroutine so that an exit ends only its asyncio task, not the event loop."""
 
     __slots__ = ("_coro", "_origin")
@@ -113,20 +122,20 @@ class _Contained(Coroutine[Any, Any, Any]):
         return getattr(self._coro, name)
 
     def _contain(self, error: BaseException) -> None:
-        if from_outside(error):
+        if is_user_interrupt(error):
             raise error
         if self._origin is not None:
-            self._origin.exited(error)
+            self._origin.report_exit(error)
         else:
-            log.warning("a finalizer raised %s", described(error))
-        raise asyncio.CancelledError(described(error)) from None
+            log.warning("a finalizer raised %s", describe_exception(error))
+        raise asyncio.CancelledError(describe_exception(error)) from None
 
 
-class _Factory:
+class _ContainingTaskFactory:
     """A task factory that wraps the loop's previous one."""
 
-    def __init__(self, before: Any) -> None:
-        self.before = before
+    def __init__(self, previous: Any) -> None:
+        self.previous = previous
         self.users = 0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
@@ -134,36 +143,36 @@ class _Factory:
         origin = _ORIGIN.get() if context is None else context.get(_ORIGIN)
         # The event loop closes abandoned async generators in tasks without a known segment.
         if origin is not None or type(coro) is not CoroutineType:
-            coro = _Contained(coro, origin)
-        if self.before is not None:
-            return self.before(loop, coro, **options)
+            coro = _ContainedCoroutine(coro, origin)
+        if self.previous is not None:
+            return self.previous(loop, coro, **options)
         return asyncio.Task(coro, loop=loop, **options)
 
 
-class Containing:
+class Containment:
     """Controls how long exits are contained."""
 
     def __init__(self) -> None:
-        self.kept = False
+        self.is_permanent = False
 
-    def keep(self) -> None:
+    def make_permanent(self) -> None:
         """Contain exits until the event loop ends, because some code is still running."""
-        self.kept = True
+        self.is_permanent = True
 
 
 @contextmanager
-def contained() -> Iterator[Containing]:
+def contain_exits() -> Iterator[Containment]:
     """Contain exits in tasks that agent code starts on the running event loop."""
     loop = asyncio.get_running_loop()
     factory: Any = loop.get_task_factory()
-    if not isinstance(factory, _Factory):
-        factory = _Factory(factory)
+    if not isinstance(factory, _ContainingTaskFactory):
+        factory = _ContainingTaskFactory(factory)
         loop.set_task_factory(factory)
     factory.users += 1
-    containing = Containing()
+    containment = Containment()
     try:
-        yield containing
+        yield containment
     finally:
-        factory.users -= not containing.kept
+        factory.users -= not containment.is_permanent
         if not factory.users and cast(Any, loop.get_task_factory()) is factory:
-            loop.set_task_factory(factory.before)
+            loop.set_task_factory(factory.previous)

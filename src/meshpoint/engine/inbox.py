@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from meshpoint.model.messages import Address, Header, Message
+from meshpoint.model.messages import Address, Header
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.clock import Clock
 
-_LONGEST_WAIT = 0.02
+_MAX_WAIT_SECONDS = 0.02
 """Maximum seconds to wait for a larger batch."""
-_BATCH_BYTES = 16 * 1024 * 1024
+_MAX_BATCH_BYTES = 16 * 1024 * 1024
 """Approximate size limit of a batch, small enough for one database statement."""
 
 
@@ -25,135 +24,100 @@ _BATCH_BYTES = 16 * 1024 * 1024
 class _Batch:
     """The size of a batch and the tasks it was for."""
 
-    count: int = 0
-    tasks: frozenset[str] = frozenset()
-
-
-class Turns:
-    """Deliveries from several queues, handed out round-robin.
-
-    A long queue cannot starve the others.
-    """
-
-    def __init__(self) -> None:
-        self._by_queue: dict[Address, deque[Delivery]] = {}
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Delivery]:
-        return (delivery for waiting in self._by_queue.values() for delivery in waiting)
-
-    def append(self, delivery: Delivery) -> None:
-        """Append a delivery behind the others from its queue."""
-        self._by_queue.setdefault(delivery.address, deque()).append(delivery)
-        self._count += 1
-
-    def popleft(self) -> Delivery:
-        """Remove and return the oldest delivery of the next queue."""
-        address, waiting = next(iter(self._by_queue.items()))
-        del self._by_queue[address]
-        delivery = waiting.popleft()
-        if waiting:
-            self._by_queue[address] = waiting
-        self._count -= 1
-        return delivery
-
-    def remove(self, delivery: Delivery) -> None:
-        """Remove a delivery out of order."""
-        waiting = self._by_queue[delivery.address]
-        waiting.remove(delivery)
-        if not waiting:
-            del self._by_queue[delivery.address]
-        self._count -= 1
-
-    def clear(self) -> None:
-        """Remove all deliveries."""
-        self._by_queue.clear()
-        self._count = 0
+    count: int
+    tasks: set[str]
 
 
 class Inbox:
-    """A queue that hands out batches up to a limit: oldest first, or by `turns`.
+    """Hands out batches up to a limit, round-robin over the source queues, oldest first.
 
-    `clock` times the batches.
+    So a long queue cannot starve the others. `clock` times the batches.
     """
 
-    def __init__(self, clock: Clock, turns: Turns | None = None) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._waiting: deque[Delivery] | Turns = deque() if turns is None else turns
-        self._arrived, self._enough_arrived = asyncio.Event(), asyncio.Event()
-        self._enough = 0
+        self._by_queue: dict[Address, deque[Delivery]] = {}
+        self._count = 0
+        self._arrived, self._target_reached = asyncio.Event(), asyncio.Event()
+        self._target_count = 0
         self._closed = False
         self._taken_at = 0.0
-        self._last, self._before = _Batch(), _Batch()
+        self._last_batch = self._previous_batch = _Batch(0, set())
 
     def put(self, delivery: Delivery) -> None:
         """Add a delivery. The broker calls this on the event loop."""
-        self._waiting.append(delivery)
+        self._by_queue.setdefault(delivery.address, deque()).append(delivery)
+        self._count += 1
         self._arrived.set()
-        if len(self._waiting) >= self._enough:
-            self._enough_arrived.set()
+        if self._count >= self._target_count:
+            self._target_reached.set()
 
-    def take(self, limit: int) -> list[Delivery]:
+    def take_batch(self, limit: int) -> list[Delivery]:
         """Take up to `limit` deliveries, fewer if they are large."""
-        taken, size = list[Delivery](), 0
-        while self._waiting and len(taken) < limit and size < _BATCH_BYTES:
-            taken.append(self._waiting.popleft())
-            size += len(taken[-1].message.body)
+        batch, tasks, size = list[Delivery](), set[str](), 0
+        while self._by_queue and len(batch) < limit and size < _MAX_BATCH_BYTES:
+            address, deliveries = next(iter(self._by_queue.items()))
+            del self._by_queue[address]
+            delivery = deliveries.popleft()
+            if deliveries:  # behind the other queues
+                self._by_queue[address] = deliveries
+            batch.append(delivery)
+            message = delivery.message
+            tasks.add(str(message.headers.get(Header.PARENT_TASK, message.correlation_id)))
+            size += len(message.body)
+        self._count -= len(batch)
         self._taken_at = self._clock.monotonic()
-        self._before, self._last = self._last, _Batch(len(taken), frozenset(_asker(each.message) for each in taken))
-        if not (self._waiting or self._closed):
+        self._previous_batch, self._last_batch = self._last_batch, _Batch(len(batch), tasks)
+        if not (self._count or self._closed):
             self._arrived.clear()
-        return taken
+        return batch
 
     def close(self) -> list[Delivery]:
-        """Close the inbox and end `some`. Returns the remaining deliveries, to be requeued."""
+        """Close the inbox and end `wait_for_delivery`. Returns the deliveries to be requeued."""
         self._closed = True
         self._arrived.set()
-        self._enough_arrived.set()
-        left = list(self._waiting)
-        self._waiting.clear()
-        return left
+        self._target_reached.set()
+        remaining = self.waiting
+        self._by_queue.clear()
+        self._count = 0
+        return remaining
 
     @property
     def waiting(self) -> list[Delivery]:
         """Deliveries not taken yet."""
-        return list(self._waiting)
+        return [delivery for deliveries in self._by_queue.values() for delivery in deliveries]
 
     def withdraw(self, delivery: Delivery) -> None:
         """Remove a delivery from `waiting`, so that it can be requeued."""
-        self._waiting.remove(delivery)
-        if not (self._waiting or self._closed):
+        deliveries = self._by_queue[delivery.address]
+        deliveries.remove(delivery)
+        if not deliveries:
+            del self._by_queue[delivery.address]
+        self._count -= 1
+        if not (self._count or self._closed):
             self._arrived.clear()
 
-    async def some(self) -> bool:
+    async def wait_for_delivery(self) -> bool:
         """Wait for a delivery. Returns `False` once the inbox is closed."""
         await self._arrived.wait()
         return not self._closed
 
-    async def let_more_come(self, enough: int) -> None:
-        """Wait briefly, or until there are `enough` deliveries, so that the next batch is larger.
+    async def wait_for_more(self, target_count: int) -> None:
+        """Wait briefly, or for `target_count` deliveries, to make the next batch larger.
 
         The deliveries of a batch share event loop iterations, network writes, and the round trip
         and commit of the database. The wait grows with the size and duration of recent batches: a
         longer wait delays more deliveries, but also lets more of them share these costs. A task
         that is active alone never waits, because no other task would share the delay.
         """
-        if len(self._waiting) < enough and len(self._last.tasks | self._before.tasks) > 1:
-            took = self._clock.monotonic() - self._taken_at
-            count = (self._last.count + self._before.count) / 2
-            if took:
-                await self._enough_within(min(count * took, _LONGEST_WAIT), enough)
-
-    async def _enough_within(self, seconds: float, enough: int) -> None:
-        self._enough = enough
-        self._enough_arrived.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._enough_arrived.wait()
-
-
-def _asker(message: Message) -> str:
-    return str(message.headers.get(Header.PARENT_TASK, message.correlation_id))
+        last, previous = self._last_batch, self._previous_batch
+        if self._count >= target_count or len(last.tasks | previous.tasks) <= 1:
+            return
+        elapsed = self._clock.monotonic() - self._taken_at
+        if elapsed:
+            timeout = min((last.count + previous.count) / 2 * elapsed, _MAX_WAIT_SECONDS)
+            self._target_count = target_count
+            self._target_reached.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._target_reached.wait()

@@ -3,472 +3,371 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import assert_never
+from typing import Concatenate, ParamSpec, TypeAlias, assert_never
 
-from meshpoint.engine import finish, receive
-from meshpoint.engine.begin import begin, begin_redelivered
+from meshpoint.engine import parsing
+from meshpoint.engine.backend import Backend
+from meshpoint.engine.begin import commit_begin, commit_redelivered
 from meshpoint.engine.cancels import CANCELLED
-from meshpoint.engine.dispatch import Outgoing
-from meshpoint.engine.prefetch import Intake
-from meshpoint.engine.refusals import ID_IN_USE, Refusals, refusal
-from meshpoint.engine.runtime import Site, Spawn
-from meshpoint.engine.segment import Segment
-from meshpoint.engine.segments import Segments
-from meshpoint.engine.senders import Relation, foreign_address, relation, sender_of
-from meshpoint.errors import NON_DEFECT_ERRORS, PoisonMessage
-from meshpoint.model.checkpoint import Begun, CancelFound, Fenced, Known, Reply, Run, TaskState
-from meshpoint.model.envelopes import pack
-from meshpoint.model.events import Step
-from meshpoint.model.ids import RunId, TaskId, new_id
-from meshpoint.model.operations import (
-    ASKED_BY_ANOTHER,
-    ASKED_FOR_OTHERWISE,
-    Adopted,
-    NotRevived,
-    Refusal,
-    Revive,
-    Revived,
+from meshpoint.engine.dispatch import Dispatcher
+from meshpoint.engine.existing_tasks import find_existing
+from meshpoint.engine.postponed_requests import PostponedRequests
+from meshpoint.engine.refusals import Refusals, find_refusal
+from meshpoint.engine.request_answers import RequestAnswers
+from meshpoint.engine.request_consumer import RequestConsumer
+from meshpoint.engine.runtime import ReplicaRuntime
+from meshpoint.engine.segment import RequestedSegment, Segment
+from meshpoint.engine.segment_runner import SegmentRunner
+from meshpoint.engine.senders import (
+    Relation,
+    compare_request,
+    identify_sender,
+    reply_address_error,
 )
-from meshpoint.model.options import AckPolicy
+from meshpoint.errors import NON_DEFECT_ERRORS, PoisonMessage
+from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.outcomes import Failed, FailureKind
-from meshpoint.model.requesters import binds, same_requester
-from meshpoint.ports.backend import Home
+from meshpoint.model.tasks import Run, TaskState
+from meshpoint.model.transitions import BeginCommitted, CancelFound, ExistingTask, Fenced
 from meshpoint.ports.broker import Delivery
 
-_AFTER_DEFECT = timedelta(seconds=1)
+_P = ParamSpec("_P")
+_PendingRequest: TypeAlias = tuple[RequestedSegment, parsing.Request, Delivery]
+
+_DEFECT_RETRY_DELAY = timedelta(seconds=1)
 """Delay before requeueing a request that hit a defect. The broker counts and limits deliveries."""
 
 
 class Requests:
-    """Accepts requests. `poke` wakes the sweeper, `intake` assigns slots to new tasks."""
+    """Accepts requests. `request_consumer` assigns slots."""
 
     def __init__(
         self,
-        site: Site,
-        segments: Segments,
-        outgoing: Outgoing,
+        runtime: ReplicaRuntime,
+        runner: SegmentRunner,
+        dispatcher: Dispatcher,
         refusals: Refusals,
-        spawn: Spawn,
-        poke: Callable[[], None],
-        intake: Intake,
+        request_consumer: RequestConsumer,
     ) -> None:
-        self._site = site
-        self._segments = segments
-        self._outgoing = outgoing
+        self._runtime = runtime
+        self._runner = runner
+        self._tasks = runner.tasks
+        self._settlement = runner.settlement
+        self._publisher = dispatcher.publisher
         self._refusals = refusals
-        self._spawn = spawn
-        self._poke = poke
-        self._intake = intake
+        self._answers = RequestAnswers(
+            runtime, runner.tasks, runner.settlement, dispatcher.replies, refusals
+        )
+        self._spawn = runtime.background.spawn
+        self._request_consumer = request_consumer
+        self.postponed = PostponedRequests(
+            self.handle_requests,
+            runtime,
+            runner.tasks,
+            runner.settlement,
+            request_consumer.adjust_prefetch,
+        )
 
-    async def on_requests(self, deliveries: Sequence[Delivery]) -> None:
+    async def handle_requests(self, deliveries: Sequence[Delivery]) -> None:
         """Begin the first segment of each new task, and settle repeated requests.
 
         A batch that hits a defect is retried one by one, so only the faulty request is set aside.
         """
-        left = list(deliveries)
+        remaining = list(deliveries)
         try:
-            await self._take_in(left)
+            await self._process_batch(remaining)
         except NON_DEFECT_ERRORS:
-            for delivery in left:
+            for delivery in remaining:
                 await delivery.requeue()
             raise
         except Exception as error:
-            if len(left) == 1:
-                self._refusals.set_aside(left[0], error)
+            if len(remaining) == 1:
+                self._refusals.dead_letter_defective(remaining[0], error)
             else:
-                for delivery in left:
-                    await self.on_requests([delivery])
+                for delivery in remaining:
+                    await self.handle_requests([delivery])
 
-    async def _take_in(self, left: list[Delivery]) -> None:
-        """Handle the requests in `left`, removing each request once it is dealt with.
+    async def _process_batch(self, remaining: list[Delivery]) -> None:
+        """Handle the requests in `remaining`, removing each request once it is dealt with.
 
         The slot is taken last, so that no slot is held during a database outage: in-process tasks
         need them.
         """
-        arrived: list[tuple[Segment, receive.Request, Delivery]] = []
+        pending: list[_PendingRequest] = []
+        segments: dict[TaskId, RequestedSegment] = {}
+        begin_at, must_begin_any = self._runtime.options.begin_at_delivery, False
         try:
-            for delivery in list(left):
-                if segment_of := await self._read(delivery):
-                    arrived.append((*segment_of, delivery))
+            for delivery in list(remaining):
+                if parsed := await self._parse(delivery):
+                    pending.append((*parsed, delivery))
+                    segments[parsed[1].task_id] = parsed[0]
+                    must_begin_any |= delivery.delivery_count >= begin_at
                 else:
-                    left.remove(delivery)
-            rows = await self._lookup([request.task_id for _, request, _ in arrived])
-            segments = {segment.run.task_id: segment for segment, _, _ in arrived}
-            known = {id_: row for id_, row in rows.items() if not self._is_nothing_to(segments[id_], row[1])}
-            redelivered = [
-                each for each in arrived if self._often_redelivered(*each) and each[0].run.task_id not in known
-            ]
-            if redelivered:
-                await self._write_redelivered(redelivered)
+                    remaining.remove(delivery)
+            existing_by_id = await self._find_existing(segments, pending, remaining)
+            if (database := self._runtime.new_task_backend).is_shared and must_begin_any:
+                redelivered = [
+                    entry
+                    for entry in pending
+                    if entry[2].delivery_count >= begin_at
+                    and find_refusal(entry[1], self._runtime.options, self._runtime.clock.now())
+                    is None
+                    and entry[1].task_id not in existing_by_id
+                ]
+                if redelivered:
+                    await self._begin_redelivered(redelivered, database)
                 for each in redelivered:
-                    arrived.remove(each)
-                    left.remove(each[2])
-            busy = False
-            while arrived:
-                segment, request, delivery = arrived[0]
-                if await self._admit(segment, request, delivery, known.get(request.task_id)):
-                    if await self._intake.take_slot(segment, at_once=busy):
-                        self._segments.start(segment, request)
+                    pending.remove(each)
+                    remaining.remove(each[2])
+            is_busy = False
+            while pending:
+                segment, request, delivery = pending[0]
+                if await self._admit(
+                    segment, request, delivery, existing_by_id.get(request.task_id)
+                ):
+                    if await self._request_consumer.acquire_slot(segment, nowait=is_busy):
+                        self._runner.start(segment, request)
                     else:
-                        busy = True
-                        await self._come_again(segment)
-                arrived.pop(0)
-                left.remove(delivery)
+                        is_busy = True
+                        await self._answers.requeue(segment)
+                pending.pop(0)
+                remaining.remove(delivery)
         finally:
-            for segment, _, _ in arrived:  # unacked, so they are redelivered
-                self._segments.give_up(segment)
+            for segment, _, _ in pending:  # unacked, so they are redelivered
+                self._runner.abandon_unstarted(segment)
 
-    async def _read(self, delivery: Delivery) -> tuple[Segment, receive.Request] | None:
-        options = self._site.options
+    async def _find_existing(
+        self,
+        segments: Mapping[TaskId, RequestedSegment],
+        pending: list[_PendingRequest],
+        remaining: list[Delivery],
+    ) -> dict[TaskId, tuple[Backend, ExistingTask]]:
+        """Look up the rows of these tasks, and postpone the requests that need the database.
+
+        While it is unavailable, first deliveries stay in `pending` if their tasks pause here.
+        """
+        existing_by_id, is_complete = await find_existing(segments, self._runtime)
+        for each in () if is_complete else list(pending):
+            segment, request, delivery = each
+            may_have_row = delivery.delivery_count > 1 or request.resume_token is not None
+            if may_have_row and request.task_id not in existing_by_id:
+                pending.remove(each)
+                remaining.remove(delivery)
+                await self.postponed.postpone(segment)
+        return existing_by_id
+
+    async def _parse(self, delivery: Delivery) -> tuple[RequestedSegment, parsing.Request] | None:
+        options = self._runtime.options
         try:
-            sender = sender_of(delivery.message, self._site.agent, options)
-            if (foreign := foreign_address(delivery.message)) is not None:
-                raise PoisonMessage(foreign)
-            request = receive.request(delivery.message, options)
+            sender = identify_sender(delivery.message, self._runtime.agent, options)
+            if (address_error := reply_address_error(delivery.message)) is not None:
+                raise PoisonMessage(address_error)
+            request = parsing.parse_request(delivery.message, options)
         except PoisonMessage as error:
-            self._refusals.dead_letter_soon(delivery, str(error))
+            self._refusals.dead_letter_in_background(delivery, str(error))
             return None
-        segment = Segment(
-            run=Run(request.task_id, self._site.agent, RunId(new_id())),
+        segment = RequestedSegment(
+            run=Run(request.task_id, self._runtime.agent, RunId(new_id())),
             requester=request.requester,
-            request=delivery.message,
+            digest=request.digest,
             deliveries=[delivery],
-            input_=request.input,
+            message=delivery.message,
             sender=sender,
         )
-        if await self._is_at_work(segment, request, delivery):
+        is_local = (
+            request.task_id in self._tasks.segments or request.task_id in self._tasks.unacked
+        )
+        if is_local and await self._delegate_to_local_task(segment, request, delivery):
             return None
-        self._segments.arrive(segment)
+        self._tasks.register(segment)
         return segment, request
 
-    async def _is_at_work(self, segment: Segment, request: receive.Request, delivery: Delivery) -> bool:
+    async def _delegate_to_local_task(
+        self, segment: RequestedSegment, request: parsing.Request, delivery: Delivery
+    ) -> bool:
         """Whether the task with the request's id in this process takes care of the request.
 
         If so, the request is settled already or will be soon.
         """
-        live = self._segments.live.get(request.task_id)
-        known = self._segments.asked_for(request.task_id)
-        if known is None:
+        live = self._tasks.segments.get(request.task_id)
+        requester_and_digest = self._tasks.find_requester_and_digest(request.task_id)
+        if requester_and_digest is None:
             return False
-        if live is not None and live.settling and live.home is not None and live.home.durable:
-            self._spawn(self._later(live.left, delivery))  # its reply may go to another address
+        if live is not None and live.settling and live.shared_backend is not None:
+            # Its reply may go to another address.
+            self._spawn(self._handle_after(live.removed, delivery))
             return True
-        match relation(segment.sender, segment.digest, *known):
-            case Relation.SAME if request.resume is None:
-                await self._segments.adopt(request.task_id, delivery)
-                await self._ack_if_row_is_enough(request.task_id)
-            case Relation.SAME if live is not None:
-                self._spawn(self._asked_again(live, segment, request))
+        match compare_request(segment.sender, segment.digest, *requester_and_digest):
+            case Relation.SAME_REQUEST if request.resume_token is None:
+                await self._settlement.add_redelivery(request.task_id, delivery)
+                live = self._tasks.segments.get(request.task_id)
+                if live is not None and live.shared_backend is not None:
+                    await self._settlement.ack(live)
+            case Relation.SAME_REQUEST if live is not None:
+                self._spawn(self._redirect_reply(live, segment, request))
             case _ if live is not None and not live.decided.is_set():  # lookup is pending
-                self._spawn(self._later(live.decided, delivery))
+                self._spawn(self._handle_after(live.decided, delivery))
             case Relation.OTHER_INPUT:
-                self._follow_up(segment, partial(self._refuse_in_use, segment))
-            case Relation.STRANGER:
-                self._follow_up(segment, partial(self._turn_away, segment, request))
-            case Relation.SAME:  # unacked here, not running: the row knows more
+                self._spawn_answer(self._answers.refuse_id_in_use, segment)
+            case Relation.OTHER_REQUESTER:
+                self._spawn_answer(self._answers.reject_other_requester, segment, request)
+            case Relation.SAME_REQUEST:  # unacked here, not running: the row knows more
                 return False
         return True
 
-    async def _later(self, happened: asyncio.Event, delivery: Delivery) -> None:
-        await happened.wait()
-        await self.on_requests(await self._segments.unless_draining(delivery))
+    async def _handle_after(self, event: asyncio.Event, delivery: Delivery) -> None:
+        await event.wait()
+        await self.handle_requests(await self._tasks.requeue_if_draining(delivery))
 
-    async def _asked_again(self, live: Segment, asking: Segment, request: receive.Request) -> None:
+    async def _redirect_reply(
+        self, live: Segment, new_segment: RequestedSegment, request: parsing.Request
+    ) -> None:
         """Redirect the reply of a task that runs here to its resumed requester.
 
         The redirect is recorded in the task's row. A segment without a row still answers the
         previous request, whose sender no longer waits; after that the new request is requeued.
         """
-        if live.beginning is not None:
-            await asyncio.wait({live.beginning})
-        if live.home is None or not live.home.durable:
-            await live.left.wait()
-            await self._come_again(asking)
+        if live.begin_task is not None:
+            await asyncio.wait({live.begin_task})
+        backend = live.shared_backend
+        if backend is None:
+            await live.removed.wait()
+            await self._answers.requeue(new_segment)
             return
-        owner, digest = live.requester.app_id, live.digest
-        known = Known(request.task_id, self._site.agent, TaskState.RUNNING, requester=owner, digest=digest)
-        self._follow_up(asking, partial(self._again, asking, request, live.home, known))
+        existing = ExistingTask(
+            request.task_id,
+            self._runtime.agent,
+            TaskState.RUNNING,
+            requester=live.requester.app_id,
+            digest=live.digest,
+        )
+        self._spawn_answer(self._answers.handle_existing, new_segment, request, backend, existing)
 
-    async def _ack_if_row_is_enough(self, task_id: TaskId) -> None:
-        running = self._segments.live.get(task_id)
-        if running is not None and running.home is not None and running.home.durable:
-            await self._segments.ack(running)
-
-    async def _lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, tuple[Home, Known]]:
-        """Look up the rows of these tasks in every backend.
-
-        The database wins if another replica ran a task that this process also has in memory.
-        """
-        found: dict[TaskId, tuple[Home, Known]] = {}
-        if task_ids:
-            with self._site.steps.step(Step.RECEIVE, task_ids):
-                for home in self._site.homes:
-                    rows = await self._site.patience.until_answered(partial(home.store.lookup, task_ids))
-                    new = [task_id for task_id in rows if task_id not in found or found[task_id][1].early]
-                    found.update({task_id: (home, rows[task_id]) for task_id in new})
-        return found
-
-    def _often_redelivered(self, segment: Segment, request: receive.Request, delivery: Delivery) -> bool:
-        """Whether a request was redelivered often enough to be stored in a row before it runs."""
-        often = self._site.durable is not None and delivery.count >= self._site.options.begin_at_delivery
-        return often and self._refusal(segment, request, delivery.count) is None
-
-    async def _write_redelivered(self, arrived: Sequence[tuple[Segment, receive.Request, Delivery]]) -> None:
+    async def _begin_redelivered(
+        self,
+        pending: Sequence[tuple[RequestedSegment, parsing.Request, Delivery]],
+        database: Backend,
+    ) -> None:
         """Insert the tasks and ack their requests before any task runs: one may kill this process.
 
         From then on the broker no longer counts deliveries. Any replica may run the tasks that got
         no slot.
         """
-        home = self._site.durable
-        assert home is not None
-        results = await begin_redelivered([(segment, request.resume) for segment, request, _ in arrived], self._site)
-        running: list[tuple[Segment, receive.Request]] = []
-        for (segment, request, _), result in zip(arrived, results, strict=True):
-            if isinstance(result, Begun) and not result.queued:
-                segment.run, segment.home = result.run, home
-                self._segments.own(segment)
+        results = await commit_redelivered(
+            [(segment, request.resume_token) for segment, request, _ in pending],
+            database,
+            self._runtime,
+        )
+        running: list[tuple[RequestedSegment, parsing.Request]] = []
+        for (segment, request, _), result in zip(pending, results, strict=True):
+            if isinstance(result, BeginCommitted) and not result.queued:
+                segment.run, segment.backend = result.run, database
+                database.start_renewing(result.run)
                 running.append((segment, request))
-            elif isinstance(result, Begun):
-                self._follow_up(segment, partial(self._queued, segment))
+            elif isinstance(result, BeginCommitted):
+                self._spawn_answer(self._settle_queued, segment)
             else:
-                self._not_begun(segment, request, result)
+                self._settle_not_begun(segment, request, result)
         for segment, _ in running:
-            await self._segments.ack(segment)
+            await self._settlement.ack(segment)
         for segment, request in running:
-            self._segments.start(segment, request)
+            self._runner.start(segment, request)
 
-    async def _queued(self, segment: Segment) -> None:
-        await self._settled(segment)
-        self._segments.ready_somewhere.set()
-        await self._outgoing.wake_others()
+    async def _settle_queued(self, segment: RequestedSegment) -> None:
+        await self._answers.settle(segment)
+        self._tasks.tasks_ready.set()
+        await self._publisher.wake_others()
 
     async def _admit(
-        self, segment: Segment, request: receive.Request, delivery: Delivery, known: tuple[Home, Known] | None
+        self,
+        segment: RequestedSegment,
+        request: parsing.Request,
+        delivery: Delivery,
+        existing: tuple[Backend, ExistingTask] | None,
     ) -> bool:
         """Whether to run the task here now. If not, its request is settled or soon will be."""
-        if known is not None and not self._begins_anew(segment, request, known[1]):
-            self._follow_up(segment, partial(self._again, segment, request, *known))
+        if existing is not None and not self._needs_rerun(segment, request, existing[1]):
+            self._spawn_answer(self._answers.handle_existing, segment, request, *existing)
             return False
-        if refused := self._refusal(segment, request, delivery.count):
-            self._follow_up(segment, partial(self._refuse, segment, refused))
+        options, count = self._runtime.options, delivery.delivery_count
+        is_shared = self._runtime.new_task_backend.is_shared
+        if not is_shared and count >= options.begin_at_delivery + options.max_attempts:
+            segment.dead_reason = f"it was delivered {count} times and no run of it came to an end"
+            failure: Failed | None = Failed(FailureKind.ERROR, segment.dead_reason)
+        else:
+            failure = find_refusal(request, options, self._runtime.clock.now())
+        if failure is not None:
+            self._spawn_answer(self._answers.refuse, segment, failure)
             return False
-        if self._site.durable is None or (
-            self._site.options.ack_policy is AckPolicy.AT_CHECKPOINT
+        if not is_shared or (
+            options.ack_policy == "at_checkpoint"
             # A resumed requester's task may run on another replica: only the row can decide.
-            and request.resume is None
+            and request.resume_token is None
         ):
             return True
-        return await self._write_first(segment, request)
+        return await self._begin_before_run(segment, request)
 
-    def _begins_anew(self, segment: Segment, request: receive.Request, known: Known) -> bool:
+    def _needs_rerun(
+        self, segment: RequestedSegment, request: parsing.Request, existing: ExistingTask
+    ) -> bool:
         """Whether a resumed requester needs a rerun because the task's reply was deleted."""
-        same = relation(segment.sender, segment.digest, known.requester, known.digest) is Relation.SAME
-        return request.resume is not None and known.forgotten and same and known.agent == self._site.agent
+        return (
+            request.resume_token is not None
+            and existing.is_reply_discarded
+            and existing.agent == self._runtime.agent
+            and compare_request(
+                segment.sender, segment.digest, existing.requester, existing.digest
+            )
+            is Relation.SAME_REQUEST
+        )
 
-    def _refusal(self, segment: Segment, request: receive.Request, count: int) -> Failed | None:
-        options = self._site.options
-        if self._site.durable is None and count >= options.begin_at_delivery + options.max_attempts:
-            segment.dead_reason = f"it was delivered {count} times and no run of it came to an end"
-            return Failed(FailureKind.ERROR, segment.dead_reason)
-        return refusal(request, options, self._site.clock.now())
-
-    async def _write_first(self, segment: Segment, request: receive.Request) -> bool:
+    async def _begin_before_run(self, segment: RequestedSegment, request: parsing.Request) -> bool:
         """Insert the task as running and ack its request.
 
         From then on the lease protects the run, not the broker.
         """
-        home, result = await begin(segment, self._site, order=request.resume)
-        if isinstance(result, Begun):
-            segment.run, segment.home = result.run, home
-            self._segments.own(segment)
-            await self._segments.ack(segment)
+        backend, result = await commit_begin(segment, self._runtime, order=request.resume_token)
+        if isinstance(result, BeginCommitted):
+            segment.run, segment.backend = result.run, backend
+            backend.start_renewing(segment.run)
+            await self._settlement.ack(segment)
             return True
-        self._not_begun(segment, request, result)
+        self._settle_not_begun(segment, request, result)
         return False
 
-    def _not_begun(self, segment: Segment, request: receive.Request, result: Fenced | CancelFound) -> None:
+    def _settle_not_begun(
+        self, segment: RequestedSegment, request: parsing.Request, result: Fenced | CancelFound
+    ) -> None:
         """Settle a request whose task already has a row."""
         match result:
-            case Fenced() if request.resume is not None:  # the new row needs this requester
-                self._follow_up(segment, partial(self._come_again, segment))
+            case Fenced() if request.resume_token is not None:  # the new row needs this requester
+                self._spawn_answer(self._answers.requeue, segment)
             case Fenced():
-                self._follow_up(segment, partial(self._met_row, segment))
+                self._spawn_answer(self._answers.settle_id_conflict, segment)
             case CancelFound():
-                self._follow_up(segment, partial(self._refuse, segment, CANCELLED))
+                self._spawn_answer(self._answers.refuse, segment, CANCELLED)
             case _:
                 assert_never(result)
 
-    def _follow_up(self, segment: Segment, step: Callable[[], Awaitable[None]]) -> None:
-        """Settle a request that does not run here. After a defect, it is requeued with a delay."""
-        self._spawn(self._followed_up(segment, step))
+    def _spawn_answer(
+        self,
+        answer: Callable[Concatenate[RequestedSegment, _P], Awaitable[None]],
+        segment: RequestedSegment,
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> None:
+        self._spawn(self._answer_or_requeue(partial(answer, segment, *args, **kwargs), segment))
 
-    async def _followed_up(self, segment: Segment, step: Callable[[], Awaitable[None]]) -> None:
+    async def _answer_or_requeue(
+        self, answer: Callable[[], Awaitable[None]], segment: RequestedSegment
+    ) -> None:
+        """Answer a request that does not run here. After a defect, it is requeued with a delay."""
         try:
-            await step()
+            await answer()
         except Exception:
-            await self._site.clock.sleep(_AFTER_DEFECT)
-            await self._come_again(segment)
+            await self._runtime.clock.sleep(_DEFECT_RETRY_DELAY)
+            await self._answers.requeue(segment)
             raise
-
-    def _is_nothing_to(self, segment: Segment, known: Known) -> bool:
-        """Whether a row is only an early cancel from another sender or for another agent."""
-        own = known.agent == self._site.agent
-        return known.early and not (own and binds(known.requester, segment.requester.app_id))
-
-    async def _met_row(self, segment: Segment) -> None:
-        """Settle a request whose task id got a row concurrently, from this or another request."""
-        if await self._segments.id_is_taken(segment):
-            await self._refuse_in_use(segment)
-        else:
-            await self._settled(segment)
-
-    async def _turn_away(self, segment: Segment, request: receive.Request) -> None:
-        """Refuse a request that uses the id of another requester's task.
-
-        The request is dead-lettered. A request to resume the task gets no reply.
-        """
-        reason = f"the task {request.task_id} is another requester's, not {segment.sender.name!r}'s"
-        if request.resume is None:
-            await self._outgoing.refuse(finish.refusal_for(segment, ID_IN_USE))
-        self._segments.leave(segment)
-        while segment.deliveries:
-            await self._refusals.bury(segment.deliveries.pop(), reason)
-
-    async def _again(self, segment: Segment, request: receive.Request, home: Home, known: Known) -> None:
-        """Handle a request whose task has a row: do what is still missing, run nothing twice."""
-        found = (
-            Relation.SAME if known.early else relation(segment.sender, segment.digest, known.requester, known.digest)
-        )
-        if found is Relation.STRANGER:
-            await self._turn_away(segment, request)
-        elif known.agent != self._site.agent:
-            await self._refuse_in_use(segment, f" to agent {known.agent!r}")
-        elif found is Relation.OTHER_INPUT:
-            await self._refuse_in_use(segment)
-        elif request.resume is not None and known.state is not TaskState.COMPLETED:
-            await self._revive(segment, request.resume, home, known)
-        elif known.reply is not None:
-            await self._reply_again(segment, known)
-        elif home.durable or known.forgotten:
-            if known.state is TaskState.WAITING:
-                self._poke()  # the sweep resends messages that are due
-            await self._settled(segment)
-        else:
-            await self._segments.hold(known.task_id, segment.deliveries)
-            self._segments.leave(segment)
-
-    async def _revive(self, segment: Segment, order: str, home: Home, known: Known) -> None:
-        """Resume the task from its own checkpoint: its requester was resumed and asked again.
-
-        A task that is still running continues unchanged and answers the new request.
-        """
-        wish = self._wish(segment, order, known)
-        with self._site.steps.step(Step.RESUME, [known.task_id]):
-            result = await self._site.patience.until_answered(lambda: home.store.revive(wish))
-        match result:
-            case Revived(again=True) | NotRevived(refusal=Refusal.COMPLETED):
-                await self._as_it_is_now(segment, home)  # the looked-up row is stale
-            case Revived() if wish.order is None:
-                await self._settled(segment)
-                self._segments.ready_somewhere.set()
-            case Revived() | Adopted():
-                await self._wait_for_its_end(segment, home)
-            case NotRevived(refusal=Refusal.OTHER_ACTIVE, detail=other):
-                message = f"agent {known.agent!r} is exclusive, and its operation {other} is active"
-                await self._refuse(segment, Failed(FailureKind.ERROR, message))
-            case NotRevived(refusal=Refusal.RUNNING):
-                await self._settled(segment)
-            case NotRevived(detail=detail) if detail == ASKED_BY_ANOTHER:  # since the lookup
-                await self._come_again(segment)
-            case NotRevived(detail=detail) if detail == ASKED_FOR_OTHERWISE:
-                await self._refuse_in_use(segment)
-            case NotRevived(detail=detail) if detail:
-                await self._refuse(segment, Failed(FailureKind.ERROR, f"the task does not go on: {detail}"))
-            case NotRevived():  # row deleted after the lookup: redelivery finds none
-                await self._come_again(segment)
-            case _:
-                assert_never(result)
-
-    def _wish(self, segment: Segment, order: str, known: Known) -> Revive:
-        assert segment.request is not None
-        wish = Revive(task_id=known.task_id, token=new_id(), agent=self._site.agent, without_checkpoint=True)
-        if not same_requester(known.requester, segment.sender.name):
-            return wish  # from an operator: the reply still goes to the task's requester
-        return replace(
-            wish,
-            order=order,
-            request=pack(segment.request),
-            requester=segment.requester,
-            adopt=True,
-            digest=segment.digest,
-        )
-
-    async def _as_it_is_now(self, segment: Segment, home: Home) -> None:
-        """Reread the row to answer an already served request or a just completed task."""
-        task_id = segment.run.task_id
-        known = (await self._site.patience.until_answered(partial(home.store.lookup, [task_id]))).get(task_id)
-        if known is None:
-            await self._come_again(segment)
-        elif known.reply is not None:
-            await self._reply_again(segment, known)
-        else:
-            await self._wait_for_its_end(segment, home)
-
-    async def _wait_for_its_end(self, segment: Segment, home: Home) -> None:
-        """Leave the request to its task, which runs now or soon and knows where to reply."""
-        if home.durable:
-            await self._settled(segment)
-            self._poke()  # the sweep resends messages that are due
-        else:
-            await self._segments.hold(segment.run.task_id, segment.deliveries)
-            self._segments.leave(segment)
-        self._segments.ready_somewhere.set()
-
-    async def _come_again(self, segment: Segment) -> None:
-        self._segments.leave(segment)
-        while segment.deliveries:
-            await segment.deliveries.pop().requeue()
-
-    async def _reply_again(self, segment: Segment, known: Known) -> None:
-        assert known.reply is not None
-        # An early cancel's tombstone does not name the requester; this request does.
-        reply = replace(known.reply, requester=segment.requester)
-        if known.early or same_requester(known.requester, segment.sender.name):
-            await self._answer(segment, reply, again=True)
-        else:  # from an operator: the row keeps its requester
-            await self._outgoing.refuse(reply)
-            await self._settled(segment)
-
-    async def _refuse(self, segment: Segment, refused: Failed) -> None:
-        reply = finish.refusal_for(segment, refused)
-        await self._answer(segment, reply, again=refused.kind is FailureKind.CANCELLED, digest=segment.digest)
-
-    async def _answer(self, segment: Segment, reply: Reply, *, again: bool, digest: str | None = None) -> None:
-        may_be_acked = await self._outgoing.answer(reply, segment.run.id, again=again, digest=digest)
-        if may_be_acked or segment.dead_reason is not None:
-            await self._settled(segment)
-        else:
-            await self._segments.hold(segment.run.task_id, segment.deliveries)
-            self._segments.leave(segment)
-
-    async def _refuse_in_use(self, segment: Segment, whose: str = "") -> None:
-        """Reply that the task id is in use.
-
-        An undeliverable reply is not stored: the row belongs to another request.
-        """
-        refused = replace(ID_IN_USE, message=ID_IN_USE.message + whose)
-        await self._outgoing.refuse(finish.refusal_for(segment, refused))
-        await self._settled(segment)
-
-    async def _settled(self, segment: Segment) -> None:
-        if segment.dead_reason is None:
-            await self._segments.ack(segment)
-        else:
-            self._site.steps.note(Step.DEAD_TASK, segment.run.task_id, reason=segment.dead_reason)
-            for delivery in segment.deliveries:
-                await self._refusals.bury(delivery, segment.dead_reason)
-        self._segments.leave(segment)

@@ -6,20 +6,31 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_never, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_never,
+    wait_random_exponential,
+)
 
-from meshpoint.errors import BrokerUnavailable, CommitInDoubt, RowLocked, StoreUnavailable, Unavailable
+from meshpoint.errors import (
+    BrokerUnavailable,
+    CommitInDoubt,
+    RowLocked,
+    StoreUnavailable,
+    Unavailable,
+)
 from meshpoint.model.events import Step
-from meshpoint.model.outage import Outage
-from meshpoint.ports.clock import Clock
+from meshpoint.ports.clock import Clock, OutageTracker
 from meshpoint.ports.observer import Steps
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
-_BACK_OFF = wait_random_exponential(multiplier=0.1, max=2.0)
+_BACKOFF = wait_random_exponential(multiplier=0.1, max=2.0)
 
 
-class Patience:
+class Retry:
     """Retries attempts during an outage, and remembers whether the database is unavailable.
 
     Attempts must be idempotent. Store methods are if they get the same ids, and publishes are
@@ -29,99 +40,124 @@ class Patience:
     def __init__(self, clock: Clock, steps: Steps) -> None:
         self._clock = clock
         self._steps = steps
-        self._store, self._broker = Outage(clock.monotonic), Outage(clock.monotonic)
+        self._store_outage, self._broker_outage = (
+            OutageTracker(clock.monotonic),
+            OutageTracker(clock.monotonic),
+        )
+        self._broker_up_since: float | None = float("-inf")
 
     @property
-    def store_away(self) -> bool:
-        """Whether the last database attempt failed."""
-        return self._store.active
+    def is_store_unavailable(self) -> bool:
+        """Whether the database was unavailable when last asked."""
+        return self._store_outage.active
 
-    async def until_answered(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def until_available(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """Retry `attempt` until it succeeds, however long the outage."""
-        return await self._repeat(attempt, stop_never)
+        try:
+            return await attempt()
+        except Unavailable as error:
+            return await self._retry(attempt, stop_never, error)
 
-    async def for_a_while(self, attempt: Callable[[], Awaitable[T]], limit: timedelta) -> T:
+    async def for_at_most(self, attempt: Callable[[], Awaitable[_T]], limit: timedelta) -> _T:
         """Retry `attempt`, and raise its last `Unavailable` after about `limit`."""
         give_up_at = self._clock.monotonic() + limit.total_seconds()
-        return await self._repeat(attempt, lambda _: self._clock.monotonic() >= give_up_at)
+        try:
+            return await attempt()
+        except Unavailable as error:
+            return await self._retry(
+                attempt, lambda _: self._clock.monotonic() >= give_up_at, error
+            )
 
-    async def unless_away(self, attempt: Callable[[], Awaitable[T]], limit: timedelta) -> T:
+    async def if_available(self, attempt: Callable[[], Awaitable[_T]], limit: timedelta) -> _T:
         """Retry `attempt`, and raise `StoreUnavailable` after about `limit`.
 
         If it raises, nothing was written: an attempt whose COMMIT is in doubt is retried until the
         database gives a definite answer.
         """
-        in_doubt = False
+        is_in_doubt = False
 
-        async def noticing() -> T:
-            nonlocal in_doubt
+        async def attempt_noting_doubt() -> _T:
+            nonlocal is_in_doubt
             try:
                 return await attempt()
             except CommitInDoubt:  # also a locked row: that task must not be kept in memory too
-                in_doubt = True
+                is_in_doubt = True
                 raise
 
         try:
-            return await self.for_a_while(noticing, limit)
+            return await self.for_at_most(attempt_noting_doubt, limit)
         except StoreUnavailable:
-            if not in_doubt:
+            if not is_in_doubt:
                 raise
-            return await self.until_answered(attempt)
+            return await self.until_available(attempt)
 
-    async def _repeat(self, attempt: Callable[[], Awaitable[T]], stop: Callable[[RetryCallState], bool]) -> T:
-        try:
-            return await attempt()
-        except Unavailable as error:
-            return await self._again(attempt, stop, error)
-
-    async def _again(
-        self, attempt: Callable[[], Awaitable[T]], stop: Callable[[RetryCallState], bool], failed: Unavailable
-    ) -> T:
+    async def _retry(
+        self,
+        attempt: Callable[[], Awaitable[_T]],
+        stop: Callable[[RetryCallState], bool],
+        first_error: Unavailable,
+    ) -> _T:
         # Setting up tenacity costs more than most attempts, so wait for the first failure.
-        failures = [failed]
-        if isinstance(failed, RowLocked):
-            self._steps.note(Step.ROW_LOCKED, error=str(failed))
+        failures = [first_error]
+        if isinstance(first_error, RowLocked):
+            self._steps.emit(Step.ROW_LOCKED, error=str(first_error))
 
-        async def trial() -> T:
+        async def next_attempt() -> _T:
             try:
                 if failures:
                     raise failures.pop()
                 return await attempt()
             except Unavailable as error:
-                self.note_away(error)
+                self.record_outage(error)
                 raise
 
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(Unavailable),
-            wait=_BACK_OFF,
+            wait=_BACKOFF,
             stop=stop,
             sleep=lambda seconds: self._clock.sleep(timedelta(seconds=seconds)),
             reraise=True,
         )
-        return await retrying(trial)
+        return await retrying(next_attempt)
 
-    def note_away(self, error: Unavailable) -> None:
+    def record_outage(self, error: Unavailable) -> None:
         """Report an outage of the database or broker, at once and then at growing intervals."""
         if isinstance(error, RowLocked):
             return  # the database works, except for one row
         if isinstance(error, StoreUnavailable):
-            if (seconds := self._store.failed()) is not None:
-                self._steps.note(Step.STORE_AWAY, error=str(error), seconds=round(seconds))
-        elif isinstance(error, BrokerUnavailable) and (seconds := self._broker.failed()) is not None:
-            self._steps.note(Step.BROKER_AWAY, error=str(error), seconds=round(seconds))
+            if (seconds := self._store_outage.record_failure()) is not None:
+                self._steps.emit(Step.STORE_UNAVAILABLE, error=str(error), seconds=round(seconds))
+        elif (
+            isinstance(error, BrokerUnavailable)
+            and (seconds := self._broker_outage.record_failure()) is not None
+        ):
+            self._steps.emit(Step.BROKER_UNAVAILABLE, error=str(error), seconds=round(seconds))
 
-    def note_back(self) -> bool:
+    def record_recovery(self) -> bool:
         """Report that the database is available again. Returns `True` if there was an outage."""
-        return self._over(self._store, Step.STORE_BACK)
+        outage = self._store_outage
+        return outage.active and self._end_outage(outage, Step.STORE_AVAILABLE)
 
-    def note_broker_back(self) -> bool:
+    def record_broker_recovery(self) -> bool:
         """Report that the broker accepts messages again. Returns `True` if there was an outage."""
-        return self._over(self._broker, Step.BROKER_BACK)
+        outage = self._broker_outage
+        return outage.active and self._end_outage(outage, Step.BROKER_AVAILABLE)
 
-    def _over(self, outage: Outage, step: Step) -> bool:
-        if not outage.active:
-            return False
-        seconds, reported = outage.over()
+    def observe_broker(self, *, is_up: bool) -> None:
+        """Note whether the broker's connection works, for `broker_uptime`."""
+        if not is_up:
+            self._broker_up_since = None
+        elif self._broker_up_since is None:
+            self._broker_up_since = self._clock.monotonic()
+
+    @property
+    def broker_uptime(self) -> float:
+        """Seconds since the last outage of the broker that this process has seen."""
+        up_since = self._broker_up_since
+        return 0.0 if up_since is None else self._clock.monotonic() - up_since
+
+    def _end_outage(self, outage: OutageTracker, step: Step) -> bool:
+        seconds, reported = outage.record_success()
         if reported:
-            self._steps.note(step, seconds=round(seconds))
+            self._steps.emit(step, seconds=round(seconds))
         return True

@@ -6,24 +6,28 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeAlias
 
-from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
-from meshpoint.engine.containment import Origin, from_outside
-from meshpoint.engine.segment import Segment, Stop
-from meshpoint.errors import AgentFailed, IncompatibleState, InvalidInput, MemoryLost, MemoryUnavailable
+from meshpoint.engine.containment import Origin, is_user_interrupt
+from meshpoint.engine.runtime import ReplicaRuntime
+from meshpoint.engine.segment import Segment, StopReason, Suspended, Workspace
+from meshpoint.errors import (
+    AgentFailed,
+    IncompatibleState,
+    InvalidInput,
+    MemoryLost,
+    MemoryUnavailable,
+    PeerFailed,
+)
 from meshpoint.model.calls import Done, Paused
-from meshpoint.model.checkpoint import Resumable
-from meshpoint.model.error_text import described, text_of
+from meshpoint.model.error_text import describe_exception, exception_message, type_name
 from meshpoint.model.events import Step
-from meshpoint.model.json_values import copy_of, without_iterators
-from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
-from meshpoint.model.secrets import masked, traceback_of
-from meshpoint.ports.agent import DurableAgent
-from meshpoint.ports.observer import Steps
+from meshpoint.model.json_values import copy_containers
+from meshpoint.model.log_context import LogContext, current_log_context
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.secrets import format_traceback, mask_secrets
 
 log = logging.getLogger("meshpoint.run")
 
@@ -32,19 +36,34 @@ log = logging.getLogger("meshpoint.run")
 class Stopped:
     """The code was stopped from outside before it finished."""
 
-    why: Stop
+    reason: StopReason
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
-    """This replica's agent cannot read the state, or the last checkpoint of an operation."""
+class Incompatible:
+    """This version of the agent cannot continue the task.
+
+    Attributes:
+        reason: why, for operators.
+        message: why, with a hint for the agent's author.
+        from_checkpoint: whether a record of an operation does not fit, rather than the state.
+    """
 
     reason: str
-    of_checkpoint: bool = False
+    message: str
+    from_checkpoint: bool = False
+
+    @classmethod
+    def from_error(
+        cls, error: IncompatibleState, *, from_checkpoint: bool = False
+    ) -> Incompatible:
+        """Create the result of agent code that raised `error`, or of a failed restore."""
+        message = exception_message(error)
+        return cls(getattr(error, "reason", message), message, from_checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
+class MemoryMissing:
     """The task's working memory is unavailable. `lost`: it existed, but its contents changed."""
 
     reason: str
@@ -52,221 +71,229 @@ class Forgotten:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class SettledElsewhere:
     """The segment ran in its own process, which committed and sent the resulting messages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class ProcessDied:
     """The segment's own process died before settling. `counted` unless no agent code ran there."""
 
     reason: str
     counted: bool
 
 
-SegmentResult: TypeAlias = Paused | Outcome | Stopped | Unreadable | Forgotten | Settled | Died
+SegmentResult: TypeAlias = (
+    Suspended | Outcome | Stopped | Incompatible | MemoryMissing | SettledElsewhere | ProcessDied
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Raised:
+class _Raised:
     """Agent code raised. `result` is its outcome, unless the code had been stopped."""
 
     result: SegmentResult
 
 
-Begin: TypeAlias = Callable[[], Awaitable[Paused | Done[Any]]]
+_AgentCall: TypeAlias = Callable[[], Awaitable[Paused | Done[Any]]]
 """Calls agent code. Not a coroutine yet, since an exception in the call must fail the task too."""
 
 
-async def first_segment(
-    agent: DurableAgent[Any, Any], segment: Segment, input_: JsonValue, steps: Steps, secret_keys: Sequence[str] = ()
-) -> SegmentResult:
-    """Run `agent` on a copy of the input, because the row stores the original's digest."""
-    assert segment.context is not None
-    return await _run(partial(agent.start, segment.context, copy_of(input_)), segment, steps, secret_keys)
+@dataclass(frozen=True, slots=True)
+class AgentCode:
+    """One call of agent code. Every exception that it raises becomes a result."""
 
+    call_agent: _AgentCall
+    segment: Segment
+    workspace: Workspace
+    runtime: ReplicaRuntime
 
-async def next_segment(
-    agent: DurableAgent[Any, Any],
-    segment: Segment,
-    task: Resumable,
-    outcomes: Outcomes,
-    steps: Steps,
-    secret_keys: Sequence[str] = (),
-) -> SegmentResult:
-    """Resume `agent` from a checkpoint."""
-    assert segment.context is not None
-    return await _run(partial(agent.resume, segment.context, task.state, outcomes), segment, steps, secret_keys)
+    async def run(self) -> SegmentResult:
+        """Run it in its own asyncio task, so that it can be stopped without its caller."""
+        segment, run, exits = self.segment, self.segment.run, list[str]()
 
-
-async def _run(begin: Begin, segment: Segment, steps: Steps, secret_keys: Sequence[str]) -> SegmentResult:
-    """Run agent code in its own asyncio task, so that it can be stopped without its caller."""
-    run = segment.run
-    if segment.stopped is not None:
-        return Stopped(segment.stopped)
-    with steps.step(Step.SEGMENT, [run.task_id], generation=run.generation):
-        origin, exits = _origin(segment)
-        guarded = _guarded(begin, segment, secret_keys)
-        running = asyncio.create_task(guarded, name=f"segment {run.task_id}", context=origin.context())
-        segment.code = running
-        try:
-            await asyncio.wait({running})
-        except asyncio.CancelledError:  # the replica ends, so the result is discarded
+        def on_exit(description: str) -> None:  # of a background task
+            exits.append(description)
             segment.cancel_code()
-            raise
-        finally:
-            origin.close()
-            if running.done():
-                segment.code = None
-        return _without_secrets(_result_of(running, exits, segment), secret_keys)
 
+        if segment.stop_reason is not None:
+            return Stopped(segment.stop_reason)
+        with self.runtime.steps.step(Step.SEGMENT, [run.task_id], generation=run.generation):
+            origin = Origin(on_exit)
+            context = origin.make_context()
+            code_runtime = self.workspace.context_runtime
+            log_context = LogContext(run.task_id, run.agent, run.generation, code_runtime)
+            context.run(current_log_context.set, log_context)
+            code_task = asyncio.create_task(
+                self._run_guarded(), name=f"segment {run.task_id}", context=context
+            )
+            segment.code = code_task
+            try:
+                await asyncio.wait({code_task})
+            except asyncio.CancelledError:  # the replica ends, so the result is discarded
+                segment.cancel_code()
+                raise
+            finally:
+                origin.on_exit = None
+                if code_task.done():
+                    segment.code = None
+            result = self._resolve_result(code_task, exits)
+            if isinstance(result, Failed):  # requesters, logs and checkpoints see the same text
+                return replace(result, message=mask_secrets(result.message, self._secret_keys))
+            return result
 
-def _without_secrets(result: SegmentResult, secret_keys: Sequence[str]) -> SegmentResult:
-    """Mask secrets in `result`, so requesters, logs and checkpoints see the same masked text."""
-    if isinstance(result, Failed):
-        return replace(result, message=masked(result.message, secret_keys))
-    return result
+    @property
+    def _secret_keys(self) -> Sequence[str]:
+        return self.runtime.options.secret_keys
 
+    def _resolve_result(
+        self, code_task: asyncio.Task[SegmentResult | _Raised], exits: Sequence[str]
+    ) -> SegmentResult:
+        stop_reason = self.segment.stop_reason
+        result = None if code_task.cancelled() else code_task.result()
+        if result is not None and not isinstance(result, _Raised) and not exits:
+            return result
+        if stop_reason is not None and (result is None or isinstance(result, _Raised)):
+            return Stopped(stop_reason)  # a failed cleanup does not change the result
+        if exits:
+            return self._new_failure(exits[0])
+        if isinstance(result, _Raised):
+            return result.result
+        return self._new_failure("the agent's code cancelled itself")
 
-def _origin(segment: Segment) -> tuple[Origin, list[str]]:
-    """The origin of the running code, and its exits. A background task's exit stops the code."""
-    exits: list[str] = []
-
-    def on_exit(what: str) -> None:
-        exits.append(what)
-        segment.cancel_code()
-
-    return Origin(on_exit), exits
-
-
-def _result_of(
-    running: asyncio.Task[SegmentResult | Raised], exits: Sequence[str], segment: Segment
-) -> SegmentResult:
-    ended = None if running.cancelled() else running.result()
-    if ended is not None and not isinstance(ended, Raised) and not exits:
-        return ended
-    if segment.stopped is not None and (ended is None or isinstance(ended, Raised)):
-        return Stopped(segment.stopped)  # a failed cleanup does not change the result
-    if exits:
-        return _failed(FailureKind.ERROR, exits[0], segment)
-    if isinstance(ended, Raised):
-        return ended.result
-    return _failed(FailureKind.ERROR, "the agent's code cancelled itself", segment)
-
-
-async def _guarded(begin: Begin, segment: Segment, secret_keys: Sequence[str]) -> SegmentResult | Raised:
-    # The consumer edge: every exception in agent code becomes an answer, including SystemExit and
-    # KeyboardInterrupt, which would otherwise end the replica and all its tasks.
-    try:
-        return _result(await begin(), segment)
-    except asyncio.CancelledError as error:
-        _keep_details(error, segment, secret_keys)
-        raise
-    except BaseException as error:
-        if from_outside(error) or (isinstance(error, GeneratorExit) and not _runs(segment)):
-            raise  # Ctrl-C, or the event loop was closed
+    async def _run_guarded(self) -> SegmentResult | _Raised:
+        # The consumer edge: every exception in agent code becomes an answer, including SystemExit
+        # and KeyboardInterrupt, which would otherwise end the replica and all its tasks.
         try:
-            return Raised(_result_of_error(error, segment, secret_keys))
-        except Exception as second:  # for example, circular causes
-            log.warning("task %s: its error cannot be described: %s", segment.run.task_id, described(second))
-            return Raised(_failed(FailureKind.ERROR, described(error), segment))
+            result = self._result_from_return(await self.call_agent())
+            return result if self.workspace.subtasks is None else self._find_mismatch() or result
+        except asyncio.CancelledError as error:
+            self._record_failure(error)
+            raise
+        except BaseException as error:
+            if is_user_interrupt(error) or (
+                isinstance(error, GeneratorExit) and not _is_current_task(self.segment)
+            ):
+                raise  # Ctrl-C, or the event loop was closed
+            try:
+                return self._find_mismatch() or _Raised(self._result_from_error(error))
+            except Exception as description_error:  # for example, circular causes
+                log.warning(
+                    "task %s: its error cannot be described: %s",
+                    self.segment.run.task_id,
+                    describe_exception(description_error),
+                )
+                return _Raised(self._new_failure(describe_exception(error)))
+
+    def _find_mismatch(self) -> _Raised | None:
+        """The result if a record did not fit this code, even if the code caught that error."""
+        subtasks = self.workspace.subtasks
+        if subtasks is None or subtasks.mismatch is None:
+            return None
+        return _Raised(Incompatible.from_error(subtasks.mismatch, from_checkpoint=True))
+
+    def _result_from_error(self, error: BaseException) -> SegmentResult:
+        match error:
+            case IncompatibleState():
+                self._record_failure(error)
+                return Incompatible.from_error(error)
+            case InvalidInput():
+                self._record_failure(error)
+                return self._new_failure(exception_message(error), FailureKind.INVALID)
+        if (missing_memory := _find_missing_memory(error)) is not None:
+            return missing_memory
+        self._record_failure(error)
+        match error:
+            case PeerFailed():
+                return self._new_failure(exception_message(error), _inherited_kind(error))
+            case AgentFailed():
+                return self._new_failure(exception_message(error))
+            case _:
+                return self._new_failure(describe_exception(error))
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Record the error for the log, and for the last checkpoint of an operation.
+
+        Stored as text, because a traceback keeps every frame and its variables alive.
+        """
+        self.workspace.failure = {
+            "type": type_name(error),
+            "message": mask_secrets(exception_message(error), self._secret_keys),
+            "traceback": format_traceback(error, self._secret_keys),
+        }
+
+    def _result_from_return(self, returned: object) -> SegmentResult:
+        if isinstance(returned, Paused):
+            return Suspended(returned, self.workspace)
+        if not isinstance(returned, Done):
+            type_name = type(returned).__name__
+            return self._new_failure(
+                f"the agent returned {type_name}; it must return Paused or Done"
+            )
+        try:
+            value = _round_trip_json(returned.output)
+        except ValueError as error:
+            return self._new_failure(f"the agent's output is not JSON: {exception_message(error)}")
+        try:
+            artifacts = self._collect_artifacts(returned.artifacts)
+        except (ValueError, TypeError) as error:
+            return self._new_failure(
+                f"the agent's artifacts are not JSON objects: {exception_message(error)}"
+            )
+        return Ok(value, artifacts, self.workspace.context.token_usage.snapshot())
+
+    def _collect_artifacts(self, returned: object) -> tuple[Any, ...]:
+        """Return the artifacts in the context, followed by the `returned` artifacts."""
+        produced = self.workspace.context.produced_artifacts.to_plain()
+        for index, artifact in enumerate(produced):
+            if not isinstance(artifact, dict):
+                raise TypeError(f"ctx.produced_artifacts[{index}] is a {type(artifact).__name__}")
+        if not isinstance(returned, (list, tuple)):  # an iterator may be endless
+            raise TypeError(f"they are a {type(returned).__name__}, not a list or a tuple")
+        return (*produced, *map(dict, _round_trip_json(list(returned))))
+
+    def _new_failure(self, message: str, kind: FailureKind = FailureKind.ERROR) -> Failed:
+        return Failed(kind, message, self.workspace.context.token_usage.snapshot())
 
 
-def _runs(segment: Segment) -> bool:
+_INHERITED_KINDS = frozenset({FailureKind.TIMEOUT, FailureKind.UNDELIVERABLE})
+"""Kinds that a task inherits from an unhandled failure of a peer.
+
+The others describe the call only: this task was not cancelled, and its own request was valid.
+"""
+
+
+def _inherited_kind(error: PeerFailed) -> FailureKind:
+    """The kind of a task that `error` ends. Agent code may have created the error itself."""
+    kind = getattr(error.outcome, "kind", None)
+    return FailureKind(kind) if kind in _INHERITED_KINDS else FailureKind.ERROR
+
+
+def _is_current_task(segment: Segment) -> bool:
     try:
         return asyncio.current_task() is segment.code
     except RuntimeError:
         return False
 
 
-def _result_of_error(error: BaseException, segment: Segment, secret_keys: Sequence[str]) -> SegmentResult:
-    match error:
-        case IncompatibleState():
-            return Unreadable(text_of(error))
-        case InvalidInput():
-            return _failed(FailureKind.INVALID, text_of(error), segment)
-    if (forgotten := _forgotten(error)) is not None:
-        return forgotten
-    _keep_details(error, segment, secret_keys)
-    if isinstance(error, AgentFailed):
-        return _failed(FailureKind.ERROR, text_of(error), segment)
-    log.warning("task %s: agent code raised\n%s", segment.run.task_id, traceback_of(error, secret_keys))
-    return _failed(FailureKind.ERROR, described(error), segment)
-
-
-def _forgotten(error: BaseException | None) -> Forgotten | None:
+def _find_missing_memory(error: BaseException | None) -> MemoryMissing | None:
     """The result if missing working memory ended the code, else `None`.
 
     Also searches exception groups and the causes of a framework's own error.
     """
     match error:
         case MemoryUnavailable():
-            return Forgotten(text_of(error), isinstance(error, MemoryLost))
-        case BaseExceptionGroup(exceptions=several):
-            return next(filter(None, map(_forgotten, several)), None)
+            return MemoryMissing(exception_message(error), isinstance(error, MemoryLost))
+        case BaseExceptionGroup(exceptions=exceptions):
+            return next(filter(None, map(_find_missing_memory, exceptions)), None)
         case None:
             return None
         case _:
-            return _forgotten(error.__cause__)
+            return _find_missing_memory(error.__cause__)
 
 
-def _keep_details(error: BaseException, segment: Segment, secret_keys: Sequence[str]) -> None:
-    """Record an operation's error for its last checkpoint.
-
-    Stored as text, because a traceback keeps every frame and its variables alive.
-    """
-    if segment.subtasks is not None and segment.subtasks.is_operation:
-        segment.failure = {
-            "type": type(error).__name__,
-            "message": masked(text_of(error), secret_keys),
-            "traceback": traceback_of(error, secret_keys),
-        }
-
-
-def _result(returned: object, segment: Segment) -> SegmentResult:
-    match returned:
-        case Paused():
-            return returned
-        case Done(output=output, artifacts=artifacts):
-            try:
-                value = _json(output)
-            except ValueError as error:
-                return _failed(FailureKind.ERROR, f"the agent's output is not JSON: {text_of(error)}", segment)
-            try:
-                all_artifacts = (*_artifacts_of_context(segment), *_plain_artifacts(artifacts))
-            except (ValueError, TypeError) as error:
-                what = f"the agent's artifacts are not JSON objects: {text_of(error)}"
-                return _failed(FailureKind.ERROR, what, segment)
-            return Ok(value, all_artifacts, _usage(segment))
-        case _:
-            kind = type(returned).__name__
-            return _failed(FailureKind.ERROR, f"the agent returned {kind}; it must return Paused or Done", segment)
-
-
-def _json(value: object) -> Any:
+def _round_trip_json(value: object) -> Any:
     """`value` after a JSON round trip. Refuses NaN and infinity, which would turn into null."""
-    return from_json(to_json(without_iterators(value), inf_nan_mode="constants"), allow_inf_nan=False)
-
-
-def _plain_artifacts(artifacts: object) -> tuple[Any, ...]:
-    if not isinstance(artifacts, (list, tuple)):  # an iterator may be endless
-        raise TypeError(f"they are a {type(artifacts).__name__}, not a list or a tuple")
-    return tuple(dict(_json(artifact)) for artifact in artifacts)
-
-
-def _artifacts_of_context(segment: Segment) -> list[Any]:
-    assert segment.context is not None
-    produced = segment.context.produced_artifacts.to_plain()
-    for index, artifact in enumerate(produced):
-        if not isinstance(artifact, dict):
-            raise TypeError(f"ctx.produced_artifacts[{index}] is a {type(artifact).__name__}")
-    return produced
-
-
-def _usage(segment: Segment) -> Any:
-    assert segment.context is not None
-    return segment.context.token_usage.snapshot()
-
-
-def _failed(kind: FailureKind, message: str, segment: Segment) -> Failed:
-    return Failed(kind, message, _usage(segment))
+    return from_json(
+        to_json(copy_containers(value), inf_nan_mode="constants"), allow_inf_nan=False
+    )

@@ -1,37 +1,53 @@
-"""The in-memory state of one live segment while its agent code runs."""
+"""One live segment: what is known about its task, and what its agent code works with."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NoReturn, cast
+from typing import Any, NoReturn, TypeAlias
 
 from pydantic import JsonValue
 
-from meshpoint.engine.containment import from_outside
-from meshpoint.engine.senders import ITSELF, Sender
+from meshpoint.engine.backend import Backend
+from meshpoint.engine.containment import is_user_interrupt
+from meshpoint.engine.runtime import ReplicaRuntime
+from meshpoint.engine.senders import Sender
+from meshpoint.engine.task_log import NO_LOG, Notes, TaskLog
 from meshpoint.engine.unacked import may_run_elsewhere
-from meshpoint.model.checkpoint import BeginResult, Requester, Run
+from meshpoint.errors import AgentMisbehaved
+from meshpoint.model.calls import Paused
 from meshpoint.model.context import TaskExecutionContext
-from meshpoint.model.error_text import described
-from meshpoint.model.json_values import digest_of
+from meshpoint.model.error_text import describe_exception
+from meshpoint.model.events import Step
+from meshpoint.model.memory import Owner, make_agent_id
 from meshpoint.model.messages import Message
-from meshpoint.model.subtasks import AgentCheckpoint
-from meshpoint.ports.backend import Home
+from meshpoint.model.subtasks import AgentCheckpoint, Operation, SaveCommitted
+from meshpoint.model.tasks import L1Snapshot, Requester, Resumable, Run
+from meshpoint.model.transitions import (
+    BeginCommitted,
+    BeginResult,
+    CancelFound,
+    Fenced,
+    Save,
+    SaveResult,
+)
+from meshpoint.ports.agent import DurableAgent, get_plan
 from meshpoint.ports.broker import Delivery
-from meshpoint.subtasks.runner import ClosedSubtasks, Subtasks
-from meshpoint.working_memory.task_memory import MemoryRef, TaskMemory
+from meshpoint.subtasks.migrating import migrate_checkpoint
+from meshpoint.subtasks.runner import AWAIT_HINT, ClosedTools, OperationAttempt, Subtasks
+from meshpoint.working_memory.memory_ref import MemoryRef
+from meshpoint.working_memory.task_memory import TaskMemory
 
 log = logging.getLogger("meshpoint.run")
 
-NOT_KEPT = object()
-"""Placeholder for the input of a task with a row, which stores the digest."""
+Agent: TypeAlias = DurableAgent[Any, Any]
 
 
-class Stop(Enum):
+class StopReason(Enum):
     """Why running code was stopped from outside."""
 
     CANCELLED = auto()  # the task was cancelled
@@ -39,79 +55,54 @@ class Stop(Enum):
     LOST = auto()  # another replica owns the task
 
 
-@dataclass(frozen=True, slots=True)
-class Last:
-    """The last checkpoint of an operation in this segment, with its memory reference.
-
-    The operation is waiting, or did not complete.
-    """
-
-    checkpoint: AgentCheckpoint
-    mark: MemoryRef
-
-    @classmethod
-    def of(cls, checkpoint: AgentCheckpoint, mark: MemoryRef) -> Last:
-        """Combine `checkpoint` with the memory reference `mark`."""
-        return cls(mark.apply_to(checkpoint), mark)
-
-
 @dataclass(eq=False, slots=True)
 class Segment:
     """A task between its trigger and its next pause or end.
 
     Attributes:
-        home: Where the task is stored, or `None` until the first checkpoint chooses a home.
-        request: The request, kept for the row that the first pause writes.
-        input_: The input of the request.
-        sender: The sender of the request.
+        run: The task and the run that this segment belongs to.
+        requester: Who requested the task, and where to reply.
+        digest: The digest of the requested input, or `None` if unknown.
+        backend: Where the task is stored, or `None` until the first checkpoint chooses a backend.
         deliveries: The unacked requests of the task, more than one if a request was sent again.
-        beginning: Writes the task's row while its first subtask waits.
-        subtasks: Runs and records the subtasks of this segment.
-        memory: The working memory.
-        failure: Details of how an operation's code failed.
-        last: The final checkpoint that a failed operation leaves.
+        workspace: What the agent code works with, or `None` before it starts.
+        code: Runs the agent code.
+        begin_task: Writes the task's row while its first subtask waits.
         settling: Set when the code has ended.
         decided: Set when it is known whether the task runs here.
-        left: Set when the replica has forgotten the segment.
+        removed: Set when the replica has forgotten the segment.
+        stop_reason: Why the code was stopped from outside, or `None`.
+        log: The task's log as the run found it.
         attempt: The attempt number of an isolated segment.
         dead_reason: Set when the task ends because its runs keep killing their process.
     """
 
     run: Run
     requester: Requester
-    context: TaskExecutionContext | None = None
-    home: Home | None = None
-    request: Message | None = None
-    input_: object = NOT_KEPT
-    sender: Sender = ITSELF
-    known_digest: str | None = None
+    digest: str | None = None
+    backend: Backend | None = None
     deliveries: list[Delivery] = field(default_factory=list)
+    workspace: Workspace | None = None
     code: asyncio.Task[object] | None = None
-    beginning: asyncio.Task[BeginResult] | None = None
-    subtasks: Subtasks | None = None
-    memory: TaskMemory | None = None
-    failure: dict[str, JsonValue] | None = None
-    last: Last | None = None
+    begin_task: asyncio.Task[tuple[Backend, BeginResult]] | None = None
     settling: bool = False
     decided: asyncio.Event = field(default_factory=asyncio.Event)
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-    stopped: Stop | None = None
+    removed: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_reason: StopReason | None = None
+    log: TaskLog = NO_LOG
     attempt: int = 1
     dead_reason: str | None = None
 
     @property
-    def digest(self) -> str | None:
-        """Digest of the requested input, `None` if unknown."""
-        if self.known_digest is None and self.input_ is not NOT_KEPT:
-            self.known_digest = digest_of(cast(JsonValue, self.input_))
-        return self.known_digest
+    def shared_backend(self) -> Backend | None:
+        """The backend, if other replicas can resume the task from it."""
+        return self.backend if self.backend is not None and self.backend.is_shared else None
 
-    @property
     def may_run_elsewhere(self) -> bool:
         """Whether its request was redelivered or requeued, so another replica may run it too."""
         return may_run_elsewhere(self.deliveries)
 
-    def stop(self, why: Stop) -> None:
+    def stop(self, reason: StopReason) -> None:
         """Cancel the code at its next await.
 
         The first reason counts, but a lost lease overrides it.
@@ -119,47 +110,326 @@ class Segment:
         Errors are logged, not raised: they come from objects that the agent's code awaits, and
         other segments must be stopped too.
         """
-        self._note_stop(why)
-        self.cancel_code()
-        self._tell_code()
-
-    def stop_here(self, why: Stop) -> NoReturn:
-        """Cancel the code from inside. Any of its asyncio tasks may call this."""
-        self._note_stop(why)
+        if self.stop_reason is None or reason is StopReason.LOST:
+            self.stop_reason = reason
         if self.code is not asyncio.current_task():
             self.cancel_code()
-        self._tell_code()
-        raise asyncio.CancelledError(why.name.lower())
+        if self.workspace is not None:  # fails if a waiter's loop is closed
+            self._call_safely(self.workspace.context.cancelled.set)
+
+    def stop_from_inside(self, reason: StopReason) -> NoReturn:
+        """Cancel the code from inside. Any of its asyncio tasks may call this."""
+        self.stop(reason)
+        raise asyncio.CancelledError(reason.name.lower())
 
     def cancel_code(self) -> None:
         """Cancel the code if it runs. Errors from the future it awaits are logged."""
         if self.code is not None:
-            self._attempt(self.code.cancel)
+            self._call_safely(self.code.cancel)
 
-    def _note_stop(self, why: Stop) -> None:
-        if self.stopped is None or why is Stop.LOST:
-            self.stopped = why
-
-    def _tell_code(self) -> None:
-        if self.context is not None:
-            self._attempt(self.context.cancelled.set)  # fails if a waiter's loop is closed
-
-    def _attempt(self, call: Callable[[], object]) -> None:
-        """Call `call`, which agent code may have replaced. Errors are logged."""
+    def _call_safely(self, function: Callable[[], object]) -> None:
+        """Call `function`, which agent code may have replaced. Errors are logged."""
         try:
-            call()
+            function()
         except BaseException as error:
-            if from_outside(error):
+            if is_user_interrupt(error):
                 raise
-            log.warning("task %s: its code cannot be stopped: %s", self.run.task_id, described(error))
+            log.warning(
+                "task %s: its code cannot be stopped: %s",
+                self.run.task_id,
+                describe_exception(error),
+            )
 
-    def close(self) -> None:
-        """Break reference cycles, so that the segment is freed without the garbage collector."""
-        if self.context is not None:
-            over = None if self.subtasks is None else ClosedSubtasks(self.subtasks.progress)
-            # Called on the class: agent code may have replaced the methods of the instance.
-            TaskExecutionContext.run_subtasks_with(self.context, over)
-            TaskExecutionContext.remember_with(self.context, None)
-        self.subtasks = self.memory = None
-        if self.beginning is not None:
-            self.beginning.cancel()
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class RequestedSegment(Segment):
+    """A segment that a request began. `sender` sent the `message`."""
+
+    message: Message
+    sender: Sender
+
+
+@dataclass(frozen=True, slots=True)
+class FinalCheckpoint:
+    """The last checkpoint of an operation in this segment, with its memory reference.
+
+    The operation is waiting, or did not complete. `notes` go to the log instead of the checkpoint.
+    """
+
+    checkpoint: AgentCheckpoint
+    memory_ref: MemoryRef
+    notes: Notes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """The agent paused its task. `workspace` is what its code worked with until then."""
+
+    paused: Paused
+    workspace: Workspace
+
+
+OpenOperation: TypeAlias = Callable[[Operation], Awaitable[BeginResult]]
+"""Makes a task an operation. A task without a row gets one, as running."""
+
+
+_BUILDING = threading.RLock()  # agent code may read its context in several threads
+
+
+class Workspace:
+    """What the agent code of one segment works with.
+
+    Subtasks and working memory are built when the code first uses them. An operation that resumes
+    has its subtasks from the start.
+
+    A write stops the code at once if the task was cancelled or another replica owns it. So even if
+    the cancel broadcast was lost, an operation ends at its next subtask.
+
+    Attributes:
+        context: The context passed to the code.
+        context_runtime: What this replica attaches to the context.
+        agent: The version of the agent whose code runs.
+        subtasks: Runs and records subtasks, or `None` if the code has not used any yet.
+        failure: Details of how the code failed.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        context: TaskExecutionContext,
+        runtime: ReplicaRuntime,
+        open_operation: OpenOperation,
+        agent: Agent,
+        parameters: JsonValue = None,
+    ) -> None:
+        self.context, self.agent = context, agent
+        self._plan = get_plan(agent)
+        self.subtasks: Subtasks | None = None
+        self.failure: dict[str, JsonValue] | None = None
+        self._segment, self._runtime, self._open_operation = segment, runtime, open_operation
+        self._retry_count, self._parameters = 0, parameters
+        self._memory: TaskMemory | None = None
+        self._memory_ref, self._finished_subtasks = MemoryRef(), tuple[str, ...]()
+        self._is_closed = False
+        # Kept, because agent code may replace the attribute of its context.
+        self.context_runtime = context._runtime
+        self.context_runtime.tools = self
+
+    @property
+    def operation(self) -> Subtasks | None:
+        """The subtasks, if the task is an operation."""
+        subtasks = self.subtasks
+        return subtasks if subtasks is not None and subtasks.is_operation else None
+
+    async def restore_operation(self, backend: Backend, task: Resumable) -> None:
+        """Restore the subtasks and the memory as of the last checkpoint, if it is an operation.
+
+        Raises:
+            IncompatibleState: The checkpoint is from another version of the agent, and no
+                migration leads to this one.
+        """
+        self._retry_count = task.retry_count
+        if (seq := task.checkpoint) is None:
+            return
+        checkpoint = await self._load_checkpoint(backend, task.run, seq) if seq else None
+        migrated = None
+        if checkpoint is not None:
+            plan = self._plan
+            migrated = migrate_checkpoint(checkpoint, plan.version, plan.migrations)
+            self._memory_ref = MemoryRef.from_checkpoint(checkpoint)
+            self._finished_subtasks = checkpoint.progress.completed
+        self.subtasks = self._build_subtasks(migrated, seq, is_operation=True)
+
+    async def _load_checkpoint(
+        self, backend: Backend, run: Run, seq: int
+    ) -> AgentCheckpoint | None:
+        result = await self._runtime.retry.until_available(
+            lambda: backend.checkpointer.restore(run.task_id, run.agent, seq=seq)
+        )
+        if result is None:
+            return None
+        fallback = {"fallback": result.fallback.value} if result.fallback is not None else {}
+        self._runtime.steps.emit(
+            Step.CHECKPOINT_RESTORED, run.task_id, source=result.source.value, seq=seq, **fallback
+        )
+        return result.checkpoint
+
+    def use_subtasks(self) -> Subtasks:
+        """Return the subtasks, building them at first use. Any thread may call this.
+
+        Raises:
+            AgentMisbehaved: The segment has ended.
+        """
+        with _BUILDING:
+            self._require_open()
+            if self.subtasks is None:
+                self.subtasks = self._build_subtasks(None, 0, is_operation=False)
+            return self.subtasks
+
+    def _build_subtasks(
+        self, restored: AgentCheckpoint | None, seq: int, *, is_operation: bool
+    ) -> Subtasks:
+        runtime = self._runtime
+        return Subtasks(
+            self.context,
+            self.context_runtime,
+            self._plan,
+            OperationAttempt(self._segment.run, self._retry_count, seq, self._parameters),
+            restored,
+            self,
+            runtime.steps,
+            runtime.clock.now,
+            is_operation=is_operation,
+            secret_keys=runtime.options.secret_keys,
+        )
+
+    def use_memory(self) -> TaskMemory:
+        """Return the working memory, building it at first use. Any thread may call this.
+
+        Raises:
+            AgentMisbehaved: The segment has ended.
+        """
+        with _BUILDING:
+            subtasks = self.use_subtasks()
+            if self._memory is None:
+                self._memory = TaskMemory(
+                    lambda: self._backend.memory_services,
+                    self._memory_ref,
+                    self._segment.log.notes,
+                    self._finished_subtasks,
+                    owner=self._get_owner,
+                    position=lambda: subtasks.position,
+                    ensure_operation=subtasks.ensure_operation,
+                    fetch_sql=self._fetch_snapshot,
+                    is_owner=self._is_owner,
+                    on_lost=lambda: self._segment.stop_from_inside(StopReason.LOST),
+                )
+            return self._memory
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise AgentMisbehaved(
+                f"an asyncio task that outlived its segment used subtasks or memory: {AWAIT_HINT}"
+            )
+
+    @property
+    def _backend(self) -> Backend:
+        """Where the task is stored. Until it has a row, that is this process."""
+        return self._segment.backend or self._runtime.in_process
+
+    def _get_owner(self) -> Owner:
+        run = self._segment.run
+        return Owner(make_agent_id(run.agent, run.task_id), run.id, run.fence)
+
+    async def _fetch_snapshot(self) -> L1Snapshot | None:
+        run, store = self._segment.run, self._backend.store
+        return await self._runtime.retry.until_available(
+            lambda: store.l1_snapshot(run.task_id, run.agent)
+        )
+
+    async def _is_owner(self) -> bool:
+        run, store = self._segment.run, self._backend.store
+        return not await self._runtime.retry.until_available(
+            lambda: store.renew([run], self._runtime.replica)
+        )
+
+    async def open_operation(self, operation: Operation) -> None:
+        """Turn the task into an operation; see `SubtaskLog`."""
+        self._require_open()
+        self._stop_unless_owned(await self._open_operation(operation))
+
+    async def save_checkpoint(
+        self, checkpoint: AgentCheckpoint, subtask: str, *, progressed: bool
+    ) -> None:
+        """Store a checkpoint with a reference to the working memory; see `SubtaskLog`."""
+        run, memory, checkpointer = (
+            self._segment.run,
+            self.use_memory(),
+            self._backend.checkpointer,
+        )
+        # A subtask that saves its progress does not restart from the beginning.
+        finished_subtasks = {*checkpoint.progress.completed, subtask}
+        memory_ref = await memory.prepare_ref(
+            checkpoint.seq, durable=False, finished_subtasks=finished_subtasks
+        )
+        self._require_open()  # the checkpoint would lack what the memory held
+        with self._runtime.steps.step(
+            Step.SAVE, [run.task_id], subtask=subtask, seq=checkpoint.seq
+        ):
+            command = Save(run, memory_ref.apply_to(checkpoint), progressed=progressed)
+            result = await self._runtime.retry.until_available(lambda: checkpointer.save(command))
+        self._stop_unless_owned(result)
+        await memory.on_stored(memory_ref)
+
+    def _stop_unless_owned(self, result: BeginResult | SaveResult) -> None:
+        match result:
+            case BeginCommitted() | SaveCommitted():
+                pass
+            case CancelFound():
+                self._segment.stop_from_inside(StopReason.CANCELLED)
+            case Fenced():
+                run = self._segment.run
+                self._runtime.steps.emit(Step.FENCED, run.task_id, what="save", fence=run.fence)
+                self._segment.stop_from_inside(StopReason.LOST)
+
+    async def prepare_pause(self) -> FinalCheckpoint | None:
+        """Prepare the checkpoint that a pause writes for an operation.
+
+        Returns `None` if the stored checkpoint is up to date.
+
+        Raises:
+            MemoryLost: The working memory does not match what the code wrote.
+            MemoryRefused: The working memory is too large to store.
+        """
+        operation = self.operation
+        if operation is None or not (operation.has_unsaved or self.use_memory().changed):
+            return None
+        checkpoint = operation.next_checkpoint()
+        memory_ref = await self.use_memory().prepare_ref(
+            checkpoint.seq, durable=True, finished_subtasks=checkpoint.progress.completed
+        )
+        stored_ref, encoded = memory_ref.split_log()
+        notes = None if encoded is None else Notes(encoded, memory_ref.writes_replace_log)
+        return FinalCheckpoint(stored_ref.apply_to(checkpoint), stored_ref, notes)
+
+    async def prepare_failure(self, reason: str) -> FinalCheckpoint | None:
+        """Prepare the last checkpoint of an operation that ends without completing."""
+        operation = self.operation
+        if operation is None:
+            return None
+        checkpoint = operation.final_checkpoint(reason, self.failure)
+        memory_ref = await self.use_memory().final_ref(
+            checkpoint.seq, checkpoint.progress.completed
+        )
+        return FinalCheckpoint(memory_ref.apply_to(checkpoint), memory_ref)
+
+    async def update_caches(
+        self, backend: Backend, final_checkpoint: FinalCheckpoint | None
+    ) -> None:
+        """Cache the checkpoint and the working memory of a task that may resume."""
+        if self.operation is None:
+            return
+        memory = self.use_memory()
+        if final_checkpoint is not None:
+            await backend.checkpointer.write_to_cache(final_checkpoint.checkpoint)
+            await memory.on_stored(final_checkpoint.memory_ref)
+        await memory.on_paused()
+
+    async def clear_caches(self, backend: Backend) -> None:
+        """Drop what a completed task no longer needs."""
+        if self.operation is not None:
+            await backend.checkpointer.forget(self._segment.run.task_id, self._segment.run.agent)
+            await self.use_memory().on_completed()
+
+    async def close(self) -> None:
+        """Leave the memory, and break reference cycles.
+
+        Code that outlives the segment can use neither subtasks nor memory.
+        """
+        self._is_closed = True
+        subtasks, self.subtasks = self.subtasks, None
+        progress = None if subtasks is None else subtasks.progress
+        self.context_runtime.tools = ClosedTools(self._plan, progress)
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            await memory.close()

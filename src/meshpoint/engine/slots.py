@@ -8,64 +8,58 @@ from contextlib import asynccontextmanager
 
 
 class Slots:
-    """An awaitable counter of free slots. `freed` counts all slots released so far."""
+    """An awaitable counter of slots.
+
+    `free` counts the free slots, `released_count` all slots released so far.
+    """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._free = limit
-        self.freed = 0
-        self._some_free, self._none_free = asyncio.Event(), asyncio.Event()
-        self._some_free.set()
-        self._others_done = asyncio.Event()
+        self._limit = self.free = limit
+        self.released_count = 0
+        self._slot_available, self._all_taken = asyncio.Event(), asyncio.Event()
+        self._slot_available.set()
+        self._deficit_cleared = asyncio.Event()
 
-    @property
-    def free(self) -> int:
-        """Number of free slots."""
-        return self._free
-
-    def take(self, wanted: int) -> int:
+    def acquire(self, wanted: int) -> int:
         """Take up to `wanted` slots. Returns the number taken."""
-        taken = max(min(wanted, self._free), 0)
-        self._change(-taken)
-        return taken
+        acquired = max(min(wanted, self.free), 0)
+        self.release(-acquired)
+        return acquired
 
-    def give_back(self, count: int = 1) -> None:
+    def release(self, count: int = 1) -> None:
         """Release slots.
 
         A negative count takes slots even if none is free, because a repeated claim may own more
         tasks than there are free slots. Nothing else starts until the deficit is worked off.
         """
-        self.freed += max(count, 0)
-        self._change(count)
-
-    def _change(self, count: int) -> None:
-        self._free += count
-        if self._free > 0:
-            self._some_free.set()
-            self._none_free.clear()
+        self.released_count += max(count, 0)
+        self.free += count
+        if self.free > 0:
+            self._slot_available.set()
+            self._all_taken.clear()
         else:
-            self._some_free.clear()
-            self._none_free.set()
-        if self._free >= 0:
-            self._others_done.set()
+            self._slot_available.clear()
+            self._all_taken.set()
+        if self.free >= 0:
+            self._deficit_cleared.set()
 
-    async def some_free(self) -> None:
+    async def wait_until_available(self) -> None:
         """Wait for a free slot. Another caller may take it first."""
-        await self._some_free.wait()
+        await self._slot_available.wait()
 
-    async def none_free(self) -> None:
+    async def wait_until_all_taken(self) -> None:
         """Wait until every slot is taken. A slot may be free again on return."""
-        await self._none_free.wait()
+        await self._all_taken.wait()
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
+    async def exclusive(self) -> AsyncIterator[None]:
         """Hold every slot during the block, which starts when only the caller's slot is in use."""
         others = self._limit - 1
-        self.give_back(-others)
+        self.release(-others)
         try:
-            while self._free < 0:
-                self._others_done.clear()
-                await self._others_done.wait()
+            while self.free < 0:
+                self._deficit_cleared.clear()
+                await self._deficit_cleared.wait()
             yield
         finally:
-            self.give_back(others)
+            self.release(others)

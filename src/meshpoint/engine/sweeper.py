@@ -6,224 +6,284 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 from meshpoint.engine import claim
-from meshpoint.engine.dispatch import Outgoing
-from meshpoint.engine.grace import Grace
-from meshpoint.engine.runtime import Site, Spawn
-from meshpoint.engine.segments import Segments
+from meshpoint.engine.backend import Backend
+from meshpoint.engine.publisher import Publisher
+from meshpoint.engine.runtime import ReplicaRuntime
+from meshpoint.engine.segment_runner import SegmentRunner
 from meshpoint.errors import NON_DEFECT_ERRORS, Unavailable
-from meshpoint.model.checkpoint import Arrival, Due, Resumable, Send, StillWaiting
-from meshpoint.model.envelopes import status_letter
+from meshpoint.model.envelopes import status_envelope
 from meshpoint.model.events import Step
-from meshpoint.ports.backend import Home
+from meshpoint.model.tasks import DueCounts, OutboxItem, Resumable
+from meshpoint.model.transitions import ClaimResult, StillWaiting
 
 log = logging.getLogger("meshpoint.sweeper")
 
-_PURGE_EVERY = 60  # sweeps
-_PURGE_BATCHES = 10  # in one transaction: deleting is cheap
-_MOST_LOOKS_AT_ONCE = 200
+_SWEEPS_PER_PURGE = 60  # sweeps
+_UNREAD_AGE = timedelta(minutes=1)
+_MAX_PURGE_BATCHES = 10  # in one transaction: deleting is cheap
+_MAX_CONSECUTIVE_SWEEPS = 200
 """Maximum full batches before a pause of one interval: rows that stay due must not burn a core."""
-_MOST_SENDING = 8
+_MAX_BATCHES_IN_FLIGHT = 8
 """Batches in flight to the broker, separately for due messages and keep-alives."""
 _FEW_SLOTS = 2
+_SWEEPS_PER_PARKED_SEARCH = 10
+"""Sweeps from one search for parked tasks to the next. The first sweep searches as well.
+
+A search reads all parked tasks.
+"""
 
 
 class Sweeper:
     """Sweeps each backend for due work."""
 
     def __init__(
-        self,
-        site: Site,
-        segments: Segments,
-        outgoing: Outgoing,
-        spawn: Spawn,
+        self, runtime: ReplicaRuntime, runner: SegmentRunner, publisher: Publisher
     ) -> None:
-        self._site = site
-        self._segments = segments
-        self._outgoing = outgoing
-        self._spawn = spawn
-        # A database outage does not affect in-process tasks.
-        self._graces = {
-            durable: Grace(site.clock, site.options.settle_time, site.options.lease) for durable in (True, False)
-        }
-        self._looks = self._looks_at_once = 0
-        self._sending: set[asyncio.Task[None]] = set()
-        self._telling: set[asyncio.Task[None]] = set()
-        self.by_hand = False
+        self._runtime = runtime
+        self._runner = runner
+        self._tasks = runner.tasks
+        self._settlement = runner.settlement
+        self._publisher = publisher
+        self._spawn = runtime.background.spawn
+        self._sweeps = self._consecutive_sweeps = 0
+        self._searches_parked = True
+        self._reported_formats = set[str]()
+        self._send_tasks: set[asyncio.Task[None]] = set()
+        self._keep_alive_tasks: set[asyncio.Task[None]] = set()
+        self.is_standalone = False
         """`True` if this process consumes no messages, so expiry need not wait for responses."""
 
-    def begin_grace(self) -> None:
+    def begin_grace_periods(self) -> None:
         """Start both grace periods.
 
         Queued responses are handled before calls expire, and lease owners get one lease period to
         renew.
         """
-        for grace in self._graces.values():
-            grace.begin()
+        for backend in self._runtime.backends:
+            backend.grace.restart_all()
 
-    async def look(self, homes: Sequence[Home]) -> bool:
+    async def sweep(self, backends: Sequence[Backend]) -> bool:
         """Sweep each reachable backend once. Returns `True` if more is due right now."""
-        self._looks += 1
+        self._sweeps += 1
         more = False
-        for home in homes:
+        for backend in backends:
             try:
-                with self._site.steps.step(Step.SWEEP, durable=home.durable):
-                    more |= await self.on_due(home)
+                with self._runtime.steps.step(Step.SWEEP, durable=backend.is_shared):
+                    more |= await self.handle_due(backend)
             except Unavailable as error:
-                self._site.patience.note_away(error)
-        if self._site.broker.can_publish:
-            self._site.patience.note_broker_back()
-        self._looks_at_once = (self._looks_at_once + 1) % _MOST_LOOKS_AT_ONCE if more else 0
-        return self._looks_at_once > 0
+                self._runtime.retry.record_outage(error)
+        is_up = self._runtime.broker.can_publish
+        self._runtime.retry.observe_broker(is_up=is_up)
+        if is_up:
+            self._runtime.retry.record_broker_recovery()
+        self._consecutive_sweeps = (
+            (self._consecutive_sweeps + 1) % _MAX_CONSECUTIVE_SWEEPS if more else 0
+        )
+        return self._consecutive_sweeps > 0
 
-    async def on_due(self, home: Home) -> bool:
+    async def handle_due(self, backend: Backend) -> bool:
         """Handle one batch of each kind of due work. Returns `True` if any kind has more.
 
         A defect in one step does not stop the others.
         """
-        due = await self._due(home)
-        limit = self._site.options.sweep_batch
-        counts = due or Due(limit, limit, limit, limit, limit)
+        due = await self._count_due(backend)
+        limit = self._runtime.options.sweep_batch
+        counts = due or DueCounts(limit, limit, limit, limit, limit, limit, 1)
         more = False
         for step, count in (
-            (self._take_ready, counts.ready),
+            (self._end_overdue, counts.overdue),
+            (self._acquire_ready, counts.ready),
+            (self._acquire_parked, counts.parked),
             (self._expire, counts.expired),
-            (self._take_over, counts.lapsed),
+            (self._rescue, counts.lapsed),
             (self._send, counts.unsent),
-            (self._keep_alive, counts.keep_alives),
-            (self._clean, 0),
+            (self._send_keep_alives, counts.keep_alives),
+            (self._purge_periodically, 0),
+            (self._report_unread, 0),
         ):
             try:
-                more |= await step(home, count)
+                more |= await step(backend, count)
             except NON_DEFECT_ERRORS:
                 raise
             except Exception:
-                log.exception("agent %s: a step of the sweeper failed", self._site.agent)
+                log.exception("agent %s: a step of the sweeper failed", self._runtime.agent)
         return more and due is not None
 
-    async def _due(self, home: Home) -> Due | None:
+    async def _count_due(self, backend: Backend) -> DueCounts | None:
         """Count due work by kind. Returns `None` after a defect; then each step queries alone."""
         try:
-            due = await home.store.due(self._site.replica, self._site.options.sweep_batch)
+            due = await backend.store.due(self._runtime.replica, self._runtime.options.sweep_batch)
         except NON_DEFECT_ERRORS:
             raise
         except Exception:
-            log.exception("agent %s: due work could not be counted", self._site.agent)
+            log.exception("agent %s: due work could not be counted", self._runtime.agent)
             return None
-        if home.durable and self._site.patience.note_back():
-            self._graces[True].begin()
+        backend.record_answer(self._runtime.retry)
         return due
 
-    async def _take_over(self, home: Home, count: int) -> bool:
-        if count and home.durable and self._graces[True].may_take_over:
-            taken = await claim.take_over(home, self._site, count)
-            self._resume(home, taken, taken_over=True)
-            return self._is_full(len(taken))
+    async def _end_overdue(self, backend: Backend, count: int) -> bool:
+        """End ready tasks past their deadline, and parked tasks past their limit.
+
+        They need no slot, since no code runs.
+        """
+        if not count:
+            return False
+        overdue = await claim.acquire_overdue(backend, self._runtime, count)
+        for each in overdue:
+            self._runner.end_overdue(backend, each)
+        return self._is_full(len(overdue))
+
+    async def _acquire_parked(self, backend: Backend, parked: int) -> bool:
+        """Try parked tasks that no replica with this version has tried."""
+        if not parked or (self._sweeps % _SWEEPS_PER_PARKED_SEARCH and not self._searches_parked):
+            return False
+        count = min(self._runtime.options.sweep_batch, self._runtime.slots.free)
+        acquired = await claim.acquire_parked(backend, self._runtime, count)
+        self._searches_parked = len(acquired) >= count  # there may be more tasks than slots
+        self._resume(backend, acquired)
         return False
 
-    async def _send(self, home: Home, count: int) -> bool:
-        if not count or not self._site.broker.can_publish:
+    async def _rescue(self, backend: Backend, count: int) -> bool:
+        if count and backend.may_rescue:
+            rescued = await claim.rescue_expired(backend, self._runtime, count)
+            self._resume(backend, rescued, rescued=True)
+            return self._is_full(len(rescued))
+        return False
+
+    async def _send(self, backend: Backend, count: int) -> bool:
+        if not count or not self._runtime.broker.can_publish:
             return False  # a failed attempt would delay the next one, longer each time
-        if len(self._sending) >= _MOST_SENDING:
+        if len(self._send_tasks) >= _MAX_BATCHES_IN_FLIGHT:
             return False  # the next sweep is soon enough
-        unsent = await home.store.unsent(self._site.agent, self._site.options.sweep_batch)
+        unsent = await backend.store.unsent(self._runtime.agent, self._runtime.options.sweep_batch)
         if unsent:
-            sending = self._spawn(self._send_all(home, unsent))  # must not delay the rest
-            self._sending.add(sending)
-            sending.add_done_callback(self._sending.discard)
+            task = self._spawn(self._send_all(backend, unsent))  # must not delay the rest
+            self._send_tasks.add(task)
+            task.add_done_callback(self._send_tasks.discard)
         return self._is_full(len(unsent))
 
-    async def _send_all(self, home: Home, sends: Sequence[Send]) -> None:
+    async def _send_all(self, backend: Backend, sends: Sequence[OutboxItem]) -> None:
         try:
-            await self._segments.send(home, sends, again=True)
+            await self._settlement.send(backend, sends, overdue=True)
         except NON_DEFECT_ERRORS as error:
-            self._note(error)
+            self._report_error(error)
         except Exception:
-            log.exception("agent %s: what was due is sent again later", self._site.agent)
+            log.exception("agent %s: what was due is sent again later", self._runtime.agent)
 
-    async def _keep_alive(self, home: Home, count: int) -> bool:
-        if not count or not self._site.broker.can_publish or len(self._telling) >= _MOST_SENDING:
+    async def _send_keep_alives(self, backend: Backend, count: int) -> bool:
+        if (
+            not count
+            or not self._runtime.broker.can_publish
+            or len(self._keep_alive_tasks) >= _MAX_BATCHES_IN_FLIGHT
+        ):
             return False
-        alive = await home.store.keep_alives(self._site.replica, self._site.options.sweep_batch)
-        letters = [status_letter(self._site.agent, each.task_id, each.requester, {"alive": True}) for each in alive]
-        if letters:
-            telling = self._spawn(self._outgoing.tell(letters))
-            self._telling.add(telling)
-            telling.add_done_callback(self._telling.discard)
-        return self._is_full(len(alive))
+        keep_alives = await backend.store.keep_alives(
+            self._runtime.replica, self._runtime.options.sweep_batch
+        )
+        envelopes = [
+            status_envelope(
+                self._runtime.agent, keep_alive.task_id, keep_alive.requester, {"alive": True}
+            )
+            for keep_alive in keep_alives
+        ]
+        if envelopes:
+            task = self._spawn(self._publisher.publish_advisory(envelopes))
+            self._keep_alive_tasks.add(task)
+            task.add_done_callback(self._keep_alive_tasks.discard)
+        return self._is_full(len(keep_alives))
 
-    async def _clean(self, home: Home, _: int) -> bool:
-        if self._looks % _PURGE_EVERY == 0:
-            await self.purge(home)
+    async def _purge_periodically(self, backend: Backend, _: int) -> bool:
+        if self._sweeps % _SWEEPS_PER_PURGE == 0:
+            await self.purge(backend)
         return False
 
-    async def purge(self, home: Home) -> None:
+    async def _report_unread(self, backend: Backend, _: int) -> bool:
+        """Warn of ready tasks that only other versions of the agent can read, once per format."""
+        if self._sweeps % _SWEEPS_PER_PURGE:
+            return False
+        unread = await backend.store.unread(self._runtime.replica, _UNREAD_AGE)
+        for state_format in unread.keys() - self._reported_formats:
+            self._runtime.steps.emit(Step.UNREAD, format=state_format, tasks=unread[state_format])
+        if backend.is_shared:
+            self._reported_formats = set(unread)
+        return False
+
+    async def purge(self, backend: Backend) -> None:
         """Delete all expired tombstones: as many again will have expired by the next purge."""
-        limit = _PURGE_BATCHES * self._site.options.sweep_batch
+        limit = _MAX_PURGE_BATCHES * self._runtime.options.sweep_batch
         purged = limit
         while purged == limit:
-            with self._site.steps.look(Step.PURGE) as found:
-                purged = await home.store.purge(self._site.agent, limit)
-                found.detail = {"purged": purged} if purged else {}
+            with self._runtime.steps.search(Step.PURGE) as result:
+                purged = await backend.store.purge(self._runtime.agent, limit)
+                result.detail = {"purged": purged} if purged else {}
 
-    async def _expire(self, home: Home, count: int) -> bool:
-        grace = self._graces[home.durable]
-        if not (self.by_hand or self._site.broker.consuming(home.reply_to)):
-            grace.begin_settling()
+    async def _expire(self, backend: Backend, count: int) -> bool:
+        grace = backend.grace
+        if not (self.is_standalone or self._runtime.broker.is_consuming(backend.reply_to)):
+            grace.restart()
         if not count or not grace.may_expire:
             return False
-        arrivals: list[Arrival] = []
-        expired = await claim.expire(home, self._site, count)
-        for each in expired:
-            if isinstance(each.then, StillWaiting):
-                if each.cancels:
-                    self._spawn(self._send_all(home, each.cancels))
+        arrivals: list[ClaimResult] = []
+        expired = await claim.expire_overdue(backend, self._runtime, count)
+        for call in expired:
+            if isinstance(call.join_result, StillWaiting):
+                if call.cancels:
+                    self._spawn(self._send_all(backend, call.cancels))
             else:
-                arrivals.append(replace(each.then, cancels=each.cancels))
-        self._segments.all_arrived(home, arrivals)
+                arrivals.append(replace(call.join_result, cancels=call.cancels))
+        self._runner.handle_arrivals(backend, arrivals)
         # More tasks may be due even if all calls in a full batch got extended meanwhile.
         return self._is_full(count)
 
     def _is_full(self, count: int) -> bool:
-        return count >= self._site.options.sweep_batch
+        return count >= self._runtime.options.sweep_batch
 
-    def _note(self, error: Exception) -> None:
+    def _report_error(self, error: Exception) -> None:
         if isinstance(error, Unavailable):
-            self._site.patience.note_away(error)
+            self._runtime.retry.record_outage(error)
         else:
-            log.error("agent %s: %s", self._site.agent, error)
+            log.error("agent %s: %s", self._runtime.agent, error)
 
-    async def take_ready(self) -> None:
+    async def acquire_ready(self) -> None:
         """Resume tasks that wait for a slot, if there may be any."""
-        if not self._segments.ready_somewhere.is_set():
+        if not self._tasks.tasks_ready.is_set():
             return
-        self._segments.ready_somewhere.clear()
-        for home in self._site.homes:
+        self._tasks.tasks_ready.clear()
+        for backend in self._runtime.backends:
+            if backend.is_shared and self._runtime.retry.is_store_unavailable:
+                continue  # left to the next sweep: tasks in this process must not wait for it
             try:
-                await self._take_ready(home, await self._ready(home))
+                await self._acquire_ready(backend, await self._count_ready(backend))
             except Unavailable as error:
-                self._site.patience.note_away(error)
+                self._runtime.retry.record_outage(error)
 
-    async def _ready(self, home: Home) -> int:
+    async def _count_ready(self, backend: Backend) -> int:
         """Slots to reserve for ready tasks. Skips the count if few slots are free."""
-        free = self._site.slots.free
-        return free if free <= _FEW_SLOTS else (await home.store.due(self._site.replica, free)).ready
+        free = self._runtime.slots.free
+        return (
+            free
+            if free <= _FEW_SLOTS
+            else (await backend.store.due(self._runtime.replica, free)).ready
+        )
 
-    async def _take_ready(self, home: Home, count: int) -> bool:
-        count = min(count, self._site.slots.free)
-        taken = await claim.take_ready(home, self._site, count)
-        self._resume(home, taken)
-        if count and len(taken) >= count:  # there may be more tasks than slots
-            self._segments.ready_somewhere.set()
+    async def _acquire_ready(self, backend: Backend, count: int) -> bool:
+        count = min(count, self._runtime.slots.free)
+        acquired = await claim.acquire_ready(backend, self._runtime, count)
+        self._resume(backend, acquired)
+        if count and len(acquired) >= count:  # there may be more tasks than slots
+            self._tasks.tasks_ready.set()
         return False
 
-    def _resume(self, home: Home, tasks: Sequence[Resumable], *, taken_over: bool = False) -> None:
+    def _resume(
+        self, backend: Backend, tasks: Sequence[Resumable], *, rescued: bool = False
+    ) -> None:
         """Run the next segment of each task. After a defect, a task waits for its lease expiry."""
         for task in tasks:
             try:
-                self._segments.resume(home, task, taken_over=taken_over, apart=task.suspect)
+                self._runner.resume(backend, task, rescued=rescued, isolated=task.is_suspect)
             except Exception:
-                self._site.slots.give_back()
-                self._site.apart.give_back(task.suspect)
+                self._runtime.release_slots(is_suspect=task.is_suspect)
                 log.exception("task %s: left to its lease", task.run.task_id)

@@ -10,16 +10,16 @@ from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address, Message
 from meshpoint.ports.broker import Delivery
 
-_MOST_COPIES = 8
+_MAX_COPIES = 8
 """Maximum copies held per request. Each raises the prefetch, so a sender needs a limit."""
 
 
 def may_run_elsewhere(requests: Iterable[Delivery]) -> bool:
     """Whether another replica may run the task: a request was redelivered or lost."""
-    return any(delivery.count > 1 or delivery.lost for delivery in requests)
+    return any(delivery.delivery_count > 1 or delivery.lost for delivery in requests)
 
 
-class Kind(Enum):
+class UnackedKind(Enum):
     """Why a request is unacked."""
 
     ROOT = auto()  # the task waits; the request came from outside
@@ -27,13 +27,13 @@ class Kind(Enum):
     ENDED = auto()  # the task has ended; the reply waits for its address
 
 
-class Held:
+class UnackedRequests:
     """Unacked deliveries by task, counted by source queue."""
 
     def __init__(self) -> None:
         self._by_task: dict[TaskId, list[Delivery]] = {}
         self._ended: set[TaskId] = set()
-        self._counts: Counter[tuple[Address, Kind]] = Counter()
+        self._counts: Counter[tuple[Address, UnackedKind]] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_task)
@@ -53,75 +53,89 @@ class Held:
         """Whether only the reply of the task is missing."""
         return task_id in self._ended
 
-    def request(self, task_id: TaskId) -> Message | None:
+    def first_request(self, task_id: TaskId) -> Message | None:
         """The first request of a task that has not ended."""
-        if task_id in self._ended:
-            return None
-        return next((delivery.message for delivery in self._by_task.get(task_id, ())), None)
+        deliveries = self._by_task.get(task_id)
+        return deliveries[0].message if deliveries and task_id not in self._ended else None
 
     def may_run_elsewhere(self, task_id: TaskId) -> bool:
         """Whether another replica may run the task: a request of it was redelivered or lost."""
         return may_run_elsewhere(self._by_task.get(task_id, ()))
 
-    def hold(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> list[Delivery]:
+    def add(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Keep `deliveries` unacked until the task has ended and its reply is confirmed.
 
         Returns the copies to ack: earlier copies of redelivered requests, and the oldest copies
         beyond the limit.
         """
-        kept = self._by_task.setdefault(task_id, [])
+        unacked = self._by_task.setdefault(task_id, [])
         surplus: list[Delivery] = []
         for delivery in deliveries:
-            if (former := next((each for each in kept if _came_again(each, delivery)), None)) is not None:
-                kept.remove(former)
-                surplus.append(former)
-            kept.append(delivery)
+            if (
+                earlier := next((copy for copy in unacked if _is_redelivery(copy, delivery)), None)
+            ) is not None:
+                unacked.remove(earlier)
+                surplus.append(earlier)
+            unacked.append(delivery)
             self._counts[self._key(task_id, delivery)] += 1
-        surplus += kept[:-_MOST_COPIES]
-        kept[:] = kept[-_MOST_COPIES:]
+        surplus += unacked[:-_MAX_COPIES]
+        unacked[:] = unacked[-_MAX_COPIES:]
         for delivery in surplus:
             self._counts[self._key(task_id, delivery)] -= 1
         return surplus
 
-    def end(self, task_id: TaskId) -> None:
+    def mark_ended(self, task_id: TaskId) -> None:
         """Mark the task as ended: only its reply is missing from now on."""
-        deliveries = self.let_go(task_id)
+        deliveries = self.remove(task_id)
         self._ended.add(task_id)
-        self.hold(task_id, deliveries)
+        self.add(task_id, deliveries)
 
-    def let_go(self, task_id: TaskId) -> list[Delivery]:
+    def remove(self, task_id: TaskId) -> list[Delivery]:
         """Remove and return the deliveries held for the task, for the caller to settle."""
-        released = self._by_task.pop(task_id, [])
-        for delivery in released:
+        removed = self._by_task.pop(task_id, [])
+        for delivery in removed:
             self._counts[self._key(task_id, delivery)] -= 1
         self._ended.discard(task_id)
-        return released
+        return removed
 
-    def part_from(self, task_id: TaskId) -> list[Delivery]:
+    def remove_requests(self, task_id: TaskId) -> list[Delivery]:
         """Remove and return the requests of an ended task, to be acked while its reply waits."""
-        released = self.let_go(task_id)
-        self.end(task_id)
-        return released
+        removed = self.remove(task_id)
+        self.mark_ended(task_id)
+        return removed
 
-    def let_all_go(self, stays: Callable[[TaskId], bool]) -> tuple[list[Delivery], list[TaskId]]:
+    def remove_all(
+        self, should_stay: Callable[[TaskId], bool]
+    ) -> tuple[list[Delivery], list[TaskId]]:
         """Remove and return the requests to requeue, except for tasks that stay.
 
         Also returns the tasks without a request, whose replies are lost.
         """
-        leaving = [task_id for task_id in self._by_task if not stays(task_id)]
-        lost = [task_id for task_id in leaving if task_id in self._ended and not self._by_task[task_id]]
-        return [delivery for task_id in leaving for delivery in self.let_go(task_id)], lost
+        removed_ids = [task_id for task_id in self._by_task if not should_stay(task_id)]
+        lost = [
+            task_id
+            for task_id in removed_ids
+            if task_id in self._ended and not self._by_task[task_id]
+        ]
+        return [delivery for task_id in removed_ids for delivery in self.remove(task_id)], lost
 
-    def count(self, address: Address, *kinds: Kind) -> int:
+    def count(self, address: Address, *kinds: UnackedKind) -> int:
         """Count deliveries of these kinds from the queue at `address`."""
         return sum(self._counts[address, kind] for kind in kinds)
 
-    def _key(self, task_id: TaskId, delivery: Delivery) -> tuple[Address, Kind]:
+    def _key(self, task_id: TaskId, delivery: Delivery) -> tuple[Address, UnackedKind]:
         if task_id in self._ended:
-            return delivery.address, Kind.ENDED
-        return delivery.address, Kind.NESTED if delivery.message.nested else Kind.ROOT
+            return delivery.address, UnackedKind.ENDED
+        return (
+            delivery.address,
+            UnackedKind.NESTED if delivery.message.nested else UnackedKind.ROOT,
+        )
 
 
-def _came_again(earlier: Delivery, later: Delivery) -> bool:
+def _is_redelivery(earlier: Delivery, later: Delivery) -> bool:
     """Whether `later` is a redelivery of the same message."""
-    return later.count > earlier.count and later.address == earlier.address and later.message == earlier.message
+    return (
+        later.delivery_count > earlier.delivery_count
+        and later.address == earlier.address
+        and later.message == earlier.message
+    )

@@ -5,7 +5,6 @@ embedded store. It can be resumed any number of times: recorded steps that have 
 run again.
 
 - `sessions` stores the sessions (`session`) and gives each to one process at a time (`locks`).
-- `running` runs one attempt (`attempt`) on the embedded store (`embedded`); `report` tracks its
-  steps.
+- `attempt` runs one attempt on the embedded store (`embedded`); `report` tracks its steps.
 - `checkpoint_file` defines exported checkpoints; `importing` turns one into a session.
 """

@@ -1,4 +1,4 @@
-"""One attempt: make the session's operation ready, serve the agents, wait for its end.
+"""Run one attempt: make the session's operation ready, serve the agents, record its end.
 
 The order makes it safe to kill an attempt at any time. The operation is made ready, with this
 process as its requester, before anything is served. Runs left behind by an earlier attempt are
@@ -8,30 +8,32 @@ then zombies, and no request is queued.
 from __future__ import annotations
 
 import asyncio
-import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshpoint.adapters.embedded_leftovers import delete_unserved_queues
 from meshpoint.client import Client, Reply
-from meshpoint.engine.receive import requester_of
+from meshpoint.engine.parsing import parse_requester
 from meshpoint.errors import MeshpointError
-from meshpoint.exec.embedded import ExecConfig, begin_operation, embedded_store
-from meshpoint.exec.report import StepLog
-from meshpoint.exec.session import Session
+from meshpoint.exec.embedded import ExecConfig, begin_operation
+from meshpoint.exec.report import StepLog, StepProgress, StepReport
+from meshpoint.exec.session import AttemptStatus, Session
+from meshpoint.exec.sessions import LockedSession
 from meshpoint.local import local_mesh
-from meshpoint.model.bodies import ResponseBody, parse
-from meshpoint.model.checkpoint import Release
-from meshpoint.model.envelopes import pack
+from meshpoint.model.bodies import ResponseBody, parse_body
+from meshpoint.model.envelopes import encode_request
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.messages import Message
 from meshpoint.model.operations import NotRevived, Refusal, Revive
-from meshpoint.model.outcomes import Failed, Outcome
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.secrets import mask_secrets
 from meshpoint.model.subtasks import AgentCheckpoint
+from meshpoint.model.transitions import Release
 from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.settings import MeshSettings
 from meshpoint.subtasks.migrating import migrate_checkpoint
 from meshpoint.subtasks.resuming import refusal_error
-from meshpoint.wiring import make_broker
+from meshpoint.wiring import delete_unserved_queues, make_broker
 
 _FAST_SETTINGS = {
     "ack_policy": "on_receipt",  # the lease detects a killed owner faster than the broker
@@ -41,48 +43,101 @@ _FAST_SETTINGS = {
     "settle_time_seconds": 0.05,
     "dispatch_lease_seconds": 1,
     "reply_retry_time_seconds": 1,
+    "undeliverable_after_seconds": 0,  # all peers are in this process
+    "parked_limit_seconds": 0,  # in the foreground, no other release follows
 }
-_NOT_SERVED = re.compile(r"no replica of agent '([^']+)' ever declared its queue")
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptOutcome:
-    """The result of an attempt, and the operation's last checkpoint; `None` if it completed."""
+class AttemptResult:
+    """The result of an attempt.
 
+    `checkpoint` is set if it did not complete and had begun a step.
+    """
+
+    session: Session
+    attempt_number: int
+    status: AttemptStatus
     outcome: Outcome
+    steps: list[StepReport]
     checkpoint: AgentCheckpoint | None
 
 
-async def execute_attempt(config: ExecConfig, session: Session, log: StepLog, stop: asyncio.Event) -> AttemptOutcome:
-    """Run the operation of a session to its end. This process must have locked the session.
+async def run_attempt(
+    config: ExecConfig,
+    locked: LockedSession,
+    on_change: Callable[[StepLog, StepProgress], None],
+    stop: asyncio.Event,
+) -> AttemptResult:
+    """Run one attempt of a session and record its result in the session.
 
-    Setting `stop` cancels the operation.
+    Setting `stop` cancels the operation. `on_change` is called with each step that changed.
 
     Raises:
-        IncompatibleState: No migration leads from its checkpoint to this version of the agent.
-        ResumeRefused: It cannot be resumed.
-        ConfigurationError: An agent cannot be served here.
-        Unavailable: The embedded store does not answer.
+        MeshpointError: The attempt has no outcome: its checkpoint is incompatible, it cannot be
+            resumed, an agent cannot be served here, or the embedded store does not answer. The
+            session has the reason.
     """
+    session, entry = locked.session, locked.begin_attempt(config.sources)
+    log = StepLog(
+        config.agent_name,
+        session.operation_id,
+        planned=config.plan.subtasks,
+        rerun_reasons=session.again,
+        secret_keys=config.secret_keys,
+        on_change=on_change,
+    )
+    try:
+        outcome, checkpoint = await _execute(config, session, log, stop)
+    except MeshpointError as error:
+        reason = mask_secrets(str(error), config.secret_keys)
+        locked.end_attempt(AttemptStatus.FAILED, reason, log.finish(None))
+        raise
+    if isinstance(outcome, Failed):
+        outcome = replace(outcome, message=mask_secrets(outcome.message, config.secret_keys))
+    status, steps = _attempt_status(outcome), log.finish(outcome)
+    locked.end_attempt(status, outcome.message if isinstance(outcome, Failed) else None, steps)
+    unfinished = None if isinstance(outcome, Ok) else checkpoint
+    return AttemptResult(session, entry.number, status, outcome, steps, unfinished)
+
+
+def _attempt_status(outcome: Outcome) -> AttemptStatus:
+    match outcome:
+        case Ok():
+            return AttemptStatus.COMPLETED
+        case Failed(kind=FailureKind.CANCELLED):
+            return AttemptStatus.CANCELLED
+        case _:
+            return AttemptStatus.FAILED
+
+
+async def _execute(
+    config: ExecConfig, session: Session, log: StepLog, stop: asyncio.Event
+) -> tuple[Outcome, AgentCheckpoint | None]:
+    """Run the operation to its end; return its outcome and, unless completed, last checkpoint."""
     task_id = session.operation_id
-    async with embedded_store(config, session.namespace) as store:
+    async with config.open_store(session.namespace) as store:
         checkpoint = await store.latest(task_id, config.agent_name)
         if checkpoint is not None:
-            checkpoint = migrate_checkpoint(checkpoint, config.plan.version, config.plan.migrations)
-        log.track(config.agent_name, task_id, previous_steps=_subtask_names(checkpoint), rerun_reasons=session.again)
-        delete_unserved_queues(config.store_file, session.namespace, [each.name for each in config.agents])
-        async with Client(make_broker(config.mesh_settings(session.namespace))) as client:
+            checkpoint = migrate_checkpoint(
+                checkpoint, config.plan.version, config.plan.migrations
+            )
+            log.add_previous(record.name for record in checkpoint.subtasks)
+        delete_unserved_queues(
+            config.store_file, session.namespace, [each.name for each in config.agents]
+        )
+        mesh = MeshSettings(namespace=session.namespace, broker_url=config.store_url)
+        async with Client(make_broker(mesh)) as client:
             reply = client.expect(config.agent_name, task_id)
-            outcome = await _submit(store, client.request(session.input, task_id), config.agent_name)
+            outcome = await _submit(
+                store, client.request(session.input, task_id), config.agent_name
+            )
             if outcome is not None:
                 log.reuse_all()
             else:
                 outcome = await _serve_until_done(config, session, log, client, reply, stop)
-        return AttemptOutcome(_add_advice(outcome), await store.latest(task_id, config.agent_name))
-
-
-def _subtask_names(checkpoint: AgentCheckpoint | None) -> list[str]:
-    return [record.name for record in checkpoint.subtasks] if checkpoint is not None else []
+                outcome = _add_advice(outcome, log.unserved_agents)
+        return outcome, await store.latest(task_id, config.agent_name)
 
 
 async def _submit(store: CheckpointStore, request: Message, agent: AgentName) -> Outcome | None:
@@ -90,7 +145,11 @@ async def _submit(store: CheckpointStore, request: Message, agent: AgentName) ->
 
     Returns its outcome if it has already completed without anyone receiving the reply.
     """
-    task_id, packed, requester = TaskId(request.correlation_id), pack(request), requester_of(request)
+    task_id, packed, requester = (
+        TaskId(request.correlation_id),
+        encode_request(request),
+        parse_requester(request),
+    )
     command = Revive(
         task_id=task_id,
         token=new_id(),
@@ -104,13 +163,13 @@ async def _submit(store: CheckpointStore, request: Message, agent: AgentName) ->
     match result:
         case NotRevived(refusal=Refusal.NOT_FOUND):
             run = await begin_operation(store, task_id, agent, requester, packed)
-            if run is None or not all(await store.release([Release(run)])):
+            if not all(await store.release([Release(run)])):
                 raise MeshpointError(f"operation {task_id} belongs to another agent")
         case NotRevived(refusal=Refusal.COMPLETED):
             existing = (await store.lookup([task_id])).get(task_id)
             if existing is None or existing.reply is None:
                 raise refusal_error(task_id, result)
-            return parse(ResponseBody, existing.reply.body).outcome()
+            return parse_body(ResponseBody, existing.reply.body).outcome()
         case NotRevived():
             raise refusal_error(task_id, result)
     return None
@@ -130,8 +189,8 @@ async def _serve_until_done(
         db_url=config.store_url,
         namespace=session.namespace,
         observer=log,
-        checkpoint_ttl_seconds=config.retention_seconds,
-        tombstone_ttl_seconds=config.retention_seconds,
+        checkpoint_ttl_seconds=config.retention.total_seconds(),
+        tombstone_ttl_seconds=config.retention.total_seconds(),
         secret_keys=list(config.secret_keys),
         **_FAST_SETTINGS,
     ):
@@ -146,9 +205,11 @@ async def _serve_until_done(
             stopped.cancel()
 
 
-def _add_advice(outcome: Outcome) -> Outcome:
-    """Add advice to the error about a peer that is not served."""
-    if isinstance(outcome, Failed) and (peer := _NOT_SERVED.search(outcome.message)):
-        advice = f"serve it in the same process: add --with MODULE:{peer[1]}"
-        return replace(outcome, message=f"{outcome.message}; {advice}")
-    return outcome
+def _add_advice(outcome: Outcome, unserved_agents: Iterable[str]) -> Outcome:
+    """Add how to serve called agents without a replica to the error of a failed operation."""
+    names = list(unserved_agents)
+    if not isinstance(outcome, Failed) or not names:
+        return outcome
+    options = " ".join(f"--with MODULE:{name}" for name in names)
+    advice = f"to serve {' and '.join(names)} in the same process, add {options}"
+    return replace(outcome, message=f"{outcome.message}; {advice}")

@@ -12,33 +12,31 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 
 from meshpoint.errors import ConfigurationError
-from meshpoint.exec.canonical import json_digest
-from meshpoint.input_files import read_bounded
+from meshpoint.files import read_bounded, read_stream, write_atomically
+from meshpoint.model.declared_type import first_problem, loggable_cause
 from meshpoint.model.ids import AgentName, TaskId
-from meshpoint.model.secrets import without_secrets
+from meshpoint.model.json_values import document_digest
+from meshpoint.model.secrets import remove_secrets
 from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord, SubtaskStatus
-from meshpoint.model.typed import cause_of, first_problem
 
-FORMAT = "meshpoint-checkpoint/1"
-_FORMAT = re.compile(r"meshpoint-checkpoint/([1-9][0-9]*)")
+_FORMAT = "meshpoint-checkpoint/1"
+_FORMAT_PATTERN = re.compile(r"meshpoint-checkpoint/([1-9][0-9]{0,8})")
 _OPTION = "--resume-from"
 _MAX_BYTES = 256 * 1024 * 1024
 _EXPORT_AGAIN_FIX = "export it again"
+_NAME_FILE_FIX = "name a file written by `--export`"
 
 
-class _ExportModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ExportedSubtask(_ExportModel):
+class ExportedSubtask(BaseModel, extra="forbid", frozen=True):
     """One subtask. `output` and `context` (its changes to the task's context) are optional."""
 
     name: str
@@ -55,7 +53,7 @@ class ExportedSubtask(_ExportModel):
         return "output" in self.model_fields_set
 
 
-class CheckpointDocument(_ExportModel):
+class CheckpointDocument(BaseModel, extra="forbid", frozen=True):
     """An exported checkpoint. `removed` has JSON pointers to the removed secrets."""
 
     format: Literal["meshpoint-checkpoint/1"]
@@ -104,12 +102,12 @@ def build_document(
             mode="json", include={"name", "status", "function", "inputs", "seconds"}
         )
         if include_outputs and record.result is not None:
-            results, paths = _results_without_secrets(record, secret_keys)
+            results, paths = _without_secrets(record, record.result, secret_keys)
             subtask |= results
             removed += [f"/subtasks/{index}{place}" for place in paths]
         subtasks.append(subtask)
     rest: dict[str, Any] = {
-        "format": FORMAT,
+        "format": _FORMAT,
         "agent": checkpoint.agent,
         "agent_version": checkpoint.agent_version,
         "operation_id": checkpoint.operation_id,
@@ -121,18 +119,19 @@ def build_document(
         "outputs": include_outputs,
         "removed": removed,
     }
-    return CheckpointDocument.model_validate({**rest, "digest": json_digest(rest)})
+    return CheckpointDocument.model_validate({**rest, "digest": document_digest(rest)})
 
 
-def _results_without_secrets(
-    record: SubtaskRecord, secret_keys: Sequence[str]
+def _without_secrets(
+    record: SubtaskRecord, result: str, secret_keys: Sequence[str]
 ) -> tuple[dict[str, JsonValue], list[str]]:
     """Return output and context of a completed subtask without secrets, and pointers to these."""
-    assert record.result is not None
-    output, output_paths = without_secrets(json.loads(record.result), record.secrets, secret_keys)
+    output, output_paths = remove_secrets(json.loads(result), record.secrets, secret_keys)
     results, removed = {"output": output}, [f"/output{place}" for place in output_paths]
     if record.context is not None:
-        results["context"], context_paths = without_secrets(json.loads(record.context), (), secret_keys)
+        results["context"], context_paths = remove_secrets(
+            json.loads(record.context), (), secret_keys
+        )
         removed += [f"/context{place}" for place in context_paths]
     return results, removed
 
@@ -148,59 +147,104 @@ def document_text(document: CheckpointDocument) -> str:
     return json.dumps(document_json(document), ensure_ascii=False, indent=2)
 
 
-def read_document(path: Path, agent: AgentName) -> CheckpointDocument:
-    """Read a checkpoint of `agent` from a file.
+def write_document(document: CheckpointDocument, path: Path, option: str, fix: str) -> None:
+    """Write `document` to a file that only its owner can read.
 
     Raises:
-        ConfigurationError: The file cannot be used. The message gives the reason.
+        ConfigurationError: The file cannot be written; the message names `option` and `fix`.
     """
-    document = _validate(_load_json(path), path)
+    try:
+        write_atomically(path, document_text(document) + "\n")
+    except OSError as error:
+        problem = f"{path} cannot be written: {error.strerror}"
+        raise ConfigurationError(option, problem, fix) from error
+
+
+def read_document(source: str, agent: AgentName) -> CheckpointDocument:
+    """Read a checkpoint of `agent`.
+
+    It may also be the result of `meshpoint exec --json`, which contains the checkpoint.
+
+    Args:
+        source: The name of a file, `-` for standard input, or the JSON text itself.
+        agent: The agent to resume.
+
+    Raises:
+        ConfigurationError: The checkpoint cannot be used. The message gives the reason.
+    """
+    label, content = _read_source(source)
+    document = _validate(_find_checkpoint(_load_json(label, content), label), label)
     if document.agent != agent:
-        raise _invalid_file(path, f"is a checkpoint of agent {document.agent!r}", f"use a checkpoint of {agent!r}")
+        raise _invalid_source(
+            label,
+            f"is a checkpoint of agent {document.agent!r}",
+            f"use a checkpoint of {agent!r}",
+        )
     return document
 
 
-def _load_json(path: Path) -> dict[str, JsonValue]:
+def _read_source(source: str) -> tuple[str, bytes]:
+    """Return a label for the source, used in messages, and its content."""
+    if source.lstrip().startswith("{"):
+        return "the given JSON", source.encode("utf-8", "surrogateescape")
+    label = "standard input" if source == "-" else source
     try:
-        loaded = json.loads(read_bounded(path, _MAX_BYTES))
+        if source != "-":
+            return label, read_bounded(Path(source), _MAX_BYTES)
+        if sys.stdin.isatty():
+            raise _invalid_source(label, "is a terminal", "pipe a checkpoint into the command")
+        return label, read_stream(sys.stdin.buffer, _MAX_BYTES)
     except OSError as error:
-        raise _invalid_file(
-            path,
-            f"cannot be read: {error.strerror}",
-            "name a file written by `--export`",
-        ) from error
+        problem = f"cannot be read: {error.strerror}"
+        raise _invalid_source(label, problem, _NAME_FILE_FIX) from error
+
+
+def _load_json(label: str, content: bytes) -> dict[str, JsonValue]:
+    try:
+        loaded = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise _invalid_file(path, f"is not JSON, or truncated: {error}", _EXPORT_AGAIN_FIX) from error
+        problem = f"is not JSON, or truncated: {error}"
+        raise _invalid_source(label, problem, _EXPORT_AGAIN_FIX) from error
     if not isinstance(loaded, dict):
-        raise _invalid_file(path, "is not a checkpoint", "name a file written by `--export`")
+        raise _invalid_source(label, "is not a checkpoint", _NAME_FILE_FIX)
     return loaded
 
 
-def _validate(loaded: dict[str, JsonValue], path: Path) -> CheckpointDocument:
-    format_match = _FORMAT.fullmatch(str(loaded.get("format")))
+def _find_checkpoint(loaded: dict[str, JsonValue], label: str) -> dict[str, JsonValue]:
+    """Return the checkpoint inside the result of an attempt, or `loaded` itself."""
+    if "format" in loaded or "checkpoint" not in loaded:
+        return loaded
+    inner = loaded["checkpoint"]
+    if not isinstance(inner, dict):
+        problem = "is the result of an attempt without a checkpoint"
+        raise _invalid_source(label, problem, "start the agent without --resume-from")
+    return inner
+
+
+def _validate(loaded: dict[str, JsonValue], label: str) -> CheckpointDocument:
+    format_match = _FORMAT_PATTERN.fullmatch(str(loaded.get("format")))
     if format_match is None:
-        raise _invalid_file(path, "is not a checkpoint", "name a file written by `--export`")
+        raise _invalid_source(label, "is not a checkpoint", _NAME_FILE_FIX)
     if int(format_match[1]) > 1:
         problem = f"has format {loaded['format']}: it was written by a later release"
-        raise _invalid_file(path, problem, "use that release, or export it with this one")
+        raise _invalid_source(label, problem, "use that release, or export it with this one")
     rest = {key: value for key, value in loaded.items() if key != "digest"}
     digest = _digest_or_none(rest)
     if digest is None or loaded.get("digest") != digest:
-        raise _invalid_file(path, "was edited: its digest does not match", _EXPORT_AGAIN_FIX)
+        raise _invalid_source(label, "was edited: its digest does not match", _EXPORT_AGAIN_FIX)
     try:
         return CheckpointDocument.model_validate_json(json.dumps(loaded))
     except ValidationError as error:
-        raise _invalid_file(path, f"is not a checkpoint: {first_problem(error)}", _EXPORT_AGAIN_FIX) from cause_of(
-            error
-        )
+        problem = f"is not a checkpoint: {first_problem(error)}"
+        raise _invalid_source(label, problem, _EXPORT_AGAIN_FIX) from loggable_cause(error)
 
 
 def _digest_or_none(rest: dict[str, JsonValue]) -> str | None:
     try:
-        return json_digest(rest)
+        return document_digest(rest)
     except (ValueError, RecursionError):  # NaN or infinite numbers, or extreme nesting
         return None
 
 
-def _invalid_file(path: Path, problem: str, fix: str) -> ConfigurationError:
-    return ConfigurationError(_OPTION, f"{path} {problem}", fix)
+def _invalid_source(label: str, problem: str, fix: str) -> ConfigurationError:
+    return ConfigurationError(_OPTION, f"{label} {problem}", fix)

@@ -5,21 +5,23 @@ The store is one SQLite file with the queues and tasks of all sessions.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from meshpoint.errors import ConfigurationError
-from meshpoint.model.checkpoint import Begin, Begun, Replica, Requester, Run
+from meshpoint.errors import ConfigurationError, MeshpointError
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId, new_id
+from meshpoint.model.options import StoreTimings
 from meshpoint.model.subtasks import Operation
-from meshpoint.ports.agent import DurableAgent, Plan, plan_of
+from meshpoint.model.tasks import Replica, Requester, Run
+from meshpoint.model.transitions import Begin, BeginCommitted
+from meshpoint.ports.agent import DurableAgent, Plan, get_plan
 from meshpoint.ports.task_store import CheckpointStore
-from meshpoint.settings import AgentSettings, MeshSettings
-from meshpoint.wiring import make_store
+from meshpoint.settings import StoreSettings
+from meshpoint.wiring import open_store
 
 _MAX_TTL = timedelta(days=3650)
 """Maximum duration that the settings allow."""
@@ -29,12 +31,13 @@ _MAX_TTL = timedelta(days=3650)
 class ExecConfig:
     """What to run: `agent`, and `others` that it may call.
 
-    `store_file` is the embedded store, in an existing folder. `ttl` is how long checkpoints are
-    kept.
+    `sources` is the text of their modules. `store_file` is the embedded store, in an existing
+    folder. `ttl` is how long checkpoints are kept.
     """
 
     agent: DurableAgent[Any, Any]
     others: Sequence[DurableAgent[Any, Any]] = ()
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
     store_file: Path
     ttl: timedelta
     secret_keys: Sequence[str] = ()
@@ -42,7 +45,9 @@ class ExecConfig:
     def __post_init__(self) -> None:
         names = [each.name for each in self.agents]
         if duplicate := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigurationError("--with", f"two agents are called {duplicate!r}", "name each agent once")
+            raise ConfigurationError(
+                "--with", f"two agents are called {duplicate!r}", "name each agent once"
+            )
 
     @property
     def agents(self) -> list[DurableAgent[Any, Any]]:
@@ -57,48 +62,32 @@ class ExecConfig:
     @property
     def plan(self) -> Plan:
         """Plan of the agent to run."""
-        return plan_of(self.agent)
+        return get_plan(self.agent)
 
     @property
-    def retention_seconds(self) -> float:
+    def retention(self) -> timedelta:
         """How long the store keeps checkpoints.
 
         With `NO_EXPIRY` they are exempt from deletion anyway.
         """
-        return min(self.ttl, _MAX_TTL).total_seconds()
+        return min(self.ttl, _MAX_TTL)
 
     @property
     def store_url(self) -> str:
         """URL of the embedded store, as broker and as database."""
         return f"sqlite:///{self.store_file}"
 
-    def mesh_settings(self, namespace: str) -> MeshSettings:
-        """Return the mesh settings of a session."""
-        return MeshSettings(namespace=namespace, broker_url=self.store_url)
+    def open_store(self, namespace: str) -> AbstractAsyncContextManager[CheckpointStore]:
+        """Open the store of one session's namespace.
 
-
-@asynccontextmanager
-async def embedded_store(config: ExecConfig, namespace: str) -> AsyncIterator[CheckpointStore]:
-    """Open the store of one session's namespace.
-
-    Raises:
-        ConfigurationError: Another release wrote the file.
-        StoreUnavailable: Other processes kept the file locked for too long.
-    """
-    settings = AgentSettings(
-        name=config.agent_name,
-        entrypoint="meshpoint.exec:agent",  # not used: the agent is passed as an object
-        session_service="sql",
-        session_db_url=config.store_url,
-        checkpoint_ttl_seconds=config.retention_seconds,
-        tombstone_ttl_seconds=config.retention_seconds,
-    )
-    store = make_store(settings, namespace)
-    try:
-        await store.open()
-        yield store
-    finally:
-        await store.close()
+        Raises:
+            ConfigurationError: Another release wrote the file.
+            StoreUnavailable: Other processes kept the file locked for too long.
+        """
+        timings = StoreTimings(checkpoint_ttl=self.retention, tombstone_ttl=self.retention)
+        return open_store(
+            StoreSettings.at(self.store_url, key="--home", timings=timings), namespace
+        )
 
 
 async def begin_operation(
@@ -108,9 +97,15 @@ async def begin_operation(
     requester: Requester,
     request: bytes,
     operation: Operation | None = None,
-) -> Run | None:
-    """Write the row of a new task and own it for 10 seconds; `None` if the id exists already."""
+) -> Run:
+    """Write the row of a new task and own it for 10 seconds.
+
+    Raises:
+        MeshpointError: Another agent has a task with this id.
+    """
     replica = Replica(ReplicaId(new_id()), agent, frozenset(), lease=timedelta(seconds=10))
     command = Begin(Run(task_id, agent, RunId(new_id())), replica, requester, request, operation)
     (result,) = await store.begin([command])
-    return result.run if isinstance(result, Begun) else None
+    if not isinstance(result, BeginCommitted):
+        raise MeshpointError(f"operation {task_id} belongs to another agent")
+    return result.run

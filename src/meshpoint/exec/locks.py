@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,18 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from meshpoint.errors import ConfigurationError
-
-
-@dataclass(frozen=True, slots=True)
-class LockHolder:
-    """The process that holds a lock. `since` is for display only."""
-
-    pid: int
-    host: str
-    since: str
-
-    def __str__(self) -> str:
-        return f"pid {self.pid} on {self.host} since {self.since}"
 
 
 class FileLock:
@@ -52,9 +39,9 @@ class FileLock:
             return None
         if record_holder:
             since = datetime.now(UTC).isoformat(timespec="seconds")
-            content = json.dumps(asdict(LockHolder(os.getpid(), socket.gethostname(), since))).encode()
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
             os.ftruncate(fd, 0)
-            os.pwrite(fd, content, 0)
+            os.pwrite(fd, json.dumps(holder).encode(), 0)
         return cls(fd)
 
     def release(self) -> None:
@@ -68,16 +55,18 @@ class FileLock:
         self.release()
 
 
-def read_holder(path: Path) -> LockHolder | None:
-    """Return the last recorded holder of the lock at `path`; `None` if none is recorded."""
+def read_holder(path: Path) -> str | None:
+    """Describe the last recorded holder of the lock at `path`; `None` if none is recorded."""
     try:
-        return LockHolder(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        holder = json.loads(path.read_bytes())
+        return f"pid {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def _open_lock_file(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # not inheritable: a child must not keep the lock
+    # Not inheritable: a child must not keep the lock. Not a link: the file is overwritten.
+    return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
 
 
 def _flock(fd: int, *, wait: bool) -> bool:

@@ -8,21 +8,16 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import AwareDatetime, BaseModel, JsonValue
 
 from meshpoint.errors import ConfigurationError
-from meshpoint.exec.canonical import json_digest
 from meshpoint.exec.report import StepReport
 from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.json_values import document_digest
 
 NO_EXPIRY = timedelta(days=36_500)
 """TTL of sessions that are never deleted."""
-
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,50}")  # becomes part of a namespace
-
-
-class _SessionModel(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,50}")  # part of a namespace and of file names
 
 
 class AttemptStatus(StrEnum):
@@ -34,19 +29,23 @@ class AttemptStatus(StrEnum):
     KILLED = "killed"
 
 
-class AttemptRecord(_SessionModel):
-    """One attempt of a session. `ending` is `None` while it runs."""
+class AttemptRecord(BaseModel, extra="forbid"):
+    """One attempt of a session.
+
+    `flow` is the number of the version of the flow that it ran. `ending` is `None` while it runs.
+    """
 
     number: int
     pid: int
-    started: datetime
-    ended: datetime | None = None
+    flow: int | None = None
+    started: AwareDatetime
+    ended: AwareDatetime | None = None
     ending: AttemptStatus | None = None
     error: str | None = None
     steps: list[StepReport] = []
 
 
-class Session(_SessionModel):
+class Session(BaseModel, extra="forbid"):
     """One operation and its attempts. `again` has reasons why imported steps must run again."""
 
     format: Literal["meshpoint-session/1"] = "meshpoint-session/1"
@@ -56,8 +55,8 @@ class Session(_SessionModel):
     input: JsonValue
     input_digest: str
     operation_id: TaskId
-    created_at: datetime
-    expires_at: datetime
+    created_at: AwareDatetime
+    expires_at: AwareDatetime
     again: dict[str, str] = {}
     attempts: list[AttemptRecord] = []
 
@@ -86,7 +85,7 @@ class ExecInput:
     @property
     def digest(self) -> str:
         """Digest that identifies the input."""
-        return json_digest(self.value)
+        return document_digest(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,22 +108,41 @@ class SessionSpec:
             ConfigurationError: No input was given.
         """
         if self.input is None:
-            raise ConfigurationError("--input", "a new session needs an input", "use --input JSON or --input @FILE")
+            raise self._input_missing
         return self.input
+
+    def check_input(self) -> None:
+        """Check that an input was given.
+
+        Raises:
+            ConfigurationError: No input was given.
+        """
+        if self.input is None:
+            raise self._input_missing
+
+    @property
+    def _input_missing(self) -> ConfigurationError:
+        fix = "use --input JSON or --input @FILE"
+        return ConfigurationError("--input", "a new session needs an input", fix)
+
+
+def is_session_id(text: str) -> bool:
+    """Whether `text` can be the id of a session, and thus part of the name of its files."""
+    return _ID.fullmatch(text) is not None
+
+
+def validate_session_id(session_id: str) -> str:
+    """Return `session_id`.
+
+    Raises:
+        ConfigurationError: It is not a valid id.
+    """
+    if not is_session_id(session_id):
+        fix = "use letters, digits, '_' and '-' (51 at most)"
+        raise ConfigurationError("session", f"{session_id!r} is not a valid session id", fix)
+    return session_id
 
 
 def session_namespace(session_id: str) -> str:
     """Return the namespace of a session's broker and database."""
     return f"exec-{session_id}"
-
-
-def validate_session_id(session_id: str) -> str:
-    """Return `session_id` if it is valid.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
-    if not _ID.fullmatch(session_id):
-        fix = "use letters, digits, '_' and '-' (51 at most)"
-        raise ConfigurationError("session", f"{session_id!r} is not a valid session id", fix)
-    return session_id

@@ -9,30 +9,36 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from pydantic import ValidationError
 
-from meshpoint.adapters.embedded_leftovers import delete_namespace
-from meshpoint.errors import ConfigurationError, MeshpointError, OperationCompleted, OperationNotFound, SessionLocked
-from meshpoint.exec.files import write_atomically
-from meshpoint.exec.locks import FileLock, LockHolder, read_holder
+from meshpoint.errors import (
+    ConfigurationError,
+    MeshpointError,
+    OperationCompleted,
+    OperationNotFound,
+    SessionLocked,
+)
+from meshpoint.exec.flow_versions import FlowSources, FlowVersions
+from meshpoint.exec.locks import FileLock, read_holder
 from meshpoint.exec.report import StepReport
 from meshpoint.exec.session import (
     AttemptRecord,
     AttemptStatus,
     Session,
     SessionSpec,
+    is_session_id,
     session_namespace,
     validate_session_id,
 )
+from meshpoint.files import write_atomically
+from meshpoint.model.declared_type import first_problem
 from meshpoint.model.ids import TaskId, new_id
-from meshpoint.model.typed import first_problem
 
 
 class LockedSession:
@@ -41,22 +47,28 @@ class LockedSession:
     Its file is written when its first attempt begins.
     """
 
-    def __init__(self, store: SessionStore, session: Session, lock: FileLock, ttl: timedelta) -> None:
+    def __init__(
+        self, store: SessionStore, session: Session, lock: FileLock, ttl: timedelta
+    ) -> None:
         self._store, self.session, self._lock, self._ttl = store, session, lock, ttl
 
-    def begin_attempt(self) -> AttemptRecord:
-        """Record a new attempt.
+    def begin_attempt(self, sources: FlowSources | None = None) -> AttemptRecord:
+        """Record a new attempt, and the version of the flow that it runs.
 
         A previous attempt that has not recorded its end is marked as killed.
         """
         attempts, now = self.session.attempts, _now()
         if attempts and attempts[-1].ending is None:
             attempts[-1].ending = AttemptStatus.KILLED
-        attempts.append(AttemptRecord(number=len(attempts) + 1, pid=os.getpid(), started=now))
+        version = self._store.flow_versions(self.session.id).record(sources or {})
+        number = len(attempts) + 1
+        attempts.append(AttemptRecord(number=number, pid=os.getpid(), flow=version, started=now))
         self._save(now)
         return attempts[-1]
 
-    def end_attempt(self, status: AttemptStatus, error: str | None, steps: list[StepReport]) -> None:
+    def end_attempt(
+        self, status: AttemptStatus, error: str | None, steps: list[StepReport]
+    ) -> None:
         """Record how the attempt ended."""
         attempt, now = self.session.attempts[-1], _now()
         attempt.ended, attempt.ending, attempt.error, attempt.steps = now, status, error, steps
@@ -73,9 +85,7 @@ class LockedSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -102,7 +112,8 @@ class SessionStore:
         """
         with self._lock_folder():
             ids = iter(lambda: secrets.token_hex(4), "")
-            return self._create(next(id_ for id_ in ids if not self._session_file(id_).exists()), spec)
+            unused = next(id_ for id_ in ids if not self._session_file(id_).exists())
+            return self._create(unused, spec)
 
     def open_or_create(self, session_id: str, spec: SessionSpec) -> LockedSession:
         """Open the session with this id; create it if missing, restart it if it has completed.
@@ -119,9 +130,7 @@ class SessionStore:
                 return self._create(session_id, spec)
             with self._release_on_error(session_id) as lock:
                 found = self._load(session_id)
-                if found.entrypoint != spec.entrypoint:
-                    problem = f"session {session_id} belongs to {found.entrypoint}"
-                    raise ConfigurationError("--session", problem, "use another session id for this agent")
+                check_entrypoint(found, spec)
                 if found.last_status is AttemptStatus.COMPLETED:
                     found.operation_id, found.again = TaskId(new_id()), {}
                 if spec.input is not None:
@@ -136,19 +145,10 @@ class SessionStore:
             OperationCompleted: Its last attempt has completed.
             SessionLocked: Another process runs it.
         """
-        key = (spec.entrypoint, spec.required_input.digest)
         with self._lock_folder():
-            newest = next((each for each in self.list_all() if (each.entrypoint, each.input_digest) == key), None)
-            if newest is None:
-                problem = (
-                    f"{spec.entrypoint} has no session with this input in {self.home_dir}; run it without --resume"
-                )
-                raise OperationNotFound("", problem)
+            newest = self.require_latest(spec)
             with self._release_on_error(newest.id) as lock:
-                newest = self._load(newest.id)
-                if newest.last_status is AttemptStatus.COMPLETED:
-                    problem = f"session {newest.id} has completed; run it without --resume to start again"
-                    raise OperationCompleted(newest.operation_id, problem)
+                newest = _require_unfinished(self._load(newest.id))
                 return LockedSession(self, newest, lock, spec.ttl)
 
     def _create(self, session_id: str, spec: SessionSpec) -> LockedSession:
@@ -177,11 +177,21 @@ class SessionStore:
 
     def _lock_session(self, session_id: str) -> FileLock:
         path = self._lock_file(session_id)
-        lock = FileLock.try_acquire(path)
+        lock = self._try_lock(session_id)
         if lock is None:
             holder = read_holder(path) or "another process"
-            raise SessionLocked(f"session {session_id} is in use by {holder}; wait for it or end it")
+            raise SessionLocked(
+                f"session {session_id} is in use by {holder}; wait for it or end it"
+            )
         return lock
+
+    def _try_lock(self, session_id: str, *, record_holder: bool = True) -> FileLock | None:
+        path = self._lock_file(session_id)
+        try:
+            return FileLock.try_acquire(path, record_holder=record_holder)
+        except OSError as error:
+            problem = f"session {session_id} cannot be locked: {path}: {error.strerror}"
+            raise MeshpointError(f"{problem}; delete this file") from error
 
     def list_all(self) -> list[Session]:
         """Return all readable sessions, most recently used first."""
@@ -203,13 +213,46 @@ class SessionStore:
         self._check_exists(session_id)
         return self._load(session_id)
 
-    def lock_holder(self, session_id: str) -> LockHolder | None:
+    def flow_versions(self, session_id: str) -> FlowVersions:
+        """Return the versions of the flow that the session's attempts ran."""
+        return FlowVersions(self._folder, session_id)
+
+    def require_latest(self, spec: SessionSpec) -> Session:
+        """Return the newest session of this agent and this input, without locking it.
+
+        Raises:
+            OperationNotFound: There is no such session.
+            OperationCompleted: Its last attempt has completed.
+        """
+        key = (spec.entrypoint, spec.required_input.digest)
+        sessions = self.list_all()
+        newest = next(
+            (each for each in sessions if (each.entrypoint, each.input_digest) == key), None
+        )
+        if newest is None:
+            problem = (
+                f"{spec.entrypoint} has no session with this input in {self.home_dir}; "
+                "run it without --resume"
+            )
+            raise OperationNotFound("", problem)
+        return _require_unfinished(newest)
+
+    def find(self, session_id: str) -> Session | None:
+        """Return a session, without locking it; `None` if no session has this id."""
+        exists = self._session_file(validate_session_id(session_id)).exists()
+        return self._load(session_id) if exists else None
+
+    def lock_holder(self, session_id: str) -> str | None:
         """Return the process that runs the session now; `None` if it is not running."""
         path = self._lock_file(session_id)
         if not path.exists():
             return None
         with self._lock_folder():
-            if (lock := FileLock.try_acquire(path, record_holder=False)) is None:
+            try:
+                lock = self._try_lock(session_id, record_holder=False)
+            except MeshpointError:  # no process can lock it
+                return None
+            if lock is None:
                 return read_holder(path)
             lock.release()
             return None
@@ -225,35 +268,53 @@ class SessionStore:
         with self._lock_folder(), self._lock_session(session_id):
             self._delete(session_id)
 
-    def delete_expired(self) -> list[str]:
-        """Delete expired sessions that are not running, and return their ids."""
+    def delete_expired(self, warn: Callable[[str], None] | None = None) -> list[str]:
+        """Delete expired sessions that are not running, and return their ids.
+
+        Skips sessions that cannot be read or deleted, and calls `warn` with each reason.
+        """
+        deleted = []
         with self._lock_folder():
             # A lock file without a session was left by a process killed before its first attempt.
-            stray_locks = [id_ for id_ in self._ids_with_suffix(".lock") if not self._session_file(id_).exists()]
-            expired = [session.id for session in self.list_all() if self._is_expired(session.id)]
-            return [id_ for id_ in [*expired, *stray_locks] if self._delete_if_unlocked(id_)]
+            ids = {*self._ids_with_suffix(".json"), *self._ids_with_suffix(".lock")}
+            for id_ in sorted(ids):
+                try:
+                    if self._is_deletable(id_) and self._delete_if_unlocked(id_):
+                        deleted.append(id_)
+                except (MeshpointError, OSError) as error:
+                    if warn is not None:
+                        warn(str(error))
+        return deleted
 
     def _ids_with_suffix(self, suffix: str) -> list[str]:
+        """Return the ids that files are named after. Files with other names are no sessions."""
         try:
-            return [file.stem for file in self._folder.iterdir() if file.suffix == suffix]
+            stems = [file.stem for file in self._folder.iterdir() if file.suffix == suffix]
         except FileNotFoundError:
             return []
+        return list(filter(is_session_id, stems))
+
+    def _is_deletable(self, session_id: str) -> bool:
+        return not self._session_file(session_id).exists() or self._is_expired(session_id)
 
     def _is_expired(self, session_id: str) -> bool:
         return self._load(session_id).expires_at <= _now()
 
     def _delete_if_unlocked(self, session_id: str) -> bool:
-        lock = FileLock.try_acquire(self._lock_file(session_id), record_holder=False)
+        lock = self._try_lock(session_id, record_holder=False)
         if lock is None:
             return False
         with lock:
-            deletable = not self._session_file(session_id).exists() or self._is_expired(session_id)
+            deletable = self._is_deletable(session_id)
             if deletable:
                 self._delete(session_id)
             return deletable
 
     def _delete(self, session_id: str) -> None:
-        delete_namespace(self.store_file, session_namespace(session_id))
+        from meshpoint.wiring import delete_embedded_namespace  # imports the engine
+
+        delete_embedded_namespace(self.store_file, session_namespace(session_id))
+        self.flow_versions(session_id).delete()
         self._session_file(session_id).unlink(missing_ok=True)
         self._lock_file(session_id).unlink(missing_ok=True)
 
@@ -262,17 +323,23 @@ class SessionStore:
         write_atomically(self._session_file(session.id), session.model_dump_json(indent=2) + "\n")
 
     def _load(self, session_id: str) -> Session:
+        file = self._session_file(session_id)
         try:
-            return Session.model_validate_json(self._session_file(session_id).read_bytes())
-        except (OSError, ValidationError) as error:
-            problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
-            advice = f"a later release wrote it, or it was edited: `meshpoint sessions rm {session_id}` deletes it"
-            raise MeshpointError(f"session {session_id} cannot be read: {problem}; {advice}") from error
+            session = Session.model_validate_json(file.read_bytes())
+        except OSError as error:
+            raise _unreadable(session_id, str(error)) from error
+        except ValidationError as error:
+            raise _unreadable(session_id, first_problem(error)) from error
+        if session.id != session_id:
+            raise _unreadable(session_id, f"{file} has the id of another session")
+        return session
 
     def _check_exists(self, session_id: str) -> None:
         if not self._session_file(validate_session_id(session_id)).exists():
             advice = "`meshpoint sessions list` shows all"
-            raise OperationNotFound(session_id, f"there is no session {session_id} in {self.home_dir}; {advice}")
+            raise OperationNotFound(
+                session_id, f"there is no session {session_id} in {self.home_dir}; {advice}"
+            )
 
     def _lock_folder(self) -> FileLock:
         try:
@@ -284,13 +351,42 @@ class SessionStore:
             return FileLock.acquire(self._folder / ".choosing")
         except OSError as error:
             problem = f"{self.home_dir} cannot be used for sessions: {error.strerror}"
-            raise ConfigurationError("--home", problem, "name a folder that you can write to") from error
+            raise ConfigurationError(
+                "--home", problem, "name a folder that you can write to"
+            ) from error
 
     def _session_file(self, session_id: str) -> Path:
         return self._folder / f"{session_id}.json"
 
     def _lock_file(self, session_id: str) -> Path:
         return self._folder / f"{session_id}.lock"
+
+
+def check_entrypoint(session: Session, spec: SessionSpec) -> None:
+    """Check that the session belongs to the agent in `spec`.
+
+    Raises:
+        ConfigurationError: It belongs to another agent.
+    """
+    if session.entrypoint != spec.entrypoint:
+        problem = f"session {session.id} belongs to {session.entrypoint}"
+        fix = "use another session id for this agent"
+        raise ConfigurationError("--session", problem, fix)
+
+
+def _require_unfinished(session: Session) -> Session:
+    if session.last_status is AttemptStatus.COMPLETED:
+        problem = f"session {session.id} has completed; run it without --resume to start again"
+        raise OperationCompleted(session.operation_id, problem)
+    return session
+
+
+def _unreadable(session_id: str, problem: str) -> MeshpointError:
+    advice = (
+        "a later release wrote it, or it was edited: "
+        f"`meshpoint sessions rm {session_id}` deletes it"
+    )
+    return MeshpointError(f"session {session_id} cannot be read: {problem}; {advice}")
 
 
 def _now() -> datetime:

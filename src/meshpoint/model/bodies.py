@@ -14,13 +14,13 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import from_json, to_json
 
 from meshpoint.errors import PoisonMessage
+from meshpoint.model.declared_type import first_problem, has_too_many_errors
 from meshpoint.model.ids import new_id
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
-from meshpoint.model.typed import first_problem, has_too_many
 from meshpoint.model.usage import TokenUsage
 
-_MOST_PARTS = 1000
-_LARGEST_USAGE = 128 * 1024
+_MAX_PARTS = 1000
+_MAX_USAGE_BYTES = 128 * 1024
 """In bytes. Bounded because pydantic creates an error object for every invalid entry."""
 
 
@@ -31,19 +31,20 @@ class Body(BaseModel):
         alias_generator=to_camel,
         populate_by_name=True,
         extra="ignore",
-        cache_strings="keys",  # caching unique values such as ids would hold 16,384 of them forever
+        # Caching unique values such as ids would hold 16,384 of them forever.
+        cache_strings="keys",
     )
 
     def to_bytes(self) -> bytes:
         """The body in its wire encoding."""
         return self.model_dump_json(by_alias=True, exclude_none=True).encode()
 
-    def free_values(self) -> list[JsonValue]:
+    def untyped_values(self) -> list[JsonValue]:
         """The values without a declared type that receivers read."""
         return []
 
 
-class TaskState(StrEnum):
+class A2ATaskState(StrEnum):
     """A2A 1.0 task states in ProtoJSON form.
 
     A paused task stays WORKING, because A2A has no state for waiting on peers.
@@ -68,7 +69,7 @@ class A2AMessage(Body):
 
     message_id: Annotated[str, Field(default_factory=new_id)]
     role: Literal["ROLE_USER", "ROLE_AGENT"]
-    parts: Annotated[list[Part], Field(min_length=1, max_length=_MOST_PARTS), FailFast()]
+    parts: Annotated[list[Part], Field(min_length=1, max_length=_MAX_PARTS), FailFast()]
     context_id: str | None = None
     task_id: str | None = None
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
@@ -84,7 +85,7 @@ class RequestBody(Body):
     message: A2AMessage
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
-    def free_values(self) -> list[JsonValue]:
+    def untyped_values(self) -> list[JsonValue]:
         return [self.message.parts[0].data, self.metadata]
 
     def input(self) -> JsonValue:
@@ -96,7 +97,7 @@ class RequestBody(Body):
 class TaskStatus(Body):
     """The current state of a task."""
 
-    state: TaskState
+    state: A2ATaskState
     message: A2AMessage | None = None
     timestamp: str | None = None
 
@@ -121,15 +122,15 @@ class ResponseBody(Body):
 
     task: TaskBody
 
-    def free_values(self) -> list[JsonValue]:
-        said = self.task.status.message
-        return [said.parts[0].data if said else None, [*self.task.artifacts]]
+    def untyped_values(self) -> list[JsonValue]:
+        message = self.task.status.message
+        return [message.parts[0].data if message else None, [*self.task.artifacts]]
 
     @property
-    def refuses(self) -> str | None:
+    def refused_fingerprint(self) -> str | None:
         """The fingerprint of the refused request, if any."""
-        refused = self.task.metadata.get("refuses")
-        return None if refused is None else str(refused)
+        value = self.task.metadata.get("refuses")
+        return None if value is None else str(value)
 
     def outcome(self) -> Outcome:
         """The outcome for the requester to record.
@@ -139,17 +140,21 @@ class ResponseBody(Body):
         """
         status, metadata = self.task.status, self.task.metadata
         part = status.message.parts[0] if status.message else Part()
-        usage = _usage(metadata.get("usage"))
+        usage = _parse_usage(value) if (value := metadata.get("usage")) else TokenUsage()
         match status.state:
-            case TaskState.COMPLETED:
+            case A2ATaskState.COMPLETED:
                 value = part.text if part.text is not None else part.data
                 return Ok(value, tuple(self.task.artifacts), usage)
-            case TaskState.CANCELED:
+            case A2ATaskState.CANCELED:
                 return Failed(FailureKind.CANCELLED, part.text or "cancelled", usage)
-            case TaskState.FAILED:
+            case A2ATaskState.FAILED:
                 kind = metadata.get("failure")
-                known = kind if isinstance(kind, str) and kind in set(FailureKind) else FailureKind.ERROR
-                return Failed(FailureKind(str(known)), part.text or "failed", usage)
+                failure_kind = (
+                    FailureKind(kind)
+                    if isinstance(kind, str) and kind in set(FailureKind)
+                    else FailureKind.ERROR
+                )
+                return Failed(failure_kind, part.text or "failed", usage)
             case _:
                 raise PoisonMessage(f"task.status.state: {status.state} does not end a task")
 
@@ -168,9 +173,9 @@ class StatusBody(Body):
 
     status_update: StatusUpdate
 
-    def free_values(self) -> list[JsonValue]:
-        said = self.status_update.status.message
-        return [said.parts[0].data if said else None]
+    def untyped_values(self) -> list[JsonValue]:
+        message = self.status_update.status.message
+        return [message.parts[0].data if message else None]
 
 
 class CancelBody(Body):
@@ -180,90 +185,61 @@ class CancelBody(Body):
     reason: str | None = None
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+_BodyT = TypeVar("_BodyT", bound=Body)
 
 
-def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
-    """Parse `body` as `kind`.
+def parse_body(type_: type[_BodyT], body: bytes, max_message_bytes: int | None = None) -> _BodyT:
+    """Parse `body` as `type_`.
 
     Raises:
-        PoisonMessage: the body is not JSON, or a field is missing or has the wrong type; the
-            message names the field.
+        PoisonMessage: the body is too large or not JSON, or a field is missing or has the wrong
+            type; the message names the field.
     """
+    if max_message_bytes is not None and len(body) > max_message_bytes:
+        raise PoisonMessage(
+            f"the body has {len(body)} bytes; max_message_bytes is {max_message_bytes}"
+        )
     try:
         if b"NaN" in body or b"Infinity" in body:  # pydantic accepts these literals, JSON does not
             from_json(body, allow_inf_nan=False, cache_strings="keys")
-        read = kind.model_validate_json(body)
+        parsed = type_.model_validate_json(body)
     except ValidationError as error:
-        if has_too_many(error):
+        if has_too_many_errors(error):
             raise PoisonMessage(f"body: {first_problem(error)}") from None
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise PoisonMessage(f"{where}: {first['msg']}") from error
+        first_error = error.errors(include_url=False, include_input=False)[0]
+        location = ".".join(str(part) for part in first_error["loc"]) or "body"
+        raise PoisonMessage(f"{location}: {first_error['msg']}") from error
     except ValueError as error:
         raise PoisonMessage(f"body: not JSON: {error}") from error
-    if any(_is_infinite(value) for value in read.free_values()):
-        raise PoisonMessage("body: a number is too large for a float")
-    return read
+    for value in parsed.untyped_values():
+        if _contains_infinity(value):
+            raise PoisonMessage("body: a number is too large for a float")
+    return parsed
 
 
-def _is_infinite(value: JsonValue) -> bool:
+def _contains_infinity(value: JsonValue) -> bool:
     """Whether `value` contains a number that was too large, such as 1e400, and became infinity."""
     if isinstance(value, float):
         return math.isinf(value)
     if not value or not isinstance(value, list | dict):
         return False
-    written = to_json(value, inf_nan_mode="constants")
-    if b"Infinity" not in written:
+    encoded = to_json(value, inf_nan_mode="constants")
+    if b"Infinity" not in encoded:
         return False
     try:
-        from_json(written, allow_inf_nan=False)  # the match may be inside a string
+        from_json(encoded, allow_inf_nan=False)  # the match may be inside a string
     except ValueError:
         return True
     return False
 
 
-def _usage(given: JsonValue) -> TokenUsage:
-    if not given:
-        return TokenUsage()
-    if len(to_json(given)) > _LARGEST_USAGE:
-        raise PoisonMessage(f"task.metadata.usage: has more than {_LARGEST_USAGE} bytes")
+def _parse_usage(value: JsonValue) -> TokenUsage:
+    if len(to_json(value)) > _MAX_USAGE_BYTES:
+        raise PoisonMessage(f"task.metadata.usage: has more than {_MAX_USAGE_BYTES} bytes")
     try:
-        usage = TokenUsage.model_validate(given)
+        usage = TokenUsage.model_validate(value)
     except ValidationError as error:
         raise PoisonMessage(f"task.metadata.usage: {error.errors()[0]['msg']}") from error
     if not usage.is_plausible:
         raise PoisonMessage("task.metadata.usage: a count is negative, or beyond 2**53")
     return usage
-
-
-def response_body(
-    task_id: str,
-    context_id: str | None,
-    outcome: Outcome,
-    *,
-    timestamp: str | None = None,
-    refuses: str | None = None,
-) -> ResponseBody:
-    """Build the response for `outcome`."""
-    metadata: dict[str, JsonValue] = {} if refuses is None else {"refuses": refuses}
-    if not outcome.usage.is_empty:
-        metadata["usage"] = outcome.usage.model_dump(mode="json")
-    match outcome:
-        case Ok(value=value):
-            state, part = TaskState.COMPLETED, Part(data=value)
-        case Failed(kind=FailureKind.CANCELLED, message=text):
-            state, part = TaskState.CANCELED, Part(text=text)
-        case Failed(kind=kind, message=text):
-            state, part = TaskState.FAILED, Part(text=text)
-            metadata["failure"] = kind.value
-    message = A2AMessage(message_id=new_id(), role="ROLE_AGENT", parts=[part], task_id=task_id, context_id=context_id)
-    return ResponseBody(
-        task=TaskBody(
-            id=task_id,
-            context_id=context_id,
-            status=TaskStatus(state=state, message=message, timestamp=timestamp),
-            artifacts=list(outcome.artifacts) if isinstance(outcome, Ok) else [],
-            metadata=metadata,
-        )
-    )

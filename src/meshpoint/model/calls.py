@@ -10,15 +10,16 @@ from typing import Generic, TypeVar
 from pydantic import JsonValue
 
 from meshpoint.errors import AgentMisbehaved
+from meshpoint.model.error_text import quantity
 
-T_co = TypeVar("T_co", covariant=True)
+_T_co = TypeVar("_T_co", covariant=True)
 
 
-LONGEST = timedelta(days=3650)
+MAX_DURATION = timedelta(days=3650)
 """Maximum timeout or deadline. The resulting instant can still be stored and read back."""
 
 
-def check_duration(duration: object, name: str) -> None:
+def _check_duration(duration: object, name: str) -> None:
     """Check that `duration` can be stored.
 
     Raises:
@@ -26,7 +27,7 @@ def check_duration(duration: object, name: str) -> None:
     """
     if not isinstance(duration, timedelta):
         raise AgentMisbehaved(f"{name} must be a timedelta, not {type(duration).__name__}")
-    if not timedelta() < duration <= LONGEST:
+    if not timedelta() < duration <= MAX_DURATION:
         raise AgentMisbehaved(f"{name} is {duration}; it must be positive and at most ten years")
 
 
@@ -47,7 +48,7 @@ class Join:
         if self.needed is not None and self.needed < 1:
             raise AgentMisbehaved(f"a join needs at least one result, not {self.needed}")
         if self.deadline is not None:
-            check_duration(self.deadline, "a join deadline")
+            _check_duration(self.deadline, "a join deadline")
 
     def within(self, deadline: timedelta) -> Join:
         """The same join with a deadline, after which the task resumes with partial results."""
@@ -91,12 +92,16 @@ class Call:
     def __post_init__(self) -> None:
         for name in ("timeout", "idle_timeout"):
             if (duration := getattr(self, name)) is not None:
-                check_duration(duration, f"call {self.id!r}: {name}")
+                _check_duration(duration, f"call {self.id!r}: {name}")
 
 
 @dataclass(frozen=True, slots=True)
 class Paused:
     """Ends a segment until `join` is complete over `calls`; then the task resumes with `state`.
+
+    `append` is added to the task's log, which the agent receives with `state` on resume. A pause
+    writes only the new bytes, and `state` only if it has changed. A pause without `append` ends
+    the log, so its `state` must stand alone. The agent must be a `meshpoint.ports.agent.ReadsLog`.
 
     Raises:
         AgentMisbehaved: there are no calls, two calls have the same id, or the join needs more
@@ -106,6 +111,7 @@ class Paused:
     calls: Sequence[Call]
     state: bytes
     join: Join = ALL
+    append: bytes | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "calls", tuple(self.calls))
@@ -113,18 +119,22 @@ class Paused:
         if not ids:
             raise AgentMisbehaved("Paused needs at least one call")
         if len(set(ids)) != len(ids):
-            raise AgentMisbehaved(
-                f"Paused has two calls with the same id: {sorted(i for i in ids if ids.count(i) > 1)[0]!r}"
-            )
+            duplicate = sorted(i for i in ids if ids.count(i) > 1)[0]
+            raise AgentMisbehaved(f"Paused has two calls with the same id: {duplicate!r}")
         if self.join.needed is not None and self.join.needed > len(ids):
-            raise AgentMisbehaved(f"the join needs {self.join.needed} results but has {len(ids)} calls")
+            raise AgentMisbehaved(
+                f"the join needs {quantity(self.join.needed, 'result')} but there "
+                f"{'is' if len(ids) == 1 else 'are'} only {quantity(len(ids), 'call')}"
+            )
         if not isinstance(self.state, bytes):
             raise AgentMisbehaved(f"Paused.state must be bytes, not {type(self.state).__name__}")
+        if not isinstance(self.append, bytes | None):
+            raise AgentMisbehaved(f"Paused.append must be bytes, not {type(self.append).__name__}")
 
 
 @dataclass(frozen=True)  # no slots: typing sets __orig_class__, so Done[int](...) would raise
-class Done(Generic[T_co]):
+class Done(Generic[_T_co]):
     """Ends the task successfully with `output`."""
 
-    output: T_co
+    output: _T_co
     artifacts: tuple[dict[str, JsonValue], ...] = field(default=())

@@ -5,32 +5,42 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, timedelta
+from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Protocol, TypeVar
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+)
 
 from meshpoint.errors import IncompatibleState, NotJson
-from meshpoint.model.checkpoint import Checkpoint
-from meshpoint.model.error_text import storable
+from meshpoint.model.agent_memory import MemoryMixin
+from meshpoint.model.context_runtime import ContextRuntime
+from meshpoint.model.error_text import make_storable
 from meshpoint.model.ids import TaskId
 from meshpoint.model.json_values import JsonDict, JsonList, check_json
 from meshpoint.model.messages import Address
-from meshpoint.model.recording import Recorder, Recording
-from meshpoint.model.remembering import Remembering
-from meshpoint.model.subtasking import Subtasking
+from meshpoint.model.peer_calls_mixin import PeerCallsMixin
+from meshpoint.model.subtask_mixin import SubtaskMixin
+from meshpoint.model.tasks import CheckpointDict
 from meshpoint.model.usage import TokenUsage
 
-Report = Callable[[JsonValue], Awaitable[None]]
+_Value = TypeVar("_Value")
+_Assigned = TypeVar("_Assigned")
+_Value_co = TypeVar("_Value_co", covariant=True)
+_Assigned_contra = TypeVar("_Assigned_contra", contravariant=True)
+
+StatusReporter = Callable[[JsonValue], Awaitable[None]]
 """Sends a status update to the requester."""
 
 
-def _guarded(name: str) -> AfterValidator:
-    # Takes the name as an argument: pydantic 2.12.0 passes none when it validates defaults.
-    return AfterValidator(lambda values: JsonDict(values, name=f"a2a_context.{name}"))
-
-
-UtcInstant = Annotated[AwareDatetime, AfterValidator(lambda instant: instant.astimezone(UTC))]
+_UtcDatetime = Annotated[AwareDatetime, AfterValidator(lambda instant: instant.astimezone(UTC))]
 
 
 class A2AContext(BaseModel):
@@ -45,41 +55,60 @@ class A2AContext(BaseModel):
     requester: str | None = None
     parent_task_id: str | None = None
     call_depth: int = 0
-    deadline: UtcInstant | None = None
+    deadline: _UtcDatetime | None = None
     idle_timeout: timedelta | None = None
-    user_config: Annotated[dict[str, JsonValue], _guarded("user_config")] = Field(default_factory=dict)
-    metadata: Annotated[dict[str, JsonValue], _guarded("metadata")] = Field(default_factory=dict)
+    # With names, because pydantic 2.12.0 passes none to a validator of a default.
+    user_config: Annotated[
+        dict[str, JsonValue], AfterValidator(partial(JsonDict, name="a2a_context.user_config"))
+    ] = Field(default_factory=dict)
+    metadata: Annotated[
+        dict[str, JsonValue], AfterValidator(partial(JsonDict, name="a2a_context.metadata"))
+    ] = Field(default_factory=dict)
 
 
-class _DictField:
-    """A descriptor that converts any assigned mapping to a `JsonDict`."""
+class _Converter(Protocol[_Value_co, _Assigned_contra]):
+    def __call__(self, value: _Assigned_contra, /, *, name: str) -> _Value_co: ...
+
+
+class _Checked(Generic[_Value, _Assigned]):
+    """An attribute that checks and converts each value assigned to it.
+
+    Reading it is a plain attribute access, because the descriptor has no `__get__`.
+    """
+
+    def __init__(self, convert: _Converter[_Value, _Assigned]) -> None:
+        self._convert = convert
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, context: TaskExecutionContext, owner: type) -> JsonDict:
-        held: JsonDict = context.__dict__[self._name]
-        return held
+    def __set__(self, context: TaskExecutionContext, value: _Assigned) -> None:
+        context.__dict__[self._name] = self._convert(value, name=self._name)
 
-    def __set__(self, context: TaskExecutionContext, values: Mapping[str, Any]) -> None:
-        context.__dict__[self._name] = JsonDict(values, name=self._name)
+    if TYPE_CHECKING:
 
-
-class _ListField:
-    """A descriptor that converts any assigned iterable to a `JsonList`."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, context: TaskExecutionContext, owner: type) -> JsonList:
-        held: JsonList = context.__dict__[self._name]
-        return held
-
-    def __set__(self, context: TaskExecutionContext, values: Iterable[Any]) -> None:
-        context.__dict__[self._name] = JsonList(values, name=self._name)
+        def __get__(self, context: TaskExecutionContext, owner: type) -> _Value: ...
 
 
-class TaskExecutionContext(Recording, Subtasking, Remembering):
+def _check_text(text: str, *, name: str) -> str:
+    if not isinstance(text, str):
+        raise NotJson(f"{name}: {type(text).__name__} is not a string")
+    return str(check_json(text, name))
+
+
+def _check_usage(usage: TokenUsage, *, name: str) -> TokenUsage:
+    if not isinstance(usage, TokenUsage):
+        raise NotJson(f"{name}: {type(usage).__name__} is not TokenUsage")
+    return usage
+
+
+def _to_storable(text: str | None, *, name: str) -> str | None:
+    if text is not None and not isinstance(text, str):
+        raise NotJson(f"{name}: {type(text).__name__} is not a string")
+    return None if text is None else make_storable(text)
+
+
+class TaskExecutionContext(PeerCallsMixin, SubtaskMixin, MemoryMixin):
     """One task's execution context.
 
     A pause keeps what `to_checkpoint_dict` returns. `cancelled` and the status reporter are
@@ -87,11 +116,21 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
     `NotJson` immediately.
     """
 
-    produced_artifacts = _ListField()
-    artifact_signals_to_return = _ListField()
-    flags = _DictField()
-    security_context = _DictField()
-    trace_context = _DictField()
+    response_buffer = _Checked(_check_text)
+    """Text of the response collected so far."""
+
+    produced_artifacts = _Checked(JsonList)
+    artifact_signals_to_return = _Checked(JsonList)
+    flags = _Checked(JsonDict)
+    security_context = _Checked(JsonDict)
+
+    token_usage = _Checked(_check_usage)
+    """Tokens used so far by the task and its peers."""
+
+    trace_context = _Checked(JsonDict)
+
+    subject = _Checked(_to_storable)
+    """A short description of the task, shown with operations and checkpoints."""
 
     def __init__(
         self,
@@ -106,8 +145,7 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
         token_usage: TokenUsage | None = None,
         trace_context: Mapping[str, Any] = MappingProxyType({}),
         subject: str | None = None,
-        report: Report | None = None,
-        recorder: Recorder | None = None,
+        report: StatusReporter | None = None,
     ) -> None:
         self._task_id = task_id
         self._a2a_context = a2a_context if a2a_context is not None else A2AContext()
@@ -121,9 +159,7 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
         self.subject = subject
         self._cancelled = asyncio.Event()
         self._report = report
-        self._recorder = recorder
-        self._subtasks = None
-        self._memory = None
+        self._runtime = ContextRuntime()
 
     def __repr__(self) -> str:
         return f"TaskExecutionContext({self._task_id!r})"
@@ -137,39 +173,6 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
     def a2a_context(self) -> A2AContext:
         """The origin of the task."""
         return self._a2a_context
-
-    @property
-    def response_buffer(self) -> str:
-        """Text of the response collected so far."""
-        return self._response_buffer
-
-    @response_buffer.setter
-    def response_buffer(self, text: str) -> None:
-        if not isinstance(text, str):
-            raise NotJson(f"response_buffer: {type(text).__name__} is not a string")
-        self._response_buffer = str(check_json(text, "response_buffer"))
-
-    @property
-    def token_usage(self) -> TokenUsage:
-        """Tokens used so far by the task and its peers."""
-        return self._token_usage
-
-    @token_usage.setter
-    def token_usage(self, usage: TokenUsage) -> None:
-        if not isinstance(usage, TokenUsage):
-            raise NotJson(f"token_usage: {type(usage).__name__} is not TokenUsage")
-        self._token_usage = usage
-
-    @property
-    def subject(self) -> str | None:
-        """A short description of the task, shown with operations and checkpoints."""
-        return self._subject
-
-    @subject.setter
-    def subject(self, text: str | None) -> None:
-        if text is not None and not isinstance(text, str):
-            raise NotJson(f"subject: {type(text).__name__} is not a string")
-        self._subject = None if text is None else storable(text)
 
     @property
     def cancelled(self) -> asyncio.Event:
@@ -189,12 +192,12 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
         if self._report is not None:
             await self._report(checked)
 
-    def to_checkpoint_dict(self) -> Checkpoint:
+    def to_checkpoint_dict(self) -> CheckpointDict:
         """A copy of everything that survives a pause, independent of later changes."""
-        kept: Checkpoint = {
+        data: CheckpointDict = {
             "task_id": self._task_id,
             "a2a_context": self._a2a_context.model_dump(mode="json"),
-            "response_buffer": self._response_buffer,
+            "response_buffer": self.response_buffer,
             "produced_artifacts": self.produced_artifacts.to_plain(),
             "artifact_signals_to_return": self.artifact_signals_to_return.to_plain(),
             "flags": self.flags.to_plain(),
@@ -203,11 +206,11 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
             "trace_context": self.trace_context.to_plain(),
         }
         # Omitted if unset, because the previous release rejects the key.
-        return kept if self.subject is None else {**kept, "subject": self.subject}
+        return data if self.subject is None else {**data, "subject": self.subject}
 
     @classmethod
     def from_checkpoint_dict(
-        cls, kept: Checkpoint, *, report: Report | None = None, recorder: Recorder | None = None
+        cls, data: CheckpointDict, *, report: StatusReporter | None = None
     ) -> TaskExecutionContext:
         """Rebuild a context from `to_checkpoint_dict`.
 
@@ -217,10 +220,12 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
             IncompatibleState: a later version wrote it, and continuing here would lose data.
         """
         # The constructor's parameters define the known keys; an unknown key raises TypeError.
-        values: dict[str, Any] = dict(kept)
+        values: dict[str, Any] = dict(data)
         try:
             values["a2a_context"] = A2AContext.model_validate(values.get("a2a_context", {}))
             values["token_usage"] = TokenUsage.model_validate(values.get("token_usage", {}))
-            return cls(**values, report=report, recorder=recorder)
+            return cls(**values, report=report)
         except (ValidationError, NotJson, TypeError) as error:
-            raise IncompatibleState(f"the checkpoint's context cannot be read here: {error}") from error
+            raise IncompatibleState(
+                f"the checkpoint's context cannot be read here: {error}"
+            ) from error

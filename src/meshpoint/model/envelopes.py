@@ -13,35 +13,46 @@ from pydantic import JsonValue
 
 from meshpoint.model.bodies import (
     A2AMessage,
+    A2ATaskState,
     CancelBody,
     Part,
+    ResponseBody,
     StatusBody,
     StatusUpdate,
-    TaskState,
+    TaskBody,
     TaskStatus,
-    response_body,
 )
-from meshpoint.model.checkpoint import CancelNotice, Dispatch, Reply, Requester
-from meshpoint.model.ids import AgentName, TaskId, new_id, plain_id, resumed_id
-from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType, nested_of, responses_of
-from meshpoint.model.outcomes import Outcome
+from meshpoint.model.ids import AgentName, TaskId, new_id, resumed_id, split_resumed_id
+from meshpoint.model.messages import (
+    Address,
+    Header,
+    HeaderValue,
+    Message,
+    MessageType,
+    nested_queue,
+    response_queue,
+)
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.tasks import CancelNotice, Dispatch, Reply, Requester
 
-Letter = tuple[Address, Message]
+Envelope = tuple[Address, Message]
 
-LONGEST_STATUS = 65_536
+MAX_STATUS_BYTES = 65_536
 """Maximum bytes of a status update's body."""
 
 
-def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Letter:
+def request_envelope(call: Dispatch, reply_to: Address, margin: timedelta) -> Envelope:
     """Build the request for a peer call, addressed to the peer's nested-request queue.
 
     The peer's deadline is `margin` earlier than the call's, so that its response can arrive in
     time.
     """
-    peers_own, retry = plain_id(call.sub_task_id)
+    peer_task_id, retry = split_resumed_id(call.sub_task_id)
     headers = {
         **call.headers,
-        Header.PARENT_TASK.value: call.task_id if retry is None else resumed_id(call.task_id, retry),
+        Header.PARENT_TASK.value: call.task_id
+        if retry is None
+        else resumed_id(call.task_id, retry),
         Header.DEADLINE.value: (call.deadline - margin).timestamp(),
         Header.ATTEMPT.value: call.attempt,
     }
@@ -49,25 +60,24 @@ def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Lett
         type=MessageType.REQUEST,
         body=call.body,
         message_id=call.sub_task_id,
-        correlation_id=peers_own,
+        correlation_id=peer_task_id,
         app_id=call.agent,
         reply_to=reply_to,
         headers=headers,
     )
-    return nested_of(call.peer), message
+    return nested_queue(call.peer), message
 
 
-def cancel_letter(notice: CancelNotice) -> Letter:
+def cancel_envelope(notice: CancelNotice) -> Envelope:
     """Build the cancel for a peer whose result is no longer needed."""
-    peers_own, retry = plain_id(notice.sub_task_id)
+    peer_task_id, retry = split_resumed_id(notice.sub_task_id)
     parent = notice.task_id if retry is None else resumed_id(notice.task_id, retry)
-    return responses_of(notice.peer), cancel_message(notice.agent, peers_own, parent=parent)
+    return response_queue(notice.peer), cancel_message(notice.agent, peer_task_id, parent=parent)
 
 
 def cancel_message(
     sender: AgentName,
     task_id: TaskId,
-    reason: str | None = None,
     *,
     parent: str | None = None,
     on_behalf_of: str | None = None,
@@ -82,7 +92,7 @@ def cancel_message(
         headers[Header.ON_BEHALF_OF.value] = on_behalf_of
     return Message(
         type=MessageType.CANCEL,
-        body=CancelBody(id=task_id, reason=reason).to_bytes(),
+        body=CancelBody(id=task_id).to_bytes(),
         message_id=f"{task_id}.cancel",
         correlation_id=task_id,
         app_id=sender,
@@ -90,7 +100,7 @@ def cancel_message(
     )
 
 
-def reply_letter(reply: Reply) -> Letter | None:
+def reply_envelope(reply: Reply) -> Envelope | None:
     """Build the response to a request, or `None` if the requester wants no reply."""
     if reply.requester.reply_to is None:
         return None
@@ -100,7 +110,7 @@ def reply_letter(reply: Reply) -> Letter | None:
         message_id=f"{reply.task_id}.reply",
         correlation_id=reply.task_id,
         app_id=reply.agent,
-        headers=_parent(reply.requester),
+        headers=_parent_header(reply.requester),
     )
     return reply.requester.reply_to, message
 
@@ -111,48 +121,58 @@ def fingerprint(request: Message) -> str:
     A refusal contains it, so that the requester can check that its own request was refused.
     """
     digest = hashlib.blake2b(request.body, digest_size=16)
-    for header in _FINGERPRINTED:
-        digest.update(
-            f"\n{header.value}:{_canonical(header, request.headers.get(header.value))}".encode(errors="replace")
-        )
+    for header in _FINGERPRINT_HEADERS:
+        value = _canonical_value(header, request.headers.get(header.value))
+        digest.update(f"\n{header.value}:{value}".encode(errors="replace"))
     return digest.hexdigest()
 
 
-_FINGERPRINTED = (
-    *(Header.PARENT_TASK, Header.CALL_DEPTH, Header.DEADLINE, Header.IDLE_TIMEOUT, Header.ATTEMPT, Header.RESUME),
+_FINGERPRINT_HEADERS = (
+    Header.PARENT_TASK,
+    Header.CALL_DEPTH,
+    Header.DEADLINE,
+    Header.IDLE_TIMEOUT,
+    Header.ATTEMPT,
+    Header.RESUME,
     Header.TRACEPARENT,
 )
+_MAX_NUMBER = 2.0**63
 
 
-_LARGEST = 2.0**63
-
-
-def _canonical(header: Header, value: HeaderValue | None) -> str:
+def _canonical_value(header: Header, value: HeaderValue | None) -> str:
     if value is None:
         return ""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) < _MAX_NUMBER
+    ):
         return repr(value)
     if header is Header.ATTEMPT and value >= 1:
         return "any"
     return f"{value:.6g}" if header is not Header.DEADLINE else f"{value:.0f}"
 
 
-def status_letter(
-    agent: AgentName, task_id: TaskId, requester: Requester, data: JsonValue, context_id: str | None = None
-) -> Letter | None:
+def status_envelope(
+    agent: AgentName, task_id: TaskId, requester: Requester, data: JsonValue
+) -> Envelope | None:
     """Build a status update for the requester of `task_id`, or `None` without a reply address."""
     if requester.reply_to is None:
         return None
-    said = A2AMessage(message_id=new_id(), role="ROLE_AGENT", parts=[Part(data=data)], task_id=task_id)
-    status = TaskStatus(state=TaskState.WORKING, message=said, timestamp=datetime.now(UTC).isoformat())
-    body = StatusBody(status_update=StatusUpdate(task_id=task_id, context_id=context_id, status=status))
+    a2a_message = A2AMessage(
+        message_id=new_id(), role="ROLE_AGENT", parts=[Part(data=data)], task_id=task_id
+    )
+    status = TaskStatus(
+        state=A2ATaskState.WORKING, message=a2a_message, timestamp=datetime.now(UTC).isoformat()
+    )
+    body = StatusBody(status_update=StatusUpdate(task_id=task_id, status=status))
     message = Message(
         type=MessageType.STATUS,
         body=body.to_bytes(),
         message_id=new_id(),
         correlation_id=task_id,
         app_id=agent,
-        headers=_parent(requester),
+        headers=_parent_header(requester),
     )
     return requester.reply_to, message
 
@@ -160,36 +180,72 @@ def status_letter(
 def wake_message(agent: AgentName) -> Message:
     """Build a broadcast that a task is ready for any replica with a free slot."""
     id_ = new_id()
-    return Message(type=MessageType.WAKE, body=b"{}", message_id=id_, correlation_id=id_, app_id=agent)
+    return Message(
+        type=MessageType.WAKE, body=b"{}", message_id=id_, correlation_id=id_, app_id=agent
+    )
 
 
-def reply_bytes(task_id: TaskId, context_id: str | None, outcome: Outcome, *, refuses: str | None = None) -> bytes:
+def encode_reply(
+    task_id: TaskId,
+    context_id: str | None,
+    outcome: Outcome,
+    *,
+    refused_fingerprint: str | None = None,
+) -> bytes:
     """Encode the reply for `outcome`.
 
-    `refuses` is the fingerprint of a request that was refused without running.
+    `refused_fingerprint` is the fingerprint of a request that was refused without running.
     """
-    timestamp = datetime.now(UTC).isoformat()
-    return response_body(task_id, context_id, outcome, timestamp=timestamp, refuses=refuses).to_bytes()
+    metadata: dict[str, JsonValue] = (
+        {} if refused_fingerprint is None else {"refuses": refused_fingerprint}
+    )
+    if not outcome.usage.is_empty:
+        metadata["usage"] = outcome.usage.model_dump(mode="json")
+    match outcome:
+        case Ok(value=value):
+            state, part = A2ATaskState.COMPLETED, Part(data=value)
+        case Failed(kind=FailureKind.CANCELLED, message=text):
+            state, part = A2ATaskState.CANCELED, Part(text=text)
+        case Failed(kind=kind, message=text):
+            state, part = A2ATaskState.FAILED, Part(text=text)
+            metadata["failure"] = kind.value
+    message = A2AMessage(
+        message_id=new_id(),
+        role="ROLE_AGENT",
+        parts=[part],
+        task_id=task_id,
+        context_id=context_id,
+    )
+    status = TaskStatus(state=state, message=message, timestamp=datetime.now(UTC).isoformat())
+    return ResponseBody(
+        task=TaskBody(
+            id=task_id,
+            context_id=context_id,
+            status=status,
+            artifacts=list(outcome.artifacts) if isinstance(outcome, Ok) else [],
+            metadata=metadata,
+        )
+    ).to_bytes()
 
 
-def _parent(requester: Requester) -> dict[str, str | int | float]:
+def _parent_header(requester: Requester) -> dict[str, str | int | float]:
     return {Header.PARENT_TASK.value: requester.parent_task_id} if requester.parent_task_id else {}
 
 
-def pack(message: Message) -> bytes:
-    """Serialize `message` for storage: one line of JSON for the envelope, then the body."""
-    envelope = {
-        "message_id": message.message_id,
-        "correlation_id": message.correlation_id,
-        "app_id": message.app_id,
-        "reply_to": message.reply_to,
-        "user_id": message.user_id,
-        "headers": message.headers,
+def encode_request(request: Message) -> bytes:
+    """Serialize `request` for storage: one line of JSON for the envelope, then the body."""
+    properties = {
+        "message_id": request.message_id,
+        "correlation_id": request.correlation_id,
+        "app_id": request.app_id,
+        "reply_to": request.reply_to,
+        "user_id": request.user_id,
+        "headers": request.headers,
     }
-    return json.dumps(envelope, separators=(",", ":")).encode() + b"\n" + message.body
+    return json.dumps(properties, separators=(",", ":")).encode() + b"\n" + request.body
 
 
-def unpack(kept: bytes) -> Message:
-    """Restore a request stored by `pack`."""
-    envelope, _, body = kept.partition(b"\n")
-    return Message(type=MessageType.REQUEST, body=body, **json.loads(envelope))
+def decode_request(stored: bytes) -> Message:
+    """Restore a request stored by `encode_request`."""
+    properties, _, body = stored.partition(b"\n")
+    return Message(type=MessageType.REQUEST, body=body, **json.loads(properties))

@@ -1,8 +1,8 @@
 """The named events of a task's life.
 
-A `Step` with a durable or visible effect (see `EFFECTS`) is emitted before and after the effect,
-so that a test can stop a process exactly there. A search for due work (see `LOOKS`) that finds
-nothing has no effect and emits no AFTER. Purely informational steps are emitted once, as NOTED.
+A `Step` with a durable or visible effect is emitted before and after the effect, so that a test
+can stop a process exactly there. A search for due work that finds nothing has no effect and emits
+no AFTER. Informational steps are emitted once, as INFO.
 """
 
 from __future__ import annotations
@@ -10,117 +10,123 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final, Literal, Self
 
 from pydantic import JsonValue
 
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 
+_EFFECT: Final = "effect"
+"""Emitted before and after an effect. A process may die at either point."""
+_SEARCH: Final = "search"
+"""Likewise, around a search for due work. Only AFTER has task ids; omitted if none was due."""
+_INFO: Final = "informational"
+"""Emitted once, as INFO."""
+
 
 class Step(StrEnum):
-    """The kind of an event."""
+    """What an event is about, declared with how it is emitted.
 
-    # steps with an effect
-    RECEIVE = "receive"  # a request is looked up
-    BEGIN = "begin"  # a task is written as running before its first segment
-    SEGMENT = "segment"  # agent code runs
-    CHECKPOINT = "checkpoint"  # a pause commits
-    DISPATCH = "dispatch"  # peer requests are published
-    MARK = "mark"  # sent messages are marked as sent
-    ACK = "ack"  # a delivery is acked
-    CLAIM = "claim"  # outcomes are recorded
-    RESTORE = "restore"  # a context is rebuilt
-    SUBTASK = "subtask"  # the code of a subtask runs
-    SAVE = "save"  # a checkpoint within a segment commits
-    RESUME = "resume"  # an ended operation is made ready to resume
-    END = "end"  # an outcome commits
-    REPLY = "reply"  # a reply is published
-    SWEEP = "sweep"  # one pass over work that is due by time alone
-    CANCEL = "cancel"  # a cancel commits
-    CANCEL_NOTICE = "cancel_notice"  # cancels are published to peers
-    RELEASE = "release"  # a task is released for any replica
-    RENEW = "renew"  # leases are renewed
-    EXPIRE = "expire"  # overdue calls and joins are closed
-    TAKE = "take"  # ready tasks are acquired
-    TAKE_OVER = "take_over"  # tasks with an expired lease are rescued
-    PURGE = "purge"  # tombstones are deleted
+    Attributes:
+        is_informational: the step has no effect and is emitted once.
+        is_search: the step is a search for due work.
+    """
 
-    # informational steps, also listed in ONLY_TOLD
-    STARTED = "started"  # the replica consumes
-    DRAINING = "draining"  # the replica stops and waits for its running and in-memory tasks
-    DRAINED = "drained"  # the replica has stopped
-    DUPLICATE = "duplicate"  # a response to a call that already has its outcome
-    LATE = "late"  # a response to a call that no longer exists
-    FENCED = "fenced"  # a zombie's write changed nothing
-    DEGRADED = "degraded"  # a task stays in memory because its checkpoint failed
-    DEAD_LETTER = "dead_letter"
-    DEAD_TASK = "dead_task"  # failed after max_attempts
-    PARKED = "parked"
-    STORE_AWAY = "store_away"
-    STORE_BACK = "store_back"
-    BROKER_AWAY = "broker_away"
-    ROW_LOCKED = "row_locked"  # another database session has locked a task's row; its steps wait
-    BROKER_BACK = "broker_back"
-    REPLY_UNROUTABLE = "reply_unroutable"
-    STATUS_DROPPED = "status_dropped"  # a status update was too large or over the rate limit
-    REPLY_DROPPED = "reply_dropped"  # a reply could be neither delivered nor kept
-    MESSAGE_REJECTED = "message_rejected"  # a message is too large or not encodable
-    CODE_CANCELLED = "code_cancelled"  # running agent code was cancelled
-    LEASE_LOST = "lease_lost"
-    SUBTASK_REUSED = "subtask_reused"  # a recorded deliverable was used, nothing ran
-    SUBTASK_AGAIN = "subtask_again"  # a recorded subtask runs again because something has changed
-    CHECKPOINT_RESTORED = "checkpoint_restored"  # with its source in `detail`
-    CHECKPOINT_COPY = "checkpoint_copy"  # the cached copy could not be written or read
-    MEMORY_RECOVERED = "memory_recovered"  # with its source in `detail`
-    MEMORY_TROUBLE = "memory_trouble"  # memory or snapshot could not be read or written
-    DEFECT = "defect"  # unexpected exception in engine, store or broker; the replica keeps serving
-    ABANDONED = "abandoned"  # the drain timed out while agent code was still running
-    ISOLATED = "isolated"  # a task that has lost its owners repeatedly runs in its own process
-    ISOLATED_DIED = "isolated_died"  # that process died
-    OWNER_LOST = "owner_lost"  # an operation ends as failed because its replica died
-    MEMORY_FULL = "memory_full"  # max_in_memory reached; new requests wait at the broker
+    _value_: str
+    is_informational: bool
+    is_search: bool
 
+    def __new__(
+        cls, name: str, kind: Literal["effect", "search", "informational"] | None = None
+    ) -> Self:
+        # Only members are created here. The default lets mypy accept `Step("receive")`, a lookup.
+        if kind is None:
+            raise TypeError(f"step {name!r} is declared without its kind")
+        step = str.__new__(cls, name)
+        step._value_ = name
+        step.is_informational, step.is_search = kind == _INFO, kind == _SEARCH
+        return step
 
-ONLY_TOLD = frozenset(
-    {
-        Step.STARTED,
-        Step.DRAINING,
-        Step.DRAINED,
-        Step.DUPLICATE,
-        Step.LATE,
-        Step.FENCED,
-        Step.DEGRADED,
-        Step.DEAD_LETTER,
-        Step.DEAD_TASK,
-        Step.PARKED,
-        Step.STORE_AWAY,
-        Step.STORE_BACK,
-        Step.BROKER_AWAY,
-        Step.ROW_LOCKED,
-        Step.BROKER_BACK,
-        Step.REPLY_UNROUTABLE,
-        Step.STATUS_DROPPED,
-        Step.REPLY_DROPPED,
-        Step.MESSAGE_REJECTED,
-        Step.CODE_CANCELLED,
-        Step.LEASE_LOST,
-        Step.SUBTASK_REUSED,
-        Step.SUBTASK_AGAIN,
-        Step.CHECKPOINT_RESTORED,
-        Step.CHECKPOINT_COPY,
-        Step.MEMORY_RECOVERED,
-        Step.MEMORY_TROUBLE,
-        Step.DEFECT,
-        Step.ABANDONED,
-        Step.ISOLATED,
-        Step.ISOLATED_DIED,
-        Step.OWNER_LOST,
-        Step.MEMORY_FULL,
-    }
-)
-EFFECTS = frozenset(Step) - ONLY_TOLD
-"""Steps before and after which a process may die: all that are not purely informational."""
-LOOKS = frozenset({Step.EXPIRE, Step.TAKE, Step.TAKE_OVER, Step.PURGE})
-"""Searches for due work. Only AFTER carries task ids, and it is omitted if nothing was due."""
+    RECEIVE = "receive", _EFFECT  # a request is looked up
+    BEGIN = "begin", _EFFECT  # a task is written as running before its first segment
+    SEGMENT = "segment", _EFFECT  # agent code runs
+    CHECKPOINT = "checkpoint", _EFFECT  # a pause commits
+    DISPATCH = "dispatch", _EFFECT  # peer requests are published
+    CONFIRM_SENT = "confirm_sent", _EFFECT  # messages are recorded as sent
+    ACK = "ack", _EFFECT  # a delivery is acked
+    CLAIM = "claim", _EFFECT  # outcomes are recorded
+    RESTORE = "restore", _EFFECT  # a context is rebuilt
+    SUBTASK = "subtask", _EFFECT  # the code of a subtask runs
+    SAVE = "save", _EFFECT  # a checkpoint within a segment commits
+    RESUME = "resume", _EFFECT  # an ended operation is made ready to resume
+    END = "end", _EFFECT  # an outcome commits
+    REPLY = "reply", _EFFECT  # a reply is published
+    SWEEP = "sweep", _EFFECT  # one pass over work that is due by time alone
+    CANCEL = "cancel", _EFFECT  # a cancel commits
+    CANCEL_NOTICE = "cancel_notice", _EFFECT  # cancels are published to peers
+    RELEASE = "release", _EFFECT  # a task is released for any replica
+    RENEW = "renew", _EFFECT  # leases are renewed
+    EXPIRE = "expire", _SEARCH  # overdue calls and joins are closed
+    ACQUIRE = "acquire", _SEARCH  # ready tasks are acquired
+    RESCUE = "rescue", _SEARCH  # tasks with an expired lease are rescued
+    PURGE = "purge", _SEARCH  # tombstones are deleted
+
+    STARTED = "started", _INFO  # the replica consumes
+    DRAINING = "draining", _INFO  # the replica stops and waits for its running and in-memory tasks
+    DRAINED = "drained", _INFO  # the replica has stopped
+    DUPLICATE = "duplicate", _INFO  # a response to a call that already has its outcome
+    LATE = "late", _INFO  # a response to a call that no longer exists
+    FENCED = "fenced", _INFO  # a zombie's write changed nothing
+    DEGRADED = "degraded", _INFO  # a task stays in memory because its checkpoint failed
+    DEAD_LETTER = "dead_letter", _INFO
+    TASK_FAILED = "task_failed", _INFO  # a task has ended without a result; kind and reason
+    DEAD_TASK = "dead_task", _INFO  # failed after max_attempts
+    PARKED = "parked", _INFO
+    UNREAD = "unread", _INFO  # ready tasks wait in a format that this replica does not read
+    STORE_UNAVAILABLE = "store_unavailable", _INFO
+    STORE_AVAILABLE = "store_available", _INFO
+    BROKER_UNAVAILABLE = "broker_unavailable", _INFO
+    ROW_LOCKED = (
+        "row_locked",
+        _INFO,
+    )  # another database session has locked a task's row; its steps wait
+    BROKER_AVAILABLE = "broker_available", _INFO
+    REPLY_UNROUTABLE = "reply_unroutable", _INFO
+    STATUS_DROPPED = (
+        "status_dropped",
+        _INFO,
+    )  # a status update was too large or over the rate limit
+    REPLY_DROPPED = "reply_dropped", _INFO  # a reply could be neither delivered nor kept
+    PEER_MISSING = "peer_missing", _INFO  # a called peer has no queue yet; its calls wait for one
+    UNDELIVERABLE = "undeliverable", _INFO  # a called peer's queue was not declared in time
+    MESSAGE_REJECTED = "message_rejected", _INFO  # a message is too large or not encodable
+    CODE_CANCELLED = "code_cancelled", _INFO  # running agent code was cancelled
+    LEASE_LOST = "lease_lost", _INFO
+    SUBTASK_REUSED = "subtask_reused", _INFO  # a recorded deliverable was used, nothing ran
+    SUBTASK_RERUN = (
+        "subtask_rerun",
+        _INFO,
+    )  # a recorded subtask runs again because something has changed
+    SUBTASK_DIFFERS = (
+        "subtask_differs",
+        _INFO,
+    )  # a record was used although the subtask's inputs differ from it within one attempt
+    CHECKPOINT_RESTORED = "checkpoint_restored", _INFO  # with its source in `detail`
+    CHECKPOINT_COPY = "checkpoint_copy", _INFO  # the cached copy could not be written or read
+    MEMORY_RECOVERED = "memory_recovered", _INFO  # with its source in `detail`
+    MEMORY_PROBLEM = "memory_problem", _INFO  # memory or snapshot could not be read or written
+    DEFECT = (
+        "defect",
+        _INFO,
+    )  # unexpected exception in engine, store or broker; the replica keeps serving
+    ABANDONED = "abandoned", _INFO  # the drain timed out while agent code was still running
+    ISOLATED = (
+        "isolated",
+        _INFO,
+    )  # a task that has lost its owners repeatedly runs in its own process
+    ISOLATED_PROCESS_DIED = "isolated_process_died", _INFO  # that process died
+    OWNER_LOST = "owner_lost", _INFO  # an operation ends as failed because its replica died
+    MEMORY_FULL = "memory_full", _INFO  # max_in_memory reached; new requests wait at the broker
 
 
 class Phase(StrEnum):
@@ -129,7 +135,7 @@ class Phase(StrEnum):
     BEFORE = "before"
     AFTER = "after"
     FAILED = "failed"
-    NOTED = "noted"
+    INFO = "info"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ from typing import NewType
 
 import uuid_utils
 
-from meshpoint.errors import ConfigurationError
-
 AgentName = NewType("AgentName", str)
 TaskId = NewType("TaskId", str)
 """Identifies a task across the mesh. A peer call's `sub_task_id` is the peer's `TaskId`."""
@@ -17,15 +15,12 @@ RunId = NewType("RunId", str)
 ReplicaId = NewType("ReplicaId", str)
 """Identifies one incarnation of a replica. Never reused after the process ends."""
 
-_AGENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+_RESUMED_ID = re.compile(r"(.+)~resume-(\d+)", re.DOTALL)
 
 
 def new_id() -> str:
     """A time-ordered UUID (version 7), which keeps consecutive ids close together in indexes."""
     return str(uuid_utils.uuid7())
-
-
-_RESUMED = re.compile(r"(.+)~resume-(\d+)", re.DOTALL)
 
 
 def resumed_id(task_id: TaskId, retry: int) -> TaskId:
@@ -37,22 +32,7 @@ def resumed_id(task_id: TaskId, retry: int) -> TaskId:
     return TaskId(f"{task_id}~resume-{retry}")
 
 
-def plain_id(task_id: str) -> tuple[TaskId, int | None]:
+def split_resumed_id(task_id: str) -> tuple[TaskId, int | None]:
     """Split an id from `resumed_id` into task id and attempt; the attempt is `None` if absent."""
-    marked = _RESUMED.fullmatch(task_id)
-    return (TaskId(task_id), None) if marked is None else (TaskId(marked[1]), int(marked[2]))
-
-
-def agent_name(name: str) -> AgentName:
-    """Check `name`: letters, digits, `_` and `-`, at most 63 characters.
-
-    Raises:
-        ConfigurationError: the name has other characters, which queue names do not support.
-    """
-    if not _AGENT_NAME.fullmatch(name):
-        raise ConfigurationError(
-            "agent.name",
-            f"{name!r} is not a valid agent name",
-            "use letters, digits, '_' and '-' (63 at most)",
-        )
-    return AgentName(name)
+    match = _RESUMED_ID.fullmatch(task_id)
+    return (TaskId(task_id), None) if match is None else (TaskId(match[1]), int(match[2]))

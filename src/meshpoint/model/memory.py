@@ -6,7 +6,7 @@ Kinds, command names and semantics match Redis, also in adapters that do not use
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -23,7 +23,9 @@ class Kind(StrEnum):
     ZSET = "zset"
 
 
-Content: TypeAlias = bytes | tuple[bytes, ...] | Mapping[bytes, bytes] | frozenset[bytes] | Mapping[bytes, float]
+Content: TypeAlias = (
+    bytes | tuple[bytes, ...] | Mapping[bytes, bytes] | frozenset[bytes] | Mapping[bytes, float]
+)
 """A value by kind: bytes, list elements, hash fields, set members, or sorted-set scores by member.
 
 Scores are never -0.0, which Redis preserves or drops depending on the size of the set.
@@ -55,17 +57,17 @@ class Owner:
     fence: int
 
 
-def agent_id(agent: AgentName, task_id: TaskId) -> str:
+def make_agent_id(agent: AgentName, task_id: TaskId) -> str:
     """The name of an agent's memory for one task: `{agent}:{task_id}`."""
     return f"{agent}:{task_id}"
 
 
-def task_of(agent_id: str) -> TaskId:
+def task_id_of(agent_id: str) -> TaskId:
     """The task id in the `agent_id` of a memory."""
     return TaskId(agent_id.partition(":")[2])
 
 
-READS = frozenset(
+READ_COMMANDS = frozenset(
     {
         *("GET", "TYPE", "PTTL", "LRANGE", "LLEN", "LINDEX", "HGET", "HGETALL", "HEXISTS", "HLEN"),
         *("SMEMBERS", "SISMEMBER", "SCARD", "ZRANGE", "ZRANGEBYSCORE", "ZSCORE", "ZCARD"),
@@ -73,10 +75,22 @@ READS = frozenset(
 )
 """Commands without side effects. ZRANGE and ZRANGEBYSCORE always come with `WITHSCORES`."""
 
-WRITES = frozenset(
+WRITE_COMMANDS = frozenset(
     {
         *("SET", "INCRBY", "INCRBYFLOAT", "RPUSH", "LPUSH", "LPOP", "RPOP", "LTRIM"),
-        *("HSET", "HDEL", "HINCRBY", "SADD", "SREM", "ZADD", "ZREM", "ZINCRBY", "DEL", "PEXPIRE", "PERSIST"),
+        *(
+            "HSET",
+            "HDEL",
+            "HINCRBY",
+            "SADD",
+            "SREM",
+            "ZADD",
+            "ZREM",
+            "ZINCRBY",
+            "DEL",
+            "PEXPIRE",
+            "PERSIST",
+        ),
     }
 )
 
@@ -94,9 +108,9 @@ class Command:
     args: tuple[bytes, ...] = ()
 
     @property
-    def writes(self) -> bool:
+    def is_write(self) -> bool:
         """Whether the command may change the memory."""
-        return self.name in WRITES
+        return self.name in WRITE_COMMANDS
 
 
 Answer: TypeAlias = int | bytes | list[bytes] | None
@@ -104,7 +118,7 @@ Answer: TypeAlias = int | bytes | list[bytes] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemoryContents:
     """The whole contents of one memory at one instant.
 
     Attributes:
@@ -123,18 +137,50 @@ class Held:
     now: int
     run_id: RunId | None = None
     fence: int = 0
-    lost: tuple[str, ...] = ()
-    large: tuple[str, ...] = ()
+    lost_keys: tuple[str, ...] = ()
+    oversized_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedSnapshot:
     """A stored snapshot: its manifest and its items in chunks, all compressed.
 
-    `digest` covers all its content. `order` increases with every snapshot of the same memory.
+    `digest` covers all its content. `order` increases with every snapshot of the same memory. Its
+    time in milliseconds since the epoch and its number of keys are for people; they are 0 in a
+    snapshot that was read.
     """
 
     digest: str
     order: int
     manifest: bytes
     chunks: tuple[bytes, ...]
+    taken_at: int = field(default=0, compare=False, kw_only=True)
+    key_count: int = field(default=0, compare=False, kw_only=True)
+
+
+class MemorySource(StrEnum):
+    """Where a task's working memory was found when a segment first used it."""
+
+    L1 = "l1"  # still there and complete
+    SNAPSHOT = "snapshot"  # the snapshot in Redis
+    SQL = "sql"  # the snapshot in the checkpoint
+    NONE = "none"  # no memory found: the task never had one, or it is lost
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRecovery:
+    """How a segment obtained its working memory.
+
+    Attributes:
+        source: where it was found.
+        keys: number of keys.
+        verified: whether every key matches the last checkpoint.
+        behind: whether it matches an earlier checkpoint instead, so that later writes are lost.
+        problems: one line for each piece of damage found during recovery.
+    """
+
+    source: MemorySource
+    keys: int = 0
+    verified: bool = True
+    behind: bool = False
+    problems: tuple[str, ...] = ()

@@ -12,85 +12,113 @@ from datetime import datetime
 from enum import StrEnum
 from typing import NewType
 
+from meshpoint.errors import ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
 
 Address = NewType("Address", str)
 """The destination of a message: a queue name within the mesh's namespace."""
 
 
-def requests_of(agent: AgentName) -> Address:
+_AGENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+
+
+def is_agent_name(name: str) -> bool:
+    """Whether an agent can have this name."""
+    return _AGENT_NAME.fullmatch(name) is not None
+
+
+def validate_agent_name(name: str) -> AgentName:
+    """Check `name`: letters, digits, `_` and `-`, at most 63 characters.
+
+    Raises:
+        ConfigurationError: the name has other characters, which queue names do not support.
+    """
+    if not is_agent_name(name):
+        raise ConfigurationError(
+            "agent.name",
+            f"{name!r} is not a valid agent name",
+            "use letters, digits, '_' and '-' (63 at most)",
+        )
+    return AgentName(name)
+
+
+def request_queue(agent: AgentName) -> Address:
     """The request queue of `agent`, shared by its replicas."""
     return Address(f"{agent}.req")
 
 
-MOST_SHARDS = 64
+MAX_SHARDS = 64
 """Maximum request queues of one agent."""
-_TAKES_REQUESTS = re.compile(r"[.](req([.][0-9]+)?|nested)$")
+_REQUEST_QUEUE = re.compile(r"[.](req([.][0-9]+)?|nested)$")
 
 
-def shard_of(agent: AgentName, number: int) -> Address:
+def request_shard(agent: AgentName, number: int) -> Address:
     """The request queue of `agent` with this number. Every agent has number 0."""
-    return Address(f"{agent}.req.{number}") if number else requests_of(agent)
+    return Address(f"{agent}.req.{number}" if number else f"{agent}.req")
 
 
-def shard_for(agent: AgentName, sender: str, shards: int) -> Address:
+def shard_for_sender(agent: AgentName, sender: str, shards: int) -> Address:
     """The request queue of `agent` that receives all requests from `sender`."""
-    return shard_of(agent, zlib.crc32(sender.encode()) % shards)
+    return request_shard(agent, zlib.crc32(sender.encode()) % shards)
 
 
-def takes_requests(address: str) -> bool:
+def is_request_queue(address: str) -> bool:
     """Whether `address` receives requests. Such queues have a length limit and reject floods."""
-    return _TAKES_REQUESTS.search(address) is not None
+    return _REQUEST_QUEUE.search(address) is not None
 
 
-def nested_of(agent: AgentName) -> Address:
+def nested_queue(agent: AgentName) -> Address:
     """The queue for requests to `agent` that come from another task.
 
-    It is separate from `requests_of`, so that tasks waiting for peers never block the requests
+    It is separate from `request_queue`, so that tasks waiting for peers never block the requests
     that they are waiting for.
     """
     return Address(f"{agent}.nested")
 
 
-def instead_of_nested(address: Address) -> Address | None:
+def fallback_for_nested(address: Address) -> Address | None:
     """The agent's request queue, given its nested-request queue. `None` for other addresses."""
     agent, _, kind = address.partition(".")
-    return requests_of(AgentName(agent)) if kind == "nested" else None
+    return request_queue(AgentName(agent)) if kind == "nested" else None
 
 
-def responses_of(agent: AgentName) -> Address:
+def response_queue(agent: AgentName) -> Address:
     """The queue for responses, status updates and cancels, shared by the replicas of `agent`."""
     return Address(f"{agent}.resp")
 
 
-def private_of(agent: AgentName, replica: ReplicaId) -> Address:
+def private_queue(agent: AgentName, replica: ReplicaId) -> Address:
     """The private queue of one replica: replies to its in-process tasks, and broadcasts."""
     return Address(f"{agent}.private.{replica}")
 
 
-def dead_letters_of(agent: AgentName) -> Address:
+def dead_letter_queue(agent: AgentName) -> Address:
     """The queue for messages to `agent` that could not be read."""
     return Address(f"{agent}.dlq")
 
 
-def is_private(address: Address) -> bool:
+def is_private_queue(address: Address) -> bool:
     """Whether `address` is a replica's private queue."""
     return ".private." in address
 
 
-def is_dead_letters(address: Address) -> bool:
+def is_dead_letter_queue(address: Address) -> bool:
     """Whether `address` is a dead-letter queue."""
     return address.endswith(".dlq")
 
 
-LONGEST_REASON = 500
+_MAX_REASON_LENGTH = 500
 """Maximum characters of a dead letter's reason."""
 
 
-def bounded_reason(reason: str) -> str:
+def truncate_reason(reason: str) -> str:
     """Make `reason` sendable: valid UTF-8, and at most 500 characters."""
-    text = reason[:LONGEST_REASON].encode("utf-8", "backslashreplace").decode()
-    return text if len(reason) <= LONGEST_REASON >= len(text) else f"{text[: LONGEST_REASON - 1]}…"
+    text = reason[:_MAX_REASON_LENGTH].encode("utf-8", "backslashreplace").decode()
+    return (
+        text
+        if len(reason) <= _MAX_REASON_LENGTH >= len(text)
+        else f"{text[: _MAX_REASON_LENGTH - 1]}…"
+    )
 
 
 class MessageType(StrEnum):
@@ -153,29 +181,32 @@ class Message:
             return False
 
 
-LONGEST_TEXT = 255
+_MAX_TEXT_BYTES = 255
 """Maximum bytes of an id, name or address in a message."""
-LONGEST_HEADERS = 120_000
+_MAX_HEADER_BYTES = 120_000
 """Maximum bytes of all headers together, slightly below one AMQP frame."""
 
 
 def is_sendable(message: Message) -> bool:
     """Whether a broker can carry the envelope of `message`. Bodies have separate limits."""
-    texts = message.message_id, message.correlation_id, message.app_id, message.reply_to, message.user_id
+    texts = (
+        message.message_id,
+        message.correlation_id,
+        message.app_id,
+        message.reply_to,
+        message.user_id,
+        *map(str, message.headers),
+    )
+    header_bytes = 0
     try:
-        if any(len(text.encode()) > LONGEST_TEXT for text in texts if text):
-            return False
-        return sum(_header_bytes(str(key), value) for key, value in message.headers.items()) <= LONGEST_HEADERS
-    except ValueError:  # not encodable as UTF-8, or of another type
+        for text in texts:
+            if text and len(text.encode()) > _MAX_TEXT_BYTES:
+                return False
+        for key, value in message.headers.items():
+            if not isinstance(value, str | int | float):
+                return False
+            header_bytes += len(str(key).encode())
+            header_bytes += len(value.encode()) if isinstance(value, str) else 8
+    except UnicodeEncodeError:
         return False
-
-
-def _header_bytes(key: str, value: HeaderValue) -> int:
-    name = len(key.encode())
-    if name > LONGEST_TEXT:
-        raise ValueError(key)
-    if isinstance(value, str):
-        return name + len(value.encode())
-    if not isinstance(value, int | float):
-        raise ValueError(key)
-    return name + 8
+    return header_bytes <= _MAX_HEADER_BYTES

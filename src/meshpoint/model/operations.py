@@ -9,21 +9,26 @@ from typing import TypeAlias
 
 from pydantic import JsonValue
 
-from meshpoint.model.checkpoint import Requester
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.subtasks import Child
+from meshpoint.model.tasks import Requester
 
-ASKED_BY_ANOTHER = "it was requested by another agent"
-ASKED_FOR_OTHERWISE = "it was requested with a different input"
+DIFFERENT_REQUESTER = "it was requested by another agent"
+DIFFERENT_INPUT = "it was requested with a different input"
 
-NOBODY = Requester()
+NO_REQUESTER = Requester()
 """The requester of an operation resumed by an operator, who expects no reply."""
 
 
 class OperationStatus(StrEnum):
-    """The status of an operation. PENDING waits for any replica, WAITING for peers."""
+    """The status of an operation.
+
+    PENDING waits for any replica, WAITING for peers, and PARKED for another version of the agent's
+    code or a person.
+    """
 
     PENDING = "pending"
+    PARKED = "parked"
     RUNNING = "running"
     WAITING = "waiting"
     COMPLETED = "completed"
@@ -97,7 +102,7 @@ class Revive:
     order: str | None = None
     agent: AgentName | None = None
     request: bytes | None = None
-    requester: Requester = NOBODY
+    requester: Requester = NO_REQUESTER
     without_checkpoint: bool = False
     abandoned: bool = False
     adopt: bool = False
@@ -113,14 +118,14 @@ class Adopted:
 class Revived:
     """The task is `ready`.
 
-    `again` says that an earlier attempt of this request had revived it; the task may have ended
+    `repeated` says that an earlier attempt of this request had revived it; the task may have ended
     since. `retry_count` is how often it was resumed.
     """
 
     task_id: TaskId
     agent: AgentName
     retry_count: int
-    again: bool = False
+    repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

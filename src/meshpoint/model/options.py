@@ -5,28 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import StrEnum
+from typing import Literal, TypeAlias
 
-
-class AckPolicy(StrEnum):
-    """When to ack a request: at the end of its first segment, or once its row is written."""
-
-    AT_CHECKPOINT = "at_checkpoint"
-    ON_RECEIPT = "on_receipt"
-
-
-class OnCheckpointFailure(StrEnum):
-    """What to do with a task whose first checkpoint certainly did not commit."""
-
-    KEEP_IN_MEMORY = "keep_in_memory"
-    WAIT = "wait"
-
-
-class OnLostOwner(StrEnum):
-    """What to do with an operation whose replica died while running it."""
-
-    TAKE_OVER = "take_over"
-    FAIL = "fail"
+AckPolicy: TypeAlias = Literal["at_checkpoint", "on_receipt"]
+"""When to ack a request: at the end of its first segment, or once its row is written."""
+OnCheckpointFailure: TypeAlias = Literal["keep_in_memory", "wait"]
+"""What to do with a task whose first checkpoint certainly did not commit."""
+OnLostOwner: TypeAlias = Literal["rescue", "fail"]
+"""What to do with an operation whose replica died while running it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,22 +41,37 @@ class Options:
     # how long a first checkpoint is retried before the task stays in memory
     checkpoint_retry_time: timedelta = timedelta(seconds=5)
     reply_retry_time: timedelta = timedelta(seconds=30)  # retry time of an unroutable reply
-    # before a task whose state could not be read is offered again
+    # how long a call waits for its peer's queue to be declared
+    undeliverable_after: timedelta = timedelta(seconds=30)
+    # before a task whose working memory is unavailable is offered again
     incompatible_pause: timedelta = timedelta(seconds=5)
     drain_timeout: timedelta = timedelta(seconds=30)
     release_timeout: timedelta = timedelta(seconds=5)  # after drain_timeout, for releasing tasks
     startup_timeout: timedelta = timedelta(seconds=30)
     begin_at_delivery: int = 3  # delivery count from which a task's row is written before it runs
-    ack_policy: AckPolicy = AckPolicy.AT_CHECKPOINT
-    on_checkpoint_failure: OnCheckpointFailure = OnCheckpointFailure.KEEP_IN_MEMORY
+    ack_policy: AckPolicy = "at_checkpoint"
+    on_checkpoint_failure: OnCheckpointFailure = "keep_in_memory"
     # how long an isolated task may block its event loop
     isolated_stall: timedelta = timedelta(minutes=5)
-    on_lost_owner: OnLostOwner = OnLostOwner.TAKE_OVER
+    on_lost_owner: OnLostOwner = "rescue"
     # keys whose values are masked in stored failures, in addition to the built-in ones
     secret_keys: tuple[str, ...] = ()
     memory_max_bytes: int = 64 * 1024 * 1024  # limit of one task's working memory
     memory_keep: bool = False  # keep it after completion until its time to live ends
     app_version: str | None = None
+    parked_limit: timedelta = timedelta(days=30)  # zero: fail instead of parking
     # broker logins allowed for each sender name
     peer_logins: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     operator_logins: tuple[str, ...] = ()  # broker logins that may cancel and resume any task
+
+
+@dataclass(slots=True)
+class StoreTimings:
+    """Durations and limits that a store applies."""
+
+    dispatch_lease: timedelta = timedelta(seconds=5)
+    tombstone_ttl: timedelta = timedelta(hours=24)
+    parked_limit: timedelta = timedelta(days=30)  # after which a parked task is failed
+    checkpoint_ttl: timedelta = timedelta(days=30)  # for operations that failed or were cancelled
+    checkpoint_history: int = 5  # number of most recent checkpoints kept per operation
+    checkpoint_archive: bool = False  # on success, move checkpoints instead of deleting them

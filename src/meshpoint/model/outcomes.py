@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
-from meshpoint.model.error_text import storable
+from meshpoint.model.error_text import make_storable
 from meshpoint.model.usage import TokenUsage
 
-T_co = TypeVar("T_co", covariant=True)
+_T_co = TypeVar("_T_co", covariant=True)
 
 
 class FailureKind(StrEnum):
@@ -27,10 +27,10 @@ class FailureKind(StrEnum):
 
 
 @dataclass(frozen=True)  # no slots: typing sets __orig_class__, so Ok[int](...) would raise
-class Ok(Generic[T_co]):
+class Ok(Generic[_T_co]):
     """A peer's result, with the artifacts it produced and the tokens it used."""
 
-    value: T_co
+    value: _T_co
     artifacts: tuple[dict[str, JsonValue], ...] = ()
     usage: TokenUsage = field(default_factory=TokenUsage)
 
@@ -39,7 +39,7 @@ class Ok(Generic[T_co]):
 class Failed:
     """A call without a result: `kind` is for code, `message` for people.
 
-    Messages longer than `MAX_ERROR_TEXT` are cut, with a note.
+    Messages longer than `MAX_ERROR_TEXT_LENGTH` are cut, with a note.
     """
 
     kind: FailureKind
@@ -47,8 +47,14 @@ class Failed:
     usage: TokenUsage = field(default_factory=TokenUsage)
 
     def __post_init__(self) -> None:
-        if (kept := storable(self.message)) is not self.message:
-            object.__setattr__(self, "message", kept)
+        if (message := make_storable(self.message)) is not self.message:
+            object.__setattr__(self, "message", message)
+
+
+def peer_missing(peer: str) -> Failed:
+    """The outcome of a call that was never sent, because its peer has no queue."""
+    message = f"no replica of agent {peer!r} has declared its queue"
+    return Failed(FailureKind.UNDELIVERABLE, message)
 
 
 Outcome: TypeAlias = Ok[JsonValue] | Failed
@@ -57,39 +63,41 @@ Outcome: TypeAlias = Ok[JsonValue] | Failed
 
 def encode_outcome(outcome: Outcome) -> bytes:
     """Encode `outcome` as the JSON stored in its call's row. Empty fields are omitted."""
-    kept: dict[str, Any] = (
-        {"value": outcome.value} if isinstance(outcome, Ok) else {"kind": outcome.kind, "message": outcome.message}
+    fields: dict[str, Any] = (
+        {"value": outcome.value}
+        if isinstance(outcome, Ok)
+        else {"kind": outcome.kind, "message": outcome.message}
     )
     if isinstance(outcome, Ok) and outcome.artifacts:
-        kept["artifacts"] = outcome.artifacts
+        fields["artifacts"] = outcome.artifacts
     if not outcome.usage.is_empty:
-        kept["usage"] = outcome.usage
-    return to_json(kept)
+        fields["usage"] = outcome.usage
+    return to_json(fields)
 
 
-def decode_outcome(stored: bytes) -> Outcome:
+def decode_outcome(encoded: bytes) -> Outcome:
     """Decode an outcome written by `encode_outcome`."""
-    kept = from_json(stored)
-    usage = TokenUsage.model_validate(kept["usage"]) if kept.get("usage") else TokenUsage()
-    if "kind" in kept:
-        return Failed(FailureKind(kept["kind"]), kept.get("message", ""), usage)
-    return Ok(kept["value"], tuple(kept.get("artifacts", ())), usage)
+    fields = from_json(encoded)
+    usage = TokenUsage.model_validate(fields["usage"]) if fields.get("usage") else TokenUsage()
+    if "kind" in fields:
+        return Failed(FailureKind(fields["kind"]), fields.get("message", ""), usage)
+    return Ok(fields["value"], tuple(fields.get("artifacts", ())), usage)
 
 
 class Outcomes(Mapping[str, Outcome]):
     """Exactly one outcome per call of the pause, by call id, iterated in call order."""
 
     def __init__(self, in_call_order: Mapping[str, Outcome]) -> None:
-        self._by_call = dict(in_call_order)
+        self._by_call_id = dict(in_call_order)
 
     def __getitem__(self, call_id: str) -> Outcome:
-        return self._by_call[call_id]
+        return self._by_call_id[call_id]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._by_call)
+        return iter(self._by_call_id)
 
     def __len__(self) -> int:
-        return len(self._by_call)
+        return len(self._by_call_id)
 
     def __repr__(self) -> str:
-        return f"Outcomes({self._by_call!r})"
+        return f"Outcomes({self._by_call_id!r})"

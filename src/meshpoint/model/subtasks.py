@@ -6,13 +6,22 @@ type reorders keys, turns 1e16 into an integer and rejects NUL characters.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from meshpoint.model.ids import AgentName, TaskId
 
@@ -26,11 +35,15 @@ class SubtaskStatus(StrEnum):
     OUTDATED = "outdated"  # it was completed, but must run again because something has changed
 
 
-class _Kept(BaseModel):
+MAX_OPEN_PROGRESS = 99.0
+"""Percentage of an operation whose subtasks are all completed, but which has not ended yet."""
+
+
+class _StoredModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class SubtaskRecord(_Kept):
+class SubtaskRecord(_StoredModel):
     """The record of one subtask. Records are kept in the order in which subtasks started.
 
     Attributes:
@@ -44,6 +57,8 @@ class SubtaskRecord(_Kept):
         secrets: JSON pointers to the places in the deliverable whose type is marked `Secret`.
         again: why a completed subtask ran again in that attempt.
         error: why it failed.
+        reused_in: latest attempt that reused it after comparing it. `None` if none did, and then
+            not serialized, because the previous release does not know the field.
     """
 
     name: str
@@ -58,11 +73,35 @@ class SubtaskRecord(_Kept):
     secrets: tuple[str, ...] = ()
     again: str | None = None
     error: str | None = None
+    reused_in: int | None = None
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        if self.reused_in is None:
+            data.pop("reused_in", None)
+        return data
 
     @property
     def completed(self) -> bool:
         """Whether its deliverable is recorded."""
         return self.status is SubtaskStatus.COMPLETED
+
+    def belongs_to(self, retry: int) -> bool:
+        """Whether attempt `retry` made the record, or has reused it."""
+        return retry in (self.retry, self.reused_in)
+
+    def without_usage(self) -> SubtaskRecord:
+        """A copy whose tokens are not counted when a later attempt reuses the record."""
+        changes = {} if self.context is None else json.loads(self.context)
+        if changes.pop("token_usage", None) is None:
+            return self
+        return self.model_copy(update={"context": json.dumps(changes) if changes else None})
+
+
+def is_counted(record: SubtaskRecord, retry_count: int, generation: int) -> bool:
+    """Whether the context of a task's last pause, number `generation`, has the record's tokens."""
+    return record.retry == retry_count and record.generation < generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +130,17 @@ class SubtaskProgress:
         return round(100 * self.k / self.n, 2) if self.n else 0.0
 
 
-def progress_of(
+def compute_progress(
     planned: Iterable[str], records: Iterable[SubtaskRecord], current: str | None = None
 ) -> SubtaskProgress:
     """The progress of a task that declares `planned` and has these records."""
     by_name = {record.name: record for record in records}
-    names = list(dict.fromkeys([*planned, *by_name]))
-    done = tuple(name for name, record in by_name.items() if record.completed)
-    pending = tuple(name for name in names if name not in done)
-    return SubtaskProgress(done, current or (pending[0] if pending else None), pending)
+    completed = tuple(name for name, record in by_name.items() if record.completed)
+    pending = tuple(name for name in dict.fromkeys([*planned, *by_name]) if name not in completed)
+    return SubtaskProgress(completed, current or (pending[0] if pending else None), pending)
 
 
-class MemoryWrite(_Kept):
+class MemoryWrite(_StoredModel):
     """A write to the working memory, recorded so that repeated code does not write twice.
 
     Attributes:
@@ -122,7 +160,7 @@ class MemoryWrite(_Kept):
     answers: list[int | str | None] | None = None
 
 
-class AgentCheckpoint(_Kept):
+class AgentCheckpoint(_StoredModel):
     """The complete subtask state of a task at one moment. A row of `agent_checkpoints`.
 
     Attributes:
@@ -131,11 +169,16 @@ class AgentCheckpoint(_Kept):
         saved_progress: intermediate states saved by subtasks, by name, as JSON text.
         failure_reason: set when a failure or cancellation wrote the checkpoint; so are the
             `error_details`.
-        l1_snapshot_hash: digest of the working memory at this time, `None` without a working memory.
+        l1_snapshot_hash: digest of the working memory at this time, `None` without a working
+            memory.
         l1_snapshot: the packed working memory, if stored in the database with this checkpoint. Not
             part of the JSON, and not loaded with the checkpoint.
         l1_in_sql: digest of the working memory last stored in the database.
-        memory_writes: the writes that the working memory at this checkpoint contains.
+        memory_writes: the writes that the working memory at this checkpoint contains, apart from
+            those in the task's log.
+        memory_writes_replace_log: `memory_writes` has all writes, and those in the log do not
+            count.
+        extra: keys that migrations have added, for later migrations.
     """
 
     operation_id: TaskId
@@ -155,10 +198,12 @@ class AgentCheckpoint(_Kept):
     l1_snapshot: bytes | None = Field(default=None, exclude=True, repr=False)
     l1_in_sql: str | None = None
     memory_writes: tuple[MemoryWrite, ...] = ()
+    extra: dict[str, JsonValue] = {}
+    memory_writes_replace_log: bool = False
     checkpoint_time: datetime | None = None  # set by the store
 
     @model_validator(mode="after")
-    def _hashed(self) -> Self:
+    def _check_snapshot_hash(self) -> Self:
         if self.l1_snapshot is not None and self.l1_snapshot_hash is None:
             raise ValueError("l1_snapshot needs l1_snapshot_hash")
         return self
@@ -166,7 +211,12 @@ class AgentCheckpoint(_Kept):
     @property
     def progress(self) -> SubtaskProgress:
         """The task's progress at this checkpoint."""
-        return progress_of(self.planned, self.subtasks, self.current_subtask)
+        return compute_progress(self.planned, self.subtasks, self.current_subtask)
+
+    @property
+    def progress_pct(self) -> float:
+        """Completion of the operation, which is below 100 until the operation has completed."""
+        return min(self.progress.percent, MAX_OPEN_PROGRESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +232,7 @@ class Migration:
         return self.function(checkpoint)
 
 
-class Child(_Kept):
+class Child(_StoredModel):
     """A peer's task started by an operation. `digest` identifies its input."""
 
     id: TaskId
@@ -192,7 +242,7 @@ class Child(_Kept):
     retry: int = 0
 
 
-def last_of_each(children: Iterable[Child]) -> tuple[Child, ...]:
+def latest_by_id(children: Iterable[Child]) -> tuple[Child, ...]:
     """Keep only the latest entry for each child id."""
     return tuple({child.id: child for child in children}.values())
 
@@ -212,5 +262,5 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SaveCommitted:
     """The checkpoint is durable, possibly since an earlier attempt to save it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-_MOST = 2**53
+_MAX_COUNT = 2**53
 
 
 class Tokens(BaseModel):
@@ -44,9 +44,13 @@ class TokenUsage(BaseModel):
     @property
     def is_plausible(self) -> bool:
         """Whether all counts are from 0 to 2**53, so that JSON parsers can read their sums."""
-        every = (self.total, *self.by_model.values(), *self.by_source.values())
-        counts = (count for each in every for count in (each.input, each.output, each.cached))
-        return all(0 <= count <= _MOST for count in counts)
+        all_tokens = (self.total, *self.by_model.values(), *self.by_source.values())
+        counts = (
+            count
+            for tokens in all_tokens
+            for count in (tokens.input, tokens.output, tokens.cached)
+        )
+        return all(0 <= count <= _MAX_COUNT for count in counts)
 
     def snapshot(self) -> TokenUsage:
         """A copy that is independent of later changes."""
@@ -58,8 +62,20 @@ class TokenUsage(BaseModel):
         self.by_model.setdefault(model, Tokens()).add(tokens)
         self.by_source.setdefault(source, Tokens()).add(tokens)
 
+    def add(self, other: TokenUsage) -> None:
+        """Add the counts of `other`, each under its own model and source."""
+        self.total.add(other.total)
+        for own, additional in (
+            (self.by_model, other.by_model),
+            (self.by_source, other.by_source),
+        ):
+            for name, tokens in additional.items():
+                own.setdefault(name, Tokens()).add(tokens)
+
     def merge(self, other: TokenUsage, *, source: str) -> None:
         """Add a peer's usage under the peer's name."""
+        if other.is_empty:
+            return
         self.total.add(other.total)
         for model, tokens in other.by_model.items():
             self.by_model.setdefault(model, Tokens()).add(tokens)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from pydantic import JsonValue
 
 from meshpoint.model.calls import Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Outcomes
 from meshpoint.model.subtasks import Migration
+from meshpoint.model.tasks import has_log, logged_format
 
-In_contra = TypeVar("In_contra", contravariant=True)
-Out_co = TypeVar("Out_co", covariant=True)
+_In_contra = TypeVar("_In_contra", contravariant=True)
+_Out_co = TypeVar("_Out_co", covariant=True)
 
 
 @runtime_checkable
-class DurableAgent(Protocol[In_contra, Out_co]):
+class DurableAgent(Protocol[_In_contra, _Out_co]):
     """An agent whose tasks can wait in a database and resume in any replica.
 
     Pausing is a return value: `Paused` carries the peer calls and the state that the agent needs
@@ -39,7 +42,9 @@ class DurableAgent(Protocol[In_contra, Out_co]):
         It is stored with the state and checked before `resume`.
         """
 
-    async def start(self, ctx: TaskExecutionContext, request: In_contra) -> Paused | Done[Out_co]:
+    async def start(
+        self, ctx: TaskExecutionContext, request: _In_contra
+    ) -> Paused | Done[_Out_co]:
         """Run the first segment of a task.
 
         Args:
@@ -57,7 +62,9 @@ class DurableAgent(Protocol[In_contra, Out_co]):
             Exception: the task fails, and the requester receives the error's message.
         """
 
-    async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Paused | Done[Out_co]:
+    async def resume(
+        self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes
+    ) -> Paused | Done[_Out_co]:
         """Run the next segment of a task whose join is complete.
 
         Must be a pure function of `state` and `outcomes`: after a crash it runs again with the
@@ -70,8 +77,8 @@ class DurableAgent(Protocol[In_contra, Out_co]):
                 closed by the join, is a `Failed`; it raises no exception.
 
         Raises:
-            IncompatibleState: this release cannot read `state`. Other replicas are offered the
-                task; after a time limit it is parked for an operator. It is never destroyed.
+            IncompatibleState: this version cannot continue the task. It is parked until another
+                version tries it, or a person offers it again.
         """
 
 
@@ -82,6 +89,41 @@ class ReadsOlderStates(Protocol):
     @property
     def readable_formats(self) -> frozenset[str]:
         """All formats that `resume` can read, including `state_format`."""
+
+
+@runtime_checkable
+class ServesVersions(Protocol):
+    """Optional protocol for an object that serves several versions of one agent."""
+
+    @property
+    def versions(self) -> Sequence[DurableAgent[Any, Any]]:
+        """The versions. The first takes new tasks."""
+
+    def version_for(self, state_format: str) -> DurableAgent[Any, Any]:
+        """The version that reads `state_format`; the first if none does."""
+
+
+@runtime_checkable
+class ReadsLog(Protocol[_Out_co]):
+    """Optional protocol for agents whose pauses carry `Paused.append`."""
+
+    async def resume_with_log(
+        self, ctx: TaskExecutionContext, state: bytes, log: Sequence[bytes], outcomes: Outcomes
+    ) -> Paused | Done[_Out_co]:
+        """Run the next segment; called instead of `DurableAgent.resume`.
+
+        Must be a pure function of `state`, `log` and `outcomes`.
+
+        Args:
+            ctx: as for `resume`.
+            state: `Paused.state` of the last pause, byte for byte.
+            log: `Paused.append` of each pause since the last one without it, oldest first. Empty
+                if the last pause had none.
+            outcomes: as for `resume`.
+
+        Raises:
+            IncompatibleState: as for `resume`.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +137,7 @@ class Plan:
         type: a label for people.
         exclusive: refuse to resume an operation while another operation of this agent is active.
         preserve: never delete this agent's checkpoints.
+        config: the agent's configuration, such as its model, stored in each checkpoint.
     """
 
     subtasks: tuple[str, ...] = ()
@@ -103,22 +146,37 @@ class Plan:
     type: str = "agent"
     exclusive: bool = False
     preserve: bool = False
+    config: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 @runtime_checkable
-class Plans(Protocol):
+class HasPlan(Protocol):
     """Optional protocol for agents that describe their operations."""
 
     @property
     def plan(self) -> Plan: ...
 
 
-def plan_of(agent: DurableAgent[Any, Any]) -> Plan:
+def list_versions(agent: DurableAgent[Any, Any]) -> Sequence[DurableAgent[Any, Any]]:
+    """The versions that `agent` serves: only itself, unless it is a `ServesVersions`."""
+    return agent.versions if isinstance(agent, ServesVersions) else (agent,)
+
+
+def select_version(agent: DurableAgent[Any, Any], state_format: str) -> DurableAgent[Any, Any]:
+    """The version of `agent` for tasks in `state_format`; the first if none reads it."""
+    return agent.version_for(state_format) if isinstance(agent, ServesVersions) else agent
+
+
+def get_plan(agent: DurableAgent[Any, Any]) -> Plan:
     """The plan that `agent` declares, or an empty `Plan`."""
-    return agent.plan if isinstance(agent, Plans) else Plan()
+    return agent.plan if isinstance(agent, HasPlan) else Plan()
 
 
 def readable_formats(agent: DurableAgent[Any, Any]) -> frozenset[str]:
-    """All state formats that `agent` can resume from: its own and the older ones it declares."""
+    """All stored formats that `agent` can resume from.
+
+    These are its own and the older ones it declares, and each of them with a log.
+    """
     declared = agent.readable_formats if isinstance(agent, ReadsOlderStates) else frozenset[str]()
-    return declared | {agent.state_format}
+    formats = declared | {agent.state_format}
+    return formats | {logged_format(each) for each in formats if not has_log(each)}

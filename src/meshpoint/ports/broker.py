@@ -10,7 +10,7 @@ from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import Address, Message
 
 
-class Published(Enum):
+class PublishResult(Enum):
     """The broker's response to one published message."""
 
     ACCEPTED = auto()  # stored by the broker
@@ -33,7 +33,7 @@ class Delivery(Protocol):
     def address(self) -> Address: ...
 
     @property
-    def count(self) -> int:
+    def delivery_count(self) -> int:
         """Delivery count, starting at 1."""
 
     @property
@@ -85,7 +85,7 @@ class Broker(Protocol):
     def can_publish(self) -> bool:
         """Whether messages could be published when last checked."""
 
-    def consuming(self, address: Address) -> bool:
+    def is_consuming(self, address: Address) -> bool:
         """Whether this process had a consumer attached to `address` when last checked.
 
         If not, responses may be stuck in that queue, so deadlines that depend on them are not
@@ -102,7 +102,9 @@ class Broker(Protocol):
     async def close(self) -> None:
         """Cancel all consumers, requeue unacked deliveries and disconnect."""
 
-    async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
+    async def declare(
+        self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1
+    ) -> None:
         """Declare the permanent queues of `agent`.
 
         These are its request queues, nested requests, responses and dead letters.
@@ -114,13 +116,28 @@ class Broker(Protocol):
             shards: number of request queues.
         """
 
-    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+    async def mark_database(self, agent: AgentName) -> bool:
+        """Set the durable marker of `agent`: its replicas store tasks in a database.
+
+        Until it is closed, this broker sets the marker again if it is lost. Returns `True` if the
+        marker was not set before.
+        """
+
+    async def has_database_marker(self, agent: AgentName) -> bool:
+        """Whether the marker of `agent` is set. Sees markers set before the call."""
+
+    async def remove_database_marker(self, agent: AgentName) -> None:
+        """Remove the marker of `agent`, if it is set. Its tasks must have left the database."""
+
+    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[PublishResult]:
         """Publish messages and return the broker's response to each, in argument order."""
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Publish `message` to the private queue of every live replica of `agent`."""
 
-    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> Subscription:
+    async def consume(
+        self, address: Address, prefetch: int, on_delivery: OnDelivery
+    ) -> Subscription:
         """Deliver messages from `address` until cancelled, reconnecting as needed."""
 
     async def depth(self, address: Address) -> int | None:

@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Protocol
 
-from meshpoint.model.checkpoint import Run
+from meshpoint.model.tasks import Run
 
 
-class Ending(Enum):
+class ExitKind(Enum):
     """How an isolated run ended."""
 
-    SETTLED = auto()  # it committed an outcome, pause or release, and sent the messages that follow
+    SETTLED = (
+        auto()
+    )  # it committed an outcome, pause or release, and sent the messages that follow
     DIED = auto()  # its process died before that
-    UNSTARTED = auto()  # no agent code ran: connections failed, or the process could not be started
+    NOT_STARTED = (
+        auto()
+    )  # no agent code ran: connections failed, or the process could not be started
     IMPOSSIBLE = auto()  # the process cannot import the agent
 
 
@@ -23,11 +27,11 @@ class Ending(Enum):
 class Exit:
     """How an isolated run ended. `reason` completes the sentence "its process …"."""
 
-    ending: Ending
+    kind: ExitKind
     reason: str = ""
 
 
-class Word(StrEnum):
+class StopSignal(StrEnum):
     """A stop request to an isolated run."""
 
     CANCEL = "cancel"  # stop the code and end the task as cancelled
@@ -37,10 +41,10 @@ class Word(StrEnum):
 class IsolatedRun(Protocol):
     """One segment in its own process, which dies with the process that started it."""
 
-    async def exit(self) -> Exit:
+    async def wait(self) -> Exit:
         """Wait for the process to end and return how it ended."""
 
-    def tell(self, word: Word) -> None:
+    def signal(self, stop_signal: StopSignal) -> None:
         """Send a stop request and return immediately."""
 
     def kill(self) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
-from meshpoint.model.error_text import described
+from meshpoint.model.error_text import describe_exception, type_name
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 
@@ -28,8 +28,8 @@ class Observer(Protocol):
 
 
 @dataclass(slots=True)
-class Found:
-    """The due work found in a `Steps.look` block. Empty until the block fills it in."""
+class _SearchResult:
+    """The due work found in a `Steps.search` block. Empty until the block fills it in."""
 
     task_ids: tuple[TaskId, ...] = ()
     detail: dict[str, JsonValue] = field(default_factory=dict)
@@ -44,7 +44,9 @@ class Steps:
     replica: ReplicaId
 
     @contextmanager
-    def step(self, step: Step, task_ids: Iterable[TaskId] = (), **detail: JsonValue) -> Iterator[None]:
+    def step(
+        self, step: Step, task_ids: Iterable[TaskId] = (), **detail: JsonValue
+    ) -> Iterator[None]:
         """Emit `BEFORE` on entry, and `AFTER` or `FAILED` on exit."""
         ids = tuple(task_ids)
         self._emit(step, Phase.BEFORE, ids, detail)
@@ -56,31 +58,41 @@ class Steps:
         self._emit(step, Phase.AFTER, ids, detail)
 
     @contextmanager
-    def look(self, step: Step) -> Iterator[Found]:
-        """Emit `BEFORE`, and `AFTER` only if the block put any due work into the yielded `Found`.
+    def search(self, step: Step) -> Iterator[_SearchResult]:
+        """Emit `BEFORE`, and `AFTER` only if the block puts due work into the yielded result.
 
         Emits `FAILED` if the block raises.
         """
-        found = Found()
+        result = _SearchResult()
         self._emit(step, Phase.BEFORE, (), {})
         try:
-            yield found
+            yield result
         except BaseException as error:
             self._failed(step, (), {}, error)
             raise
-        if found.task_ids or found.detail:
-            self._emit(step, Phase.AFTER, found.task_ids, found.detail)
+        if result.task_ids or result.detail:
+            self._emit(step, Phase.AFTER, result.task_ids, result.detail)
 
-    def note(self, step: Step, *task_ids: TaskId, **detail: JsonValue) -> None:
-        """Emit a single `NOTED` event for a step without an effect."""
-        self._emit(step, Phase.NOTED, task_ids, detail)
+    def emit(self, step: Step, *task_ids: TaskId, **detail: JsonValue) -> None:
+        """Emit a single `INFO` event for a step without an effect."""
+        self._emit(step, Phase.INFO, task_ids, detail)
 
     def _failed(
-        self, step: Step, ids: tuple[TaskId, ...], detail: dict[str, JsonValue], error: BaseException
+        self,
+        step: Step,
+        ids: tuple[TaskId, ...],
+        detail: dict[str, JsonValue],
+        error: BaseException,
     ) -> None:
-        self._emit(step, Phase.FAILED, ids, {**detail, "error": described(error)})
+        failure: dict[str, JsonValue] = {
+            "error": describe_exception(error),
+            "error_type": type_name(error),
+        }
+        self._emit(step, Phase.FAILED, ids, {**detail, **failure})
 
-    def _emit(self, step: Step, phase: Phase, ids: tuple[TaskId, ...], detail: dict[str, JsonValue]) -> None:
+    def _emit(
+        self, step: Step, phase: Phase, ids: tuple[TaskId, ...], detail: dict[str, JsonValue]
+    ) -> None:
         try:
             self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail))
         except Exception:  # a faulty observer must not break the step

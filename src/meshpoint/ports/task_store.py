@@ -17,42 +17,53 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Protocol
 
-from meshpoint.model.checkpoint import (
-    Arrival,
-    Begin,
-    BeginResult,
+from meshpoint.errors import Unavailable
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.operations import OperationStatus, OperationSummary, Revive, ReviveResult
+from meshpoint.model.subtasks import AgentCheckpoint, Operation
+from meshpoint.model.tasks import (
+    EVERY_TASK,
     CallSummary,
-    Cancel,
-    CancelResult,
-    Claim,
     Dispatch,
-    Due,
-    End,
-    EndResult,
-    Expired,
+    DueCounts,
     KeepAlive,
-    KeepReply,
-    Known,
-    Pause,
-    PauseResult,
-    Progress,
-    ProgressNoted,
-    Release,
+    L1Snapshot,
+    OutboxItem,
     Replica,
     Resumable,
     Run,
-    Send,
+    TaskFilter,
     TaskState,
     TaskSummary,
 )
-from meshpoint.model.ids import AgentName, TaskId
-from meshpoint.ports.operations import Operations
+from meshpoint.model.transitions import (
+    Begin,
+    BeginResult,
+    Cancel,
+    CancelResult,
+    Claim,
+    ClaimResult,
+    End,
+    EndResult,
+    ExistingTask,
+    ExpiryResult,
+    Overdue,
+    Pause,
+    PauseResult,
+    Progress,
+    ProgressRecorded,
+    Release,
+    Save,
+    SaveResult,
+    StoreReply,
+    UnroutableCall,
+)
 
 
 class Transitions(Protocol):
     """State transitions caused by a message or a run."""
 
-    async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, Known]:
+    async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, ExistingTask]:
         """The existing rows by task id, in one read by primary key."""
 
     async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
@@ -74,9 +85,15 @@ class Transitions(Protocol):
         before they could be sent, the task is `ready`, and calls that are still pending are closed
         as `Failed(cancelled)` without being dispatched. Pending calls carry a dispatch lease: the
         caller sends them now, and the outbox returns them again after `dispatch_lease`.
+
+        `Pause.log` changes the task's log, whose entries every later owner gets in
+        `Resumable.log`. `Resumable.log_seq` grows by one with each entry and never decreases. If
+        it is not `LogChange.after`, the result is `Fenced`.
         """
 
-    async def claim(self, claims: Sequence[Claim], replica: Replica, slots: int) -> list[Arrival]:
+    async def claim(
+        self, claims: Sequence[Claim], replica: Replica, slots: int
+    ) -> list[ClaimResult]:
         """Record one outcome per call, count it on the join, and resume completed joins' tasks.
 
         The first claim of a call wins. If the join completes while the task waits in the call's
@@ -84,24 +101,27 @@ class Transitions(Protocol):
         run id = claim id), provided that a slot of `slots` is left and the replica reads its
         `state_format`. Otherwise it becomes `ready`. Pending calls that the join no longer needs
         are closed as `Failed(cancelled)` and left `cancelling`. The claim that completes the join
-        returns `AllArrived` or `MadeReady`; earlier claims in the same batch return
+        returns `JoinCompleted` or `TaskReady`; earlier claims in the same batch return
         `StillWaiting`. State and outcomes are read after the row is locked.
         """
 
     async def end(self, ends: Sequence[End]) -> list[EndResult]:
         """Turn `running` rows with this fence into tombstones that hold their reply.
 
-        State, outcomes, security context and (unless `dead_reason` is set) the request are wiped.
+        State, log, outcomes, security context and (unless `dead_reason` is set) the request are
+        wiped.
         `done` calls and joins are deleted; `cancelling` calls stay. A pending cancel request does
         not matter: the end that commits first wins.
         """
 
     async def release(self, releases: Sequence[Release]) -> list[bool]:
-        """Make `running` rows with this fence `ready`; they can be acquired after `not_before`.
+        """Make `running` rows with this fence `ready`; they can be acquired after `Release.delay`.
 
-        A task released as incompatible becomes `parked` once `incompatible_limit` has passed since
-        its first such release. `Release.death` is kept until the next pause or end. Returns
-        `False` for fenced runs.
+        With `Release.parked_reason` they become `parked` instead, unless a cancel was requested,
+        and `Release.version` is added to the versions that have tried them. A parked task is due
+        to be ended at its own deadline, or once `parked_limit` has passed since it was first
+        parked. Its next pause forgets all of this. `Release.crash_reason` is kept until the next
+        pause or end. Returns `False` for fenced runs.
         """
 
     async def cancel(self, cancels: Sequence[Cancel]) -> list[CancelResult]:
@@ -112,10 +132,12 @@ class Transitions(Protocol):
         the cancelled reply.
         """
 
-    async def requested(self, calls: Sequence[tuple[TaskId, TaskId]]) -> list[Dispatch | None]:
+    async def find_dispatches(
+        self, calls: Sequence[tuple[TaskId, TaskId]]
+    ) -> list[Dispatch | None]:
         """The calls' requests as sent, by task id and `sub_task_id`. `None` for a missing call."""
 
-    async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
+    async def record_progress(self, updates: Sequence[Progress]) -> list[ProgressRecorded | None]:
         """Extend the idle deadline of pending calls and return where to forward each update.
 
         Never extends beyond the absolute deadline. The result is `None` if there is no such
@@ -127,10 +149,10 @@ class Transitions(Protocol):
 class DueWork(Protocol):
     """Work that becomes due by time alone. Locked rows are skipped."""
 
-    async def due(self, replica: Replica, limit: int) -> Due:
+    async def due(self, replica: Replica, limit: int) -> DueCounts:
         """Count the due work of each kind for `replica`, each up to `limit`, in one read."""
 
-    async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
+    async def expire(self, replica: Replica, limit: int, slots: int) -> list[ExpiryResult]:
         """Close overdue calls and joins of waiting tasks, and resume tasks whose join completes.
 
         An overdue call ends as `Failed(timeout)`. An overdue join closes all its open calls as
@@ -138,27 +160,52 @@ class DueWork(Protocol):
         joins are handled as in `claim`.
         """
 
-    async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
+    async def acquire(
+        self, replica: Replica, limit: int, suspect_slots: int = 0
+    ) -> list[Resumable]:
         """Acquire due `ready` tasks in formats that the replica reads, oldest first.
 
-        They become `running` under `replica`. At most `suspects` of them are suspects, that is,
-        were rescued at least `SUSPECT_FROM` times.
+        They become `running` under `replica`. At most `suspect_slots` of them are suspects, that
+        is, were rescued at least `SUSPECT_AFTER_RESCUES` times.
         """
 
-    async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
+    async def acquire_parked(
+        self, replica: Replica, limit: int, suspect_slots: int = 0
+    ) -> list[Resumable]:
+        """Acquire `parked` tasks that `Replica.version` has not tried, as `acquire` does."""
+
+    async def acquire_overdue(self, replica: Replica, limit: int) -> list[Overdue]:
+        """Acquire tasks that only need to be ended, in any format.
+
+        These are `ready` tasks past their deadline, and `parked` tasks past their deadline or
+        `parked_limit`. Their content is not read, because it may be damaged.
+        """
+
+    async def unread(self, replica: Replica, age: timedelta) -> dict[str, int]:
+        """Count `ready` tasks that were due `age` ago, by the formats `replica` cannot read."""
+
+    async def unpark(self, task_ids: Sequence[TaskId]) -> list[bool]:
+        """Make `parked` tasks `ready` and forget which versions have tried them.
+
+        Returns `False` for a task that is not parked.
+        """
+
+    async def rescue(
+        self, replica: Replica, limit: int, suspect_slots: int = 0
+    ) -> list[Resumable]:
         """Rescue `running` tasks of this agent whose lease has expired.
 
         They get fence + 1 and rescues + 1, and are owned by `replica`. If `replica` does not
         isolate suspects, they also get attempt + 1, because otherwise no crash would be counted.
         In generation 0 any replica of the agent may rescue them; later, only replicas that read
-        the format. Suspects (rescued at least `SUSPECT_FROM` times) beyond the limit `suspects`
-        become `ready` without an owner and are not returned.
+        the format. Suspects (rescued at least `SUSPECT_AFTER_RESCUES` times) beyond the limit
+        `suspect_slots` become `ready` without an owner and are not returned.
         """
 
-    async def owned(self, run: Run) -> Resumable | None:
+    async def find_owned(self, run: Run) -> Resumable | None:
         """The task owned by exactly this run, or `None` if the run lost it.
 
-        Used by the process that runs a task apart from its replica.
+        Used by the process that runs a task isolated from its replica.
         """
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
@@ -170,7 +217,7 @@ class DueWork(Protocol):
         """
 
     async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
-        """`waiting` and `ready` tasks whose requester is due a keep-alive.
+        """`waiting`, `ready` and `parked` tasks whose requester is due a keep-alive.
 
         The time of each task's next keep-alive is set.
         """
@@ -185,26 +232,26 @@ class DueWork(Protocol):
 class Outbox(Protocol):
     """Committed messages that are not sent yet."""
 
-    async def unsent(self, agent: AgentName, limit: int) -> list[Send]:
+    async def unsent(self, agent: AgentName, limit: int) -> list[OutboxItem]:
         """Dispatches, cancel notices and replies that are due.
 
         Each is leased to the caller and becomes due again after a growing back-off.
         """
 
-    async def keep_replies(self, replies: Sequence[KeepReply]) -> list[bool]:
+    async def store_replies(self, replies: Sequence[StoreReply]) -> list[bool]:
         """Store undeliverable replies of tasks without a row.
 
         A task without a row becomes a tombstone (generation 0, fence 0) whose reply is due after
-        the dispatch lease. With `KeepReply.again`, an ended task of this agent has its reply due
-        again, to the address in `KeepReply.reply`; a reply that is still due to that address keeps
-        its schedule.
+        the dispatch lease. With `StoreReply.is_redelivery`, an ended task of this agent has its
+        reply due again, to the address in `StoreReply.reply`; a reply that is still due to that
+        address keeps its schedule.
 
         Returns:
             For each reply, whether the outbox will send it. `False` means that the id belongs to
             another run's row, which is unchanged.
         """
 
-    async def mark_sent(self, sent: Sequence[Send]) -> None:
+    async def confirm_sent(self, sent: Sequence[OutboxItem]) -> None:
         """Record that the broker confirmed these messages.
 
         If the record is lost, they are sent again under the same ids. A cancel notice's call is
@@ -213,17 +260,154 @@ class Outbox(Protocol):
         to an earlier end and changes nothing.
         """
 
+    async def record_unroutable(self, calls: Sequence[UnroutableCall]) -> None:
+        """Record that the broker returned requests because their peers have no queues.
+
+        Unsent requests become due after `retry_after`, or earlier if they already are. If the
+        record is lost, they stay due after their back-off, and the time starts when the broker
+        returns them again. `Dispatch.unroutable_for` counts from the last `UnroutableCall` with
+        `starts`. A recorded call that expires before it is sent fails as undeliverable.
+        """
+
 
 class Catalog(Protocol):
     """Read access to tasks for operators and scripts."""
 
     async def tasks(
-        self, *, agent: AgentName | None = None, states: Sequence[TaskState] = (), limit: int = 100
+        self,
+        *,
+        agent: AgentName | None = None,
+        states: Sequence[TaskState] = (),
+        where: TaskFilter = EVERY_TASK,
+        limit: int = 100,
+        after: TaskId | None = None,
     ) -> list[TaskSummary]:
-        """Tasks, newest first. Empty `states` matches every state."""
+        """Tasks by the time of their last pause, newest first.
+
+        Empty `states` matches every state. With `after`, only tasks that follow this one, and none
+        if it does not exist.
+        """
 
     async def task(self, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:
         """One task and its calls in call order, or `None` if the task does not exist."""
+
+    async def stored_request(self, task_id: TaskId) -> bytes | None:
+        """The encoded request of a task; `None` if missing, as after most ends."""
+
+
+class Operations(Protocol):
+    """Operations and their checkpoint histories.
+
+    A task becomes an operation with its first subtask; a task without subtasks writes nothing
+    here. An operation's state and owner are stored in the task's row. This part of the store adds
+    the data that only operations have.
+
+    The other transitions treat operations as follows:
+
+    - `begin` with `Begin.operation` writes the operation together with the task.
+    - `pause` adds `Pause.children` to its children and writes `Pause.checkpoint`, unless a
+      checkpoint with that `seq` exists. Pausing with a checkpoint a task that is not an operation
+      returns `Fenced` and writes nothing.
+    - `end` as completed deletes its checkpoints, or moves them to the archive if the store keeps
+      one. A preserved operation keeps them. `end` as failed or cancelled keeps the request and the
+      log, writes `End.checkpoint` (or repeats the last checkpoint with `End.reason` or
+      `dead_reason`), and keeps all of it for `checkpoint_ttl` instead of `tombstone_ttl`, or
+      forever if preserved. `cancel` of a waiting task does the same with the reason "cancelled on
+      request".
+    - `purge` deletes the operation and its checkpoints together with the tombstone.
+
+    Only the newest working memory stored with an operation's checkpoints is kept: a checkpoint
+    that carries a memory removes it from all earlier ones. Until then, the checkpoint that carries
+    it is kept even if it is too old for the history. So is the last checkpoint of each attempt
+    (`retry_count`). Repeating the last checkpoint copies the memory's hash but does not move the
+    memory.
+    """
+
+    async def track(self, run: Run, operation: Operation) -> BeginResult:
+        """Make the running task with exactly this fence an operation.
+
+        Returns:
+            `BeginCommitted`, also if the task is an operation already; `Fenced` if another run
+            owns the task; `CancelFound(run)` if a cancel was requested.
+        """
+
+    async def save(self, command: Save) -> SaveResult:
+        """Write a checkpoint of the operation running under exactly this fence; prune its history.
+
+        If the run has `progressed`, its `attempt` is reset to 1. Otherwise it is unchanged, so
+        that a task that keeps saving and crashing reaches its last attempt. Saving a `seq` that
+        already exists changes nothing and succeeds.
+        """
+
+    async def latest(
+        self, task_id: TaskId, agent: AgentName | None = None
+    ) -> AgentCheckpoint | None:
+        """The operation's checkpoint with the highest `seq`.
+
+        Returns `None` if there is no checkpoint or it belongs to another agent.
+        """
+
+    async def l1_snapshot(
+        self, task_id: TaskId, agent: AgentName | None = None
+    ) -> L1Snapshot | None:
+        """The newest working memory stored with the operation's checkpoints.
+
+        Archived checkpoints are ignored. Returns `None` if there is no stored memory or it belongs
+        to another agent. Its `seq` may be lower than `latest().seq`.
+        """
+
+    async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
+        """All stored checkpoints of the operation, oldest first.
+
+        Archived checkpoints are returned only if there are no others. As in `latest`, working
+        memories are not included.
+        """
+
+    async def revive(self, command: Revive) -> ReviveResult:
+        """Make an ended task `ready` again in generation 0 with a higher fence.
+
+        The higher fence turns its old runs into zombies. Checks run in the order of `Refusal`. An
+        exclusive agent's other active operations are counted under a lock on that agent, so that
+        two concurrent requests cannot both succeed.
+
+        A request counts as repeated, and gets its first result again, if the row's run id is its
+        `token` or its `order` is the last one recorded for the task. A lower `order` is refused as
+        RUNNING. A request with an `order` from an agent that is not the task's requester is
+        refused as NOT_FOUND; a task without a requester can be resumed by any agent. Neither check
+        applies to a request without an `order`, which leaves the recorded order unchanged.
+
+        Calls and joins of the earlier attempt are deleted. `cancelling` calls stay until they are
+        sent, moved to generation -1 so that no later pause can take their outcomes. A request
+        without a `requester` keeps the existing requester, without its deadline, if its reply has
+        not been sent.
+
+        With `adopt`, a task that has not ended continues for the new requester and the result is
+        `Adopted`.
+        """
+
+    async def copy_key(self) -> bytes:
+        """The 32-byte key that authenticates this mesh's copies outside the store.
+
+        It is generated at random once and kept.
+        """
+
+    async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
+        """Exempt an operation's checkpoints from every deletion, or end the exemption.
+
+        Returns `False` if there is no such operation.
+        """
+
+    async def operation(self, task_id: TaskId) -> OperationSummary | None:
+        """One operation, or `None` if the task does not exist or is not an operation."""
+
+    async def operations(
+        self,
+        *,
+        agent: AgentName | None = None,
+        statuses: Sequence[OperationStatus] = (),
+        limit: int = 100,
+    ) -> list[OperationSummary]:
+        """Operations, newest first. Empty `statuses` matches every status."""
 
 
 class CheckpointStore(Transitions, DueWork, Outbox, Catalog, Operations, Protocol):
@@ -233,7 +417,7 @@ class CheckpointStore(Transitions, DueWork, Outbox, Catalog, Operations, Protoco
     def durable(self) -> bool: ...
 
     @property
-    def present(self) -> datetime | None:
+    def current_time(self) -> datetime | None:
         """The current time by the store's clock, without I/O. `None` if not yet known."""
 
     async def open(self) -> None:
@@ -248,12 +432,38 @@ class CheckpointStore(Transitions, DueWork, Outbox, Catalog, Operations, Protoco
         """Release all connections."""
 
 
-class StoreTimings(Protocol):
-    """Durations and limits that a store applies. `meshpoint.settings` has the defaults."""
+class CacheUnavailable(Unavailable):
+    """The cache did not answer in time."""
 
-    dispatch_lease: timedelta
-    tombstone_ttl: timedelta
-    incompatible_limit: timedelta
-    checkpoint_ttl: timedelta  # for operations that failed or were cancelled
-    checkpoint_history: int  # number of most recent checkpoints kept per operation
-    checkpoint_archive: bool  # on success, move checkpoints instead of deleting them
+
+class CheckpointCache(Protocol):
+    """A cache with one entry per operation and agent.
+
+    Keys have the form `checkpoint:{analysis_id}:{agent_type}`.
+    """
+
+    async def put(self, checkpoint: AgentCheckpoint) -> None:
+        """Replace the cached copy and restart its time to live.
+
+        Raises:
+            CacheUnavailable: the entry may or may not have been written.
+            CheckpointError: the checkpoint is too large to cache.
+        """
+
+    async def get(self, operation_id: TaskId, agent: AgentName) -> AgentCheckpoint | None:
+        """Return the cached copy, or `None` if there is no entry.
+
+        Raises:
+            CacheUnavailable: the cache did not answer.
+            CheckpointError: the entry is not a checkpoint of this operation.
+        """
+
+    async def forget(self, operation_id: TaskId, agent: AgentName) -> None:
+        """Delete the cached copy.
+
+        Raises:
+            CacheUnavailable: the entry may or may not have been deleted.
+        """
+
+    async def close(self) -> None:
+        """Release all connections."""

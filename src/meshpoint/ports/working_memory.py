@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from meshpoint.model.memory import Answer, Command, Held, Item, Owner, Packed
+from meshpoint.model.memory import Answer, Command, Item, MemoryContents, Owner, PackedSnapshot
 
 ReportProblem: TypeAlias = Callable[[str, str, str], None]
 """Called for problems that lose nothing, with an agent_id, a code for scripts, and the reason.
@@ -21,7 +21,7 @@ class WorkingMemory(Protocol):
     """L1: the working memories of all tasks of one agent, each under its `agent_id`."""
 
     @property
-    def survives(self) -> bool:
+    def durable(self) -> bool:
         """Whether memories outlive their process.
 
         If not, every checkpoint in SQL carries a snapshot.
@@ -36,7 +36,9 @@ class WorkingMemory(Protocol):
                 setting to check.
         """
 
-    async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
+    async def execute(
+        self, owner: Owner, commands: Sequence[Command], *, expected_version: int = 0
+    ) -> tuple[int, list[Answer]]:
         """Execute commands atomically and in order; return the new version and the answers.
 
         A write restarts the memory's time to live. A key without its own TTL lives as long as the
@@ -50,18 +52,18 @@ class WorkingMemory(Protocol):
 
         Raises:
             MemoryFenced: another run owns the memory, or its owner has a higher fence.
-            MemoryLost: the memory has no owner or an earlier one, its version is below `seen`, or
-                a key named by a command was evicted.
+            MemoryLost: the memory has no owner or an earlier one, its version is below
+                `expected_version`, or a key named by a command was evicted.
             MemoryRefused: a command does not fit the kind of its key; the message names the key.
                 Earlier commands have taken effect.
-            MemoryUnavailable: commands write and the version is higher than `seen`; nothing was
-                done.
+            MemoryUnavailable: commands write and the version is higher than `expected_version`;
+                nothing was done.
         """
 
-    async def keys(self, owner: Owner, *, seen: int = 0) -> list[str]:
+    async def keys(self, owner: Owner, *, expected_version: int = 0) -> list[str]:
         """The existing keys, in no particular order. Raises the same errors as `execute`."""
 
-    async def read(self, agent_id: str) -> Held:
+    async def read(self, agent_id: str) -> MemoryContents:
         """A consistent copy of the whole memory, even under concurrent writes. Changes nothing."""
 
     async def adopt(self, owner: Owner, version: int) -> bool:
@@ -75,8 +77,13 @@ class WorkingMemory(Protocol):
         """
 
     async def replace(
-        self, owner: Owner, items: Sequence[Item], *, seen: int | None = None, force: bool = False
-    ) -> Held:
+        self,
+        owner: Owner,
+        items: Sequence[Item],
+        *,
+        expected_version: int | None = None,
+        force: bool = False,
+    ) -> MemoryContents:
         """Replace the whole memory with `items`, become its owner, and return its contents.
 
         The items are staged separately and swapped in atomically, so that a crash leaves either
@@ -92,7 +99,7 @@ class WorkingMemory(Protocol):
 
         Raises:
             MemoryFenced: the current owner has a higher fence and `force` is not set.
-            MemoryUnavailable: the version is not `seen`.
+            MemoryUnavailable: the version is not `expected_version`.
         """
 
     async def retain(self, owner: Owner, *, paused: bool) -> None:
@@ -111,7 +118,7 @@ class WorkingMemory(Protocol):
 class SnapshotStore(Protocol):
     """The latest snapshot of each memory, kept outside L1."""
 
-    async def put(self, agent_id: str, packed: Packed) -> bool:
+    async def put(self, agent_id: str, packed: PackedSnapshot) -> bool:
         """Replace the stored snapshot atomically, unless it has a higher `order`.
 
         Returns `False` if it has.
@@ -120,7 +127,7 @@ class SnapshotStore(Protocol):
             ConsistencyError: the snapshot is too large to be read back.
         """
 
-    async def get(self, agent_id: str) -> Packed | None:
+    async def get(self, agent_id: str) -> PackedSnapshot | None:
         """The stored snapshot, or `None`. Its content may be damaged: the caller must verify it.
 
         Raises:

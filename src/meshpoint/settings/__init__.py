@@ -3,9 +3,8 @@
 Call `load`. Every mistake ends as one `ConfigurationError` that names the key and the fix.
 """
 
-from meshpoint.settings.agent import AgentSettings
-from meshpoint.settings.loading import load
+from meshpoint.settings.agent import AgentOptions, AgentSettings, StoreSettings
+from meshpoint.settings.loading import Settings, load
 from meshpoint.settings.mesh import MeshSettings
-from meshpoint.settings.root import Settings
 
-__all__ = ["AgentSettings", "MeshSettings", "Settings", "load"]
+__all__ = ["AgentOptions", "AgentSettings", "MeshSettings", "Settings", "StoreSettings", "load"]

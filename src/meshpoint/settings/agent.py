@@ -5,190 +5,264 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from meshpoint import extras
 from meshpoint.errors import ConfigurationError
-from meshpoint.model.ids import agent_name
-from meshpoint.model.messages import MOST_SHARDS
-from meshpoint.model.options import AckPolicy, OnCheckpointFailure, OnLostOwner, Options
+from meshpoint.model.messages import MAX_SHARDS, validate_agent_name
+from meshpoint.model.options import (
+    AckPolicy,
+    OnCheckpointFailure,
+    OnLostOwner,
+    Options,
+    StoreTimings,
+)
 from meshpoint.settings import urls
-from meshpoint.settings.section import DEFAULT_OPTIONS, EMBEDDED_URL, Bytes, Count, Seconds, SecondsOrZero, Section
+from meshpoint.settings.mesh import (
+    EMBEDDED_URL,
+    Bytes,
+    Count,
+    MeshSettings,
+    Seconds,
+    SecondsOrZero,
+    Section,
+)
 
 _ENTRYPOINT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_DEFAULTS, _DEFAULT_TIMINGS = Options(), StoreTimings()
+_DEFAULT_POOL_SIZE = 5
 
 
-@dataclass(slots=True)
-class Timings:
-    """The durations that a store applies (`meshpoint.ports.task_store.StoreTimings`)."""
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """A database, and how to use it as a checkpoint store.
 
-    dispatch_lease: timedelta
-    tombstone_ttl: timedelta
-    incompatible_limit: timedelta
-    checkpoint_ttl: timedelta
-    checkpoint_history: int
-    checkpoint_archive: bool
+    `url` is validated already: use `AgentSettings.store_settings`, or `at` for any other URL.
+    """
+
+    url: str
+    timings: StoreTimings
+    pool_size: int
+    max_join_bytes: int
+
+    @classmethod
+    def at(cls, url: str, *, key: str, timings: StoreTimings | None = None) -> StoreSettings:
+        """Return the settings of the store at `url`, with defaults for everything else.
+
+        Args:
+            url: `postgresql://user@host/name`, or `sqlite:///file`.
+            key: Name of the option or argument that contains `url`, for errors.
+            timings: Defaults to the timings of an agent's settings.
+
+        Raises:
+            ConfigurationError: `url` cannot be used, or its driver is not installed.
+        """
+        url = urls.database_url(url, key)
+        urls.require_driver(url, key)
+        return cls(url, timings or StoreTimings(), _DEFAULT_POOL_SIZE, _DEFAULTS.max_join_bytes)
 
 
-class AgentSettings(Section):
-    """Settings of one agent. Defaults of keys that are also in `Options` are defined there."""
-
+class _Identity(Section):
     name: str = Field(
         description="name in the mesh: letters, digits, '_' and '-', at most 63 characters",
     )
-    entrypoint: str = Field(
-        description="the agent, as module:attribute; the module must be importable",
+    entrypoint: str | tuple[str, ...] = Field(
+        description="the agent, as module:attribute; the module must be importable. A list serves "
+        "several versions of one agent: the first takes new tasks",
     )
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, value: str) -> str:
+        return validate_agent_name(value)
+
+    @property
+    def entrypoints(self) -> tuple[str, ...]:
+        """The versions of the agent that this process serves. The first takes new tasks."""
+        return (self.entrypoint,) if isinstance(self.entrypoint, str) else self.entrypoint
+
+    @field_validator("entrypoint")
+    @classmethod
+    def _check_entrypoint(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        names = (value,) if isinstance(value, str) else value
+        for name in names or ("",):
+            if not _ENTRYPOINT.fullmatch(name):
+                fix = "write module:attribute, such as my_agents.travel:travel"
+                raise ConfigurationError("agent.entrypoint", f"{name!r} is not an entrypoint", fix)
+        return value
+
+
+class AgentOptions(Section):
+    """How an agent is served. Defaults of keys that are also in `Options` are defined there."""
+
     stateless_checkpointing: bool = Field(
-        default=DEFAULT_OPTIONS.stateless_checkpointing,
+        default=_DEFAULTS.stateless_checkpointing,
         description="store paused tasks in the database, so that any replica can resume them; "
-        "needs session_service: sql",
+        "needs session_service: sql; may be switched at any time: only new tasks follow it",
     )
     session_service: Literal["memory", "sql"] = Field(
-        default="memory", description="where tasks are stored: memory or sql"
+        default="memory",
+        description="where tasks can be stored: memory or sql; the same for all replicas of one "
+        "agent, which serve all tasks in the database",
     )
     session_db_url: str = Field(
         default=EMBEDDED_URL,
         description="postgresql:// URL in production, sqlite:/// on one host",
     )
     db_pool_size: Count = Field(
-        default=5,
+        default=_DEFAULT_POOL_SIZE,
         description="database connections, in addition to the connections of the fast path",
     )
     max_concurrency: Count = Field(
-        default=DEFAULT_OPTIONS.max_concurrency,
-        description="maximum segments that run concurrently in one replica; paused tasks do not count",
+        default=_DEFAULTS.max_concurrency,
+        description="maximum segments that run concurrently in one replica; "
+        "paused tasks do not count",
     )
     max_in_memory: Count = Field(
-        default=DEFAULT_OPTIONS.max_in_memory,
-        description="maximum paused tasks that one replica keeps in memory without a database",
+        default=_DEFAULTS.max_in_memory,
+        description="maximum paused tasks that one replica keeps in memory",
     )
     max_call_depth: Count = Field(
-        default=DEFAULT_OPTIONS.max_call_depth,
+        default=_DEFAULTS.max_call_depth,
         description="maximum length of a chain of agents that call each other",
     )
-    max_fan_out: Count = Field(default=DEFAULT_OPTIONS.max_fan_out, description="maximum calls in one pause")
+    max_fan_out: Count = Field(
+        default=_DEFAULTS.max_fan_out, description="maximum calls in one pause"
+    )
     request_shards: int = Field(
-        default=DEFAULT_OPTIONS.request_shards,
+        default=_DEFAULTS.request_shards,
         ge=1,
-        le=MOST_SHARDS,
-        description="number of request queues, 1 to 64; each sender always uses the same one, so that a "
-        "flood from one sender does not starve the others",
+        le=MAX_SHARDS,
+        description="number of request queues, 1 to 64; each sender always uses the same one, "
+        "so that a flood from one sender does not starve the others",
     )
     max_attempts: Count = Field(
-        default=DEFAULT_OPTIONS.max_attempts,
+        default=_DEFAULTS.max_attempts,
         description="maximum runs of one segment that kill their process; then the task fails",
     )
     max_message_bytes: Bytes = Field(
-        default=DEFAULT_OPTIONS.max_message_bytes,
+        default=_DEFAULTS.max_message_bytes,
         description="maximum bytes of a message body that this agent sends or accepts; in files, "
         "the default is the value of the mesh",
     )
     max_join_bytes: Bytes = Field(
-        default=DEFAULT_OPTIONS.max_join_bytes,
-        description="maximum bytes of all outcomes of one pause, which are in memory together; a task above it fails",
+        default=_DEFAULTS.max_join_bytes,
+        description="maximum bytes of all outcomes of one pause, which are in memory together; "
+        "a task above it fails",
     )
     peer_timeout_seconds: Seconds = Field(
-        default=DEFAULT_OPTIONS.peer_timeout.total_seconds(),
+        default=_DEFAULTS.peer_timeout.total_seconds(),
         description="maximum duration of a peer call that sets no timeout",
     )
     deadline_margin_seconds: SecondsOrZero = Field(
-        default=DEFAULT_OPTIONS.deadline_margin.total_seconds(),
+        default=_DEFAULTS.deadline_margin.total_seconds(),
         description="how much earlier than its caller's deadline a peer's deadline is",
     )
     lease_seconds: Seconds = Field(
-        default=DEFAULT_OPTIONS.lease.total_seconds(),
+        default=_DEFAULTS.lease.total_seconds(),
         description="how long a replica owns a running task without renewing its lease",
     )
     renew_interval_seconds: Seconds = Field(
-        default=DEFAULT_OPTIONS.renew_interval.total_seconds(),
+        default=_DEFAULTS.renew_interval.total_seconds(),
         description="interval between renewals of a lease; at most half of lease_seconds",
     )
     dispatch_lease_seconds: Seconds = Field(
-        default=5,
-        description="how long a replica has to send committed messages before another replica sends them too",
+        default=_DEFAULT_TIMINGS.dispatch_lease.total_seconds(),
+        description="how long a replica has to send committed messages "
+        "before another replica sends them too",
     )
     sweep_interval_seconds: Seconds = Field(
-        default=DEFAULT_OPTIONS.sweep_interval.total_seconds(),
+        default=_DEFAULTS.sweep_interval.total_seconds(),
         description="interval between sweeps for deadlines, expired leases and unsent messages",
     )
     sweep_batch: Count = Field(
-        default=DEFAULT_OPTIONS.sweep_batch,
+        default=_DEFAULTS.sweep_batch,
         description="maximum tasks that one sweep acquires",
     )
     settle_time_seconds: SecondsOrZero = Field(
-        default=DEFAULT_OPTIONS.settle_time.total_seconds(),
+        default=_DEFAULTS.settle_time.total_seconds(),
         description="grace period after a start or an outage: queued responses are recorded "
         "before deadlines are enforced",
     )
     response_prefetch: Count = Field(
-        default=DEFAULT_OPTIONS.response_prefetch,
+        default=_DEFAULTS.response_prefetch,
         description="maximum unacked responses that one replica prefetches from the broker",
     )
     checkpoint_retry_time_seconds: Seconds = Field(
-        default=DEFAULT_OPTIONS.checkpoint_retry_time.total_seconds(),
-        description="how long a failing first checkpoint is retried before on_checkpoint_failure applies",
+        default=_DEFAULTS.checkpoint_retry_time.total_seconds(),
+        description="how long a failing first checkpoint is retried "
+        "before on_checkpoint_failure applies",
     )
     on_checkpoint_failure: OnCheckpointFailure = Field(
-        default=DEFAULT_OPTIONS.on_checkpoint_failure,
+        default=_DEFAULTS.on_checkpoint_failure,
         description="keep_in_memory: continue the task without the database; wait: retry until "
         "the database is available",
     )
     reply_retry_time_seconds: Seconds = Field(
-        default=DEFAULT_OPTIONS.reply_retry_time.total_seconds(),
+        default=_DEFAULTS.reply_retry_time.total_seconds(),
         description="how long a reply is retried if its address does not exist",
     )
+    undeliverable_after_seconds: SecondsOrZero = Field(
+        default=_DEFAULTS.undeliverable_after.total_seconds(),
+        description="how long a call waits for its peer's first replica, at most its timeout; "
+        "counted anew after an outage of the broker; 0: it fails at once",
+    )
     startup_timeout_seconds: Seconds = Field(
-        default=DEFAULT_OPTIONS.startup_timeout.total_seconds(),
+        default=_DEFAULTS.startup_timeout.total_seconds(),
         description="how long to wait for the broker and the database at startup",
     )
     drain_timeout_seconds: Seconds = Field(
-        default=DEFAULT_OPTIONS.drain_timeout.total_seconds(),
+        default=_DEFAULTS.drain_timeout.total_seconds(),
         description="how long running segments may continue at shutdown",
     )
     release_timeout_seconds: Seconds = Field(
-        default=DEFAULT_OPTIONS.release_timeout.total_seconds(),
+        default=_DEFAULTS.release_timeout.total_seconds(),
         description="how long releasing the remaining tasks may take after the drain",
     )
     ack_policy: AckPolicy = Field(
-        default=DEFAULT_OPTIONS.ack_policy,
+        default=_DEFAULTS.ack_policy,
         description="at_checkpoint: ack a request when its first segment has ended; on_receipt: "
-        "when its row is written",
+        "when its row is written; without a row, requests stay unacked until their task has ended",
     )
     begin_at_delivery: Count = Field(
-        default=DEFAULT_OPTIONS.begin_at_delivery,
-        description="from this delivery of a request on, its row is written before it runs; less than delivery_limit",
+        default=_DEFAULTS.begin_at_delivery,
+        description="from this delivery of a request on, its row is written before it runs; "
+        "less than delivery_limit",
     )
     tombstone_ttl_seconds: Seconds = Field(
-        default=86_400,
-        description="how long an ended task is remembered, to recognize late duplicates of its request",
+        default=_DEFAULT_TIMINGS.tombstone_ttl.total_seconds(),
+        description="how long an ended task is remembered, "
+        "to recognize late duplicates of its request",
     )
-    incompatible_state_limit_seconds: Seconds = Field(
-        default=3600,
-        description="how long a task is offered to replicas that cannot read its state before it is parked",
+    parked_limit_seconds: SecondsOrZero = Field(
+        default=_DEFAULT_TIMINGS.parked_limit.total_seconds(),
+        description="how long a task that no release continues is parked before it fails "
+        "(default: 30 days); 0: it fails at once",
     )
     incompatible_pause_seconds: Seconds = Field(
-        default=DEFAULT_OPTIONS.incompatible_pause.total_seconds(),
-        description="delay before a task whose state could not be read is offered again",
+        default=_DEFAULTS.incompatible_pause.total_seconds(),
+        description="delay before a task whose working memory is unavailable is offered again",
     )
     checkpoint_ttl_seconds: Seconds = Field(
-        default=2_592_000,
+        default=_DEFAULT_TIMINGS.checkpoint_ttl.total_seconds(),
         description="how long a failed or cancelled operation and its checkpoints are kept for a "
         "resume (default: 30 days)",
     )
     checkpoint_history: Count = Field(
-        default=5,
-        description="number of checkpoints to keep for each operation; a resume uses the last one",
+        default=_DEFAULT_TIMINGS.checkpoint_history,
+        description="number of checkpoints to keep for each operation, besides the final "
+        "checkpoint of each attempt; a resume uses the last one",
     )
     checkpoint_archive: bool = Field(
-        default=False,
+        default=_DEFAULT_TIMINGS.checkpoint_archive,
         description="archive the checkpoints of a completed operation instead of deleting them",
     )
     checkpoint_cache_url: str | None = Field(
         default=None,
-        description="redis:// URL for copies of the last checkpoints, for faster restores; unset: no copies",
+        description="redis:// URL for copies of the last checkpoints, for faster restores; "
+        "unset: no copies",
     )
     checkpoint_cache_ttl_seconds: Seconds = Field(
         default=604_800,
@@ -201,7 +275,8 @@ class AgentSettings(Section):
     )
     memory_snapshot_url: str | None = Field(
         default=None,
-        description="redis:// URL for snapshots of working memories, preferably another server; unset: memory_url",
+        description="redis:// URL for snapshots of working memories, preferably another server; "
+        "unset: memory_url",
     )
     memory_ttl_seconds: Seconds = Field(
         default=86_400,
@@ -214,24 +289,26 @@ class AgentSettings(Section):
         "its snapshot (default: 14 days)",
     )
     memory_max_bytes: Bytes = Field(
-        default=DEFAULT_OPTIONS.memory_max_bytes,
-        description="maximum bytes of one task's working memory; each checkpoint writes all of it if it has changed",
+        default=_DEFAULTS.memory_max_bytes,
+        description="maximum bytes of one task's working memory; "
+        "each checkpoint writes all of it if it has changed",
     )
     memory_keep: bool = Field(
-        default=DEFAULT_OPTIONS.memory_keep,
+        default=_DEFAULTS.memory_keep,
         description="keep the working memory of a completed task in Redis until it expires",
     )
     isolated_stall_seconds: Seconds = Field(
-        default=DEFAULT_OPTIONS.isolated_stall.total_seconds(),
-        description="how long a task in its own process may block the event loop before the process is killed",
+        default=_DEFAULTS.isolated_stall.total_seconds(),
+        description="how long a task in its own process may block the event loop "
+        "before the process is killed",
     )
     on_lost_owner: OnLostOwner = Field(
-        default=DEFAULT_OPTIONS.on_lost_owner,
-        description="take_over: if a replica dies, another one continues its operations; fail: they "
+        default=_DEFAULTS.on_lost_owner,
+        description="rescue: if a replica dies, another one continues its operations; fail: they "
         "end as failed, and can be resumed manually",
     )
     secret_keys: tuple[str, ...] = Field(
-        default=DEFAULT_OPTIONS.secret_keys,
+        default=_DEFAULTS.secret_keys,
         description="names whose values are masked in stored failures and exports, in addition to "
         "password, token etc.",
     )
@@ -241,26 +318,14 @@ class AgentSettings(Section):
         "(RabbitMQ verifies logins); senders not listed may use any",
     )
     operator_logins: tuple[str, ...] = Field(
-        default=DEFAULT_OPTIONS.operator_logins,
+        default=_DEFAULTS.operator_logins,
         description="broker logins that may cancel and resume any task of this agent by message",
     )
     app_version: str | None = Field(
-        default=DEFAULT_OPTIONS.app_version,
-        description="version of the agent's code, stored with each checkpoint; unset: none",
+        default=_DEFAULTS.app_version,
+        description="version of the agent's code, stored with each checkpoint; each version tries "
+        "parked tasks once; unset: a digest of the agent's module",
     )
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, value: str) -> str:
-        return agent_name(value)
-
-    @field_validator("entrypoint")
-    @classmethod
-    def _check_entrypoint(cls, value: str) -> str:
-        if not _ENTRYPOINT.fullmatch(value):
-            fix = "write module:attribute, such as my_agents.travel:travel"
-            raise ConfigurationError("agent.entrypoint", f"{value!r} is not an entrypoint", fix)
-        return value
 
     @field_validator("session_db_url")
     @classmethod
@@ -275,58 +340,108 @@ class AgentSettings(Section):
         return value
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> AgentSettings:
-        if self.stateless_checkpointing and self.session_service != "sql":
+    def _check_combinations(self) -> Self:
+        if self.stateless_checkpointing and not self.has_database:
             problem = "paused tasks would have no database"
-            raise ConfigurationError("agent.stateless_checkpointing", problem, "add session_service: sql")
-        if self.memory_url is not None and not self.stateless_checkpointing:
-            problem = (
-                "without stateless_checkpointing, working memories stay in the process, and Redis would not be used"
+            raise ConfigurationError(
+                "agent.stateless_checkpointing", problem, "add session_service: sql"
             )
-            fix = "add stateless_checkpointing: true and session_service: sql, or remove memory_url"
+        if self.memory_url is not None and not self.has_database:
+            problem = (
+                "without session_service: sql, working memories stay in the process, "
+                "and Redis would not be used"
+            )
+            fix = (
+                "add stateless_checkpointing: true and session_service: sql, or remove memory_url"
+            )
             raise ConfigurationError("agent.memory_url", problem, fix)
         if self.memory_snapshot_url is not None and self.memory_url is None:
             problem = "there would be no working memory in Redis to snapshot"
-            raise ConfigurationError("agent.memory_snapshot_url", problem, "add memory_url: redis://…")
-        if self.checkpoint_cache_url is not None and not self.stateless_checkpointing:
-            problem = "without stateless_checkpointing there are no checkpoints in a database to copy"
-            fix = "add stateless_checkpointing: true and session_service: sql, or remove checkpoint_cache_url"
+            raise ConfigurationError(
+                "agent.memory_snapshot_url", problem, "add memory_url: redis://…"
+            )
+        if self.checkpoint_cache_url is not None and not self.has_database:
+            problem = "without session_service: sql there are no checkpoints in a database to copy"
+            fix = (
+                "add stateless_checkpointing: true and session_service: sql, "
+                "or remove checkpoint_cache_url"
+            )
             raise ConfigurationError("agent.checkpoint_cache_url", problem, fix)
         if "checkpoint_ttl_seconds" in self.model_fields_set and (
             self.checkpoint_ttl_seconds < self.tombstone_ttl_seconds
         ):
             problem = (
-                f"is below tombstone_ttl_seconds, which keeps an ended task {self.tombstone_ttl_seconds:g} s anyway"
+                "is below tombstone_ttl_seconds, "
+                f"which keeps an ended task {self.tombstone_ttl_seconds:g} s anyway"
             )
             fix = f"use at least {self.tombstone_ttl_seconds:g}, or lower tombstone_ttl_seconds"
             raise ConfigurationError("agent.checkpoint_ttl_seconds", problem, fix)
-        if self.ack_policy is AckPolicy.ON_RECEIPT and not self.stateless_checkpointing:
-            problem = "on_receipt without stateless_checkpointing would lose requests when the process dies"
-            raise ConfigurationError("agent.ack_policy", problem, "add stateless_checkpointing: true")
+        if self.ack_policy == "on_receipt" and not self.has_database:
+            problem = (
+                "on_receipt without session_service: sql would lose requests when the process dies"
+            )
+            raise ConfigurationError(
+                "agent.ack_policy",
+                problem,
+                "add stateless_checkpointing: true and session_service: sql",
+            )
         if self.renew_interval_seconds * 2 > self.lease_seconds:
-            problem = f"{self.renew_interval_seconds:g} s is too long for a lease of {self.lease_seconds:g} s"
+            problem = (
+                f"{self.renew_interval_seconds:g} s is too long "
+                f"for a lease of {self.lease_seconds:g} s"
+            )
             fix = f"use at most {self.lease_seconds / 2:g}, half of lease_seconds"
             raise ConfigurationError("agent.renew_interval_seconds", problem, fix)
-        if self.session_service == "sql":
+        if self.has_database:
             urls.require_driver(self.session_db_url, "agent.session_db_url")
         return self
+
+    @property
+    def has_database(self) -> bool:
+        """Whether the agent serves tasks in a database, even without `stateless_checkpointing`."""
+        return self.session_service == "sql"
+
+    def check_mesh(self, mesh: MeshSettings, section: str) -> None:
+        """Check that the options of `section` can work in `mesh`.
+
+        Raises:
+            ConfigurationError: They cannot.
+        """
+        if self.max_message_bytes > mesh.max_message_bytes:
+            problem = f"{self.max_message_bytes} is above mesh.max_message_bytes"
+            fix = f"use at most {mesh.max_message_bytes}, or raise mesh.max_message_bytes"
+            raise ConfigurationError(f"{section}.max_message_bytes", problem, fix)
+        if self.begin_at_delivery >= mesh.delivery_limit:
+            problem = f"{self.begin_at_delivery} is not below mesh.delivery_limit"
+            fix = f"use at most {mesh.delivery_limit - 1}, or raise mesh.delivery_limit"
+            raise ConfigurationError(f"{section}.begin_at_delivery", problem, fix)
+        for key in ("peer_logins", "operator_logins"):
+            if getattr(self, key) and not mesh.verifies_logins:
+                problem = "only RabbitMQ verifies logins, but mesh.broker_url is another broker"
+                fix = f"remove {key}, or use amqp://"
+                raise ConfigurationError(f"{section}.{key}", problem, fix)
 
     def options(self) -> Options:
         """Return the limits and durations of this agent."""
         return Options(**{field.name: self._option_value(field.name) for field in fields(Options)})
 
     def _option_value(self, name: str) -> Any:
-        if isinstance(getattr(DEFAULT_OPTIONS, name), timedelta):
+        if isinstance(getattr(_DEFAULTS, name), timedelta):
             return timedelta(seconds=getattr(self, f"{name}_seconds"))
         return getattr(self, name)
 
-    def timings(self) -> Timings:
-        """The durations for this agent's store."""
-        return Timings(
+    def store_settings(self) -> StoreSettings:
+        """Return what this agent's store needs."""
+        timings = StoreTimings(
             dispatch_lease=timedelta(seconds=self.dispatch_lease_seconds),
             tombstone_ttl=timedelta(seconds=self.tombstone_ttl_seconds),
-            incompatible_limit=timedelta(seconds=self.incompatible_state_limit_seconds),
+            parked_limit=timedelta(seconds=self.parked_limit_seconds),
             checkpoint_ttl=timedelta(seconds=self.checkpoint_ttl_seconds),
             checkpoint_history=self.checkpoint_history,
             checkpoint_archive=self.checkpoint_archive,
         )
+        return StoreSettings(self.session_db_url, timings, self.db_pool_size, self.max_join_bytes)
+
+
+class AgentSettings(AgentOptions, _Identity):
+    """Settings of one agent: where to import it from, and how to serve it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshpoint import extras
 from meshpoint.errors import ConfigurationError
-from meshpoint.input_files import read_bounded
+from meshpoint.files import read_bounded
 
 _MAX_FILE_BYTES = 1024 * 1024  # PyYAML needs about 10 s and 400 MB for a file of this size
 
@@ -34,9 +34,11 @@ def read(path: Path, env: Mapping[str, str]) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigurationError(str(path), "is not a mapping", "start it with the line 'mesh:' or 'agent:'")
+        raise ConfigurationError(
+            str(path), "is not a mapping", "start it with the line 'mesh:' or 'agent:'"
+        )
     sections = {str(key): value for key, value in content.items() if not str(key).startswith("x-")}
-    return {key: interpolate(value, env, f"{path}: {key}") for key, value in sections.items()}
+    return {key: _interpolate(value, env, f"{path}: {key}") for key, value in sections.items()}
 
 
 def _text(path: Path) -> str:
@@ -50,7 +52,7 @@ def _text(path: Path) -> str:
         raise ConfigurationError(str(path), "is not UTF-8", "save it as UTF-8") from error
 
 
-def interpolate(value: Any, env: Mapping[str, str], key: str) -> Any:
+def _interpolate(value: Any, env: Mapping[str, str], key: str) -> Any:
     """Replace each `${VAR}` and `${VAR, default}` in the strings of `value`. `$${` becomes `${`.
 
     A variable that is set takes precedence over the default, even if it is empty.
@@ -61,11 +63,13 @@ def interpolate(value: Any, env: Mapping[str, str], key: str) -> Any:
     """
     match value:
         case str():
-            return _VARIABLE_REFERENCE.sub(lambda reference: _resolve_reference(reference, env, key), value)
+            return _VARIABLE_REFERENCE.sub(
+                lambda reference: _resolve_reference(reference, env, key), value
+            )
         case dict():
-            return {name: interpolate(item, env, f"{key}.{name}") for name, item in value.items()}
+            return {name: _interpolate(item, env, f"{key}.{name}") for name, item in value.items()}
         case list():
-            return [interpolate(item, env, f"{key}[{index}]") for index, item in enumerate(value)]
+            return [_interpolate(item, env, f"{key}[{index}]") for index, item in enumerate(value)]
         case _:
             return value
 
@@ -74,7 +78,9 @@ def _resolve_reference(reference: re.Match[str], env: Mapping[str, str], key: st
     if reference["escaped"]:
         return "${"
     if reference["broken"]:
-        raise ConfigurationError(key, "has a '${' without a variable name", "write ${NAME} or ${NAME, default}")
+        raise ConfigurationError(
+            key, "has a '${' without a variable name", "write ${NAME} or ${NAME, default}"
+        )
     name, default = reference["name"], reference["default"]
     value = env.get(name, None if default is None else default.strip())
     if value is None:

@@ -1,22 +1,51 @@
-"""Combine files and variables into `Settings`."""
+"""Settings, with the constraints between sections; combines files and variables into them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from meshpoint.errors import ConfigurationError
-from meshpoint.settings import environment, files, problems
+from meshpoint.model.declared_type import first_problem, has_too_many_errors, loggable_cause
+from meshpoint.settings import files
 from meshpoint.settings.agent import AgentSettings
-from meshpoint.settings.mesh import MeshSettings
-from meshpoint.settings.root import Settings
+from meshpoint.settings.mesh import MeshSettings, Section
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+_AnyModel = TypeVar("_AnyModel", bound=BaseModel)
+
+_PREFIX = "MESHPOINT_"
 _SECTIONS = ("mesh", "agent", "agents")
+_MIN_SIMILARITY = 0.6
+"""Similarity, from 0 to 1, above which a known key is suggested."""
+_MAX_SHOWN_CHARACTERS = 60
+
+
+class Settings(Section):
+    """A mesh, and the agents that one process serves."""
+
+    mesh: MeshSettings = Field(default_factory=MeshSettings)
+    agents: tuple[AgentSettings, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_agents(self) -> Settings:
+        names: set[str] = set()
+        for index, agent in enumerate(self.agents):
+            if agent.name in names:
+                problem = f"two agents are called {agent.name!r}"
+                raise ConfigurationError(f"agents[{index}].name", problem, "use unique names")
+            names.add(agent.name)
+            agent.check_mesh(self.mesh, f"agents[{index}]")
+        return self
 
 
 @dataclass(slots=True)
@@ -41,7 +70,7 @@ def load(paths: Sequence[Path | str], env: Mapping[str, str] = os.environ) -> Se
     raw = _RawSettings()
     for path in map(Path, paths):
         _add_file(raw, path, files.read(path, env), label=f"{path}: " if len(paths) > 1 else "")
-    overrides = environment.read_overrides(env)
+    overrides = read_overrides(env)
     mesh = _build_mesh(raw, overrides.get("mesh", {}))
     agents = _build_agents(raw, overrides.get("agent", {}), mesh)
     try:
@@ -49,18 +78,24 @@ def load(paths: Sequence[Path | str], env: Mapping[str, str] = os.environ) -> Se
     except ConfigurationError as error:
         labels = {f"agents[{index}]": label for index, (label, _) in enumerate(raw.agents)}
         section, dot, key = error.key.partition(".")
-        raise ConfigurationError(f"{labels.get(section, section)}{dot}{key}", error.problem, error.fix) from error
+        raise ConfigurationError(
+            f"{labels.get(section, section)}{dot}{key}", error.problem, error.fix
+        ) from error
 
 
 def _add_file(raw: _RawSettings, path: Path, content: dict[str, Any], label: str) -> None:
     for key in content:
         if key not in _SECTIONS:
-            raise problems.unknown_key(f"{path}: {key}", key, _SECTIONS)
+            raise _unknown_key(f"{path}: {key}", key, _SECTIONS)
     if "agent" in content and "agents" in content:
-        raise ConfigurationError(f"{path}: agent", "is used together with agents", "keep one of them")
+        raise ConfigurationError(
+            f"{path}: agent", "is used together with agents", "keep one of them"
+        )
     _add_mesh(raw, path, content.get("mesh"))
     if isinstance(content.get("agent"), list):
-        raise ConfigurationError(f"{label}agent", "is a list", "write 'agents:' above several agents")
+        raise ConfigurationError(
+            f"{label}agent", "is a list", "write 'agents:' above several agents"
+        )
     if "agent" in content:
         raw.agents.append((f"{label}agent", content["agent"]))
     agents = content.get("agents") or []
@@ -75,46 +110,175 @@ def _add_mesh(raw: _RawSettings, path: Path, mesh: Any) -> None:
     if mesh is None:
         return
     if not isinstance(mesh, dict):
-        raise ConfigurationError(f"{path}: mesh", "has no keys", "write 'key: value' lines below it")
+        raise ConfigurationError(
+            f"{path}: mesh", "has no keys", "write 'key: value' lines below it"
+        )
     for key, value in mesh.items():
         if key in raw.mesh and raw.mesh[key] != value:
             problem = "differs from the value in an earlier file"
-            raise ConfigurationError(f"{path}: mesh.{key}", problem, "use the same mesh in all files of one run")
+            raise ConfigurationError(
+                f"{path}: mesh.{key}", problem, "use the same mesh in all files of one run"
+            )
     raw.mesh |= mesh
 
 
-def _reject_misplaced(values: Any, label: str, model: type[BaseModel], other: type[BaseModel], section: str) -> None:
+def _reject_misplaced(
+    values: Any, label: str, model: type[BaseModel], other: type[BaseModel], section: str
+) -> None:
     for key in values if isinstance(values, dict) else ():
         if key in other.model_fields and key not in model.model_fields:
-            raise ConfigurationError(f"{label}.{key}", f"is a key of {section}", f"move it under '{section}:'")
+            raise ConfigurationError(
+                f"{label}.{key}", f"is a key of {section}", f"move it under '{section}:'"
+            )
 
 
 def _build_mesh(raw: _RawSettings, overrides: dict[str, Any]) -> MeshSettings:
     _reject_misplaced(raw.mesh, "mesh", MeshSettings, AgentSettings, "agent")
-    names = {key: environment.variable_name("mesh", key) for key in overrides}
-    return problems.build_section(MeshSettings, raw.mesh | overrides, names, "mesh")
+    names = {key: variable_name("mesh", key) for key in overrides}
+    return build_section(MeshSettings, raw.mesh | overrides, names, "mesh")
 
 
-def _build_agents(raw: _RawSettings, overrides: dict[str, Any], mesh: MeshSettings) -> list[AgentSettings]:
-    names = {key: environment.variable_name("agent", key) for key in overrides}
+def _build_agents(
+    raw: _RawSettings, overrides: dict[str, Any], mesh: MeshSettings
+) -> list[AgentSettings]:
+    names = {key: variable_name("agent", key) for key in overrides}
     if overrides and len(raw.agents) > 1:
         fix = "write ${VAR} in the files instead"
-        raise ConfigurationError(next(iter(names.values())), f"cannot apply to {len(raw.agents)} agents", fix)
+        raise ConfigurationError(
+            next(iter(names.values())), f"cannot apply to {len(raw.agents)} agents", fix
+        )
     if overrides and not raw.agents:
         return []
     inherited = {"max_message_bytes": mesh.max_message_bytes}
-    return [_build_agent(label, values, inherited, overrides, names) for label, values in raw.agents]
+    return [
+        _build_agent(label, values, inherited, overrides, names) for label, values in raw.agents
+    ]
 
 
 def _build_agent(
-    label: str, values: Any, inherited: dict[str, Any], overrides: dict[str, Any], names: dict[str, str]
+    label: str,
+    values: Any,
+    inherited: dict[str, Any],
+    overrides: dict[str, Any],
+    names: dict[str, str],
 ) -> AgentSettings:
     _reject_misplaced(values, label, AgentSettings, MeshSettings, "mesh")
     merged = {**inherited, **values, **overrides} if isinstance(values, dict) else values
     try:
-        return problems.build_section(AgentSettings, merged, names, label)
+        return build_section(AgentSettings, merged, names, label)
     except ConfigurationError as error:
         section, dot, key = error.key.partition(".")
         if section != "agent" or not dot:
             raise
-        raise ConfigurationError(names.get(key, f"{label}.{key}"), error.problem, error.fix) from error
+        raise ConfigurationError(
+            names.get(key, f"{label}.{key}"), error.problem, error.fix
+        ) from error
+
+
+class _Overrides(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, env_nested_delimiter="__")
+
+    mesh: dict[str, Any] = {}
+    agent: dict[str, Any] = {}
+
+
+def variable_name(section: str, key: str) -> str:
+    """Return the name of the variable that overrides `key` of `section`."""
+    return f"{_PREFIX}{section}__{key}".upper()
+
+
+def read_overrides(env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the values set in `env`, by section and key. Empty variables are ignored.
+
+    Raises:
+        ConfigurationError: A variable has an unknown section, or is a known key without its
+            section. Other names that start with the prefix are ignored (Kubernetes derives some
+            from service names).
+    """
+    variables = {
+        name.upper(): value for name, value in env.items() if name.upper().startswith(_PREFIX)
+    }
+    for name in variables:
+        _check_variable(name)
+    source = EnvSettingsSource(_Overrides)
+    # Replaces the process's variables that the source has read. Only nested names are passed:
+    # setting a whole section as JSON in one variable is not supported.
+    source.env_vars = {
+        name.lower(): value for name, value in variables.items() if "__" in name and value
+    }
+    return dict(source())
+
+
+def _check_variable(name: str) -> None:
+    section, nested, _ = name.removeprefix(_PREFIX).lower().partition("__")
+    if nested and section not in _Overrides.model_fields:
+        fix = f"write {variable_name('mesh', 'key')} or {variable_name('agent', 'key')}"
+        raise ConfigurationError(name, "has an unknown section", fix)
+    if nested:
+        return
+    for owner, model in (("mesh", MeshSettings), ("agent", AgentSettings)):
+        if section in model.model_fields:
+            raise ConfigurationError(
+                name, "has no effect", f"write {variable_name(owner, section)}"
+            )
+
+
+def build_section(
+    model: type[_AnyModel], values: Any, names: Mapping[str, str], label: str
+) -> _AnyModel:
+    """Validate `values` as `model`.
+
+    Args:
+        label: Name of the section in messages.
+        names: Names in messages for keys that were set elsewhere, such as by a variable.
+
+    Raises:
+        ConfigurationError: The first problem found. Unknown keys come first, since a misspelt key
+            is both unknown and missing.
+    """
+    if not isinstance(values, dict):
+        raise ConfigurationError(
+            label, "has no keys", f"write 'key: value' lines below it, or remove {label!r}"
+        )
+    for key in values:
+        if key not in model.model_fields:
+            where = names.get(str(key), f"{label}.{key}")
+            raise _unknown_key(where, str(key), model.model_fields)
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise _translate(error, model, names, label) from loggable_cause(error)
+
+
+def _unknown_key(where: str, key: str, known: Iterable[str]) -> ConfigurationError:
+    """Return the error for an unknown `key`, with the most similar known key."""
+    known = sorted(known)
+    nearest = get_close_matches(key.lower(), known, n=1, cutoff=_MIN_SIMILARITY)
+    fix = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(known)}"
+    return ConfigurationError(where, "is not a known key", fix)
+
+
+def _translate(
+    error: ValidationError, model: type[BaseModel], names: Mapping[str, str], label: str
+) -> ConfigurationError:
+    if has_too_many_errors(error):
+        return ConfigurationError(label, first_problem(error), "correct it")
+    first = error.errors(include_url=False)[0]
+    key = str(first["loc"][0]) if first["loc"] else ""
+    where = names.get(key, f"{label}.{key}" if key else label)
+    meaning = model.model_fields[key].description if key in model.model_fields else None
+    unit = ", in seconds" if key.endswith("_seconds") else ""
+    fix = f"meaning: {meaning}{unit}" if meaning else "correct it"
+    if first["type"] == "missing":
+        return ConfigurationError(where, "is missing", f"add it; {fix}")
+    return ConfigurationError(where, _problem(first, key), fix)
+
+
+def _problem(error: ErrorDetails, key: str) -> str:
+    message = error["msg"].partition(", unable to parse")[0].replace("Input should be", "must be")
+    message = message.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
+    message = message[:1].lower() + message[1:]
+    shown = repr(error["input"])
+    if key.endswith("_url") or len(shown) > _MAX_SHOWN_CHARACTERS:
+        return message  # a URL may contain a password
+    return f"{message}, not {shown}"

@@ -1,18 +1,34 @@
-"""The section `mesh`."""
+"""The section `mesh`, and the types that all sections share."""
 
 from __future__ import annotations
 
 import re
 from datetime import timedelta
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from meshpoint.errors import ConfigurationError
+from meshpoint.model.options import Options
 from meshpoint.settings import urls
-from meshpoint.settings.section import DEFAULT_OPTIONS, EMBEDDED_URL, Bytes, Count, Seconds, Section
+
+_TEN_YEARS = 315_360_000
+
+Seconds = Annotated[float, Field(gt=0, le=_TEN_YEARS, allow_inf_nan=False)]
+SecondsOrZero = Annotated[float, Field(ge=0, le=_TEN_YEARS, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Bytes = Annotated[int, Field(ge=1024, le=1024**4)]
+
+EMBEDDED_URL = "sqlite:///meshpoint.db"
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, rejects unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class MeshSettings(Section):
@@ -24,13 +40,14 @@ class MeshSettings(Section):
     )
     broker_url: str = Field(
         default=EMBEDDED_URL,
-        description="amqp:// or amqps:// URL for RabbitMQ, sqlite:/// on one host, memory:// for tests",
+        description="amqp:// or amqps:// URL for RabbitMQ, sqlite:/// on one host, "
+        "memory:// for tests",
     )
     publish_timeout_seconds: Seconds = Field(
         default=10, description="how long the broker may take to confirm a message"
     )
     max_message_bytes: Bytes = Field(
-        default=DEFAULT_OPTIONS.max_message_bytes,
+        default=Options().max_message_bytes,
         description="maximum bytes of a message body that is sent or accepted",
     )
     delivery_limit: int = Field(
@@ -41,7 +58,8 @@ class MeshSettings(Section):
     )
     max_queue_length: Count = Field(
         default=100_000,
-        description="maximum messages in one queue; a full request queue rejects more, and senders retry later",
+        description="maximum messages in one queue; a full request queue rejects more, "
+        "and senders retry later",
     )
     private_queue_ttl_seconds: Seconds = Field(
         default=3600, description="how long a replica's private queue is kept after its last use"

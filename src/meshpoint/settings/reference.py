@@ -7,23 +7,25 @@ the text between the markers in that page.
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from pathlib import Path
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from meshpoint.settings.agent import AgentSettings
-from meshpoint.settings.environment import variable_name
+from meshpoint.settings.loading import variable_name
 from meshpoint.settings.mesh import MeshSettings
 
-_SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (("mesh", MeshSettings), ("agent", AgentSettings))
+_SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
+    ("mesh", MeshSettings),
+    ("agent", AgentSettings),
+)
 
 
 def render_page(page: str) -> str:
     """Return `page` with the table of each section between its markers."""
     for section, model in _SECTIONS:
-        page = replace_section(page, section, render_table(section, model))
+        page = replace_section(page, section, _render_table(section, model))
     return page
 
 
@@ -35,7 +37,7 @@ def replace_section(page: str, section: str, text: str) -> str:
     return before + start + text + end + after
 
 
-def render_table(section: str, model: type[BaseModel]) -> str:
+def _render_table(section: str, model: type[BaseModel]) -> str:
     """Render the keys of one section as a table: default, unit and meaning."""
     lines = ["| Key | Default | Unit | Meaning |", "|---|---|---|---|"]
     lines += [
@@ -49,7 +51,7 @@ def render_table(section: str, model: type[BaseModel]) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.default.value if isinstance(field.default, Enum) else field.default
+    value = field.default
     match value:
         case None:
             return "unset"

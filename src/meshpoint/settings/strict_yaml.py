@@ -21,17 +21,24 @@ def parse(text: str, file: str) -> object:
     """
     try:
         content: object = yaml.load(text, Loader=_UniqueKeyLoader)
-        check_expansion(content)
+        _check_expansion(content)
     except yaml.YAMLError as error:
         raise ConfigurationError(file, _yaml_problem(error), "correct the YAML there") from error
     except RecursionError as error:
         raise ConfigurationError(file, "is nested too deeply", "flatten it") from error
-    except (ValueError, OverflowError, AttributeError, TypeError) as error:  # from an invalid date or number
-        raise ConfigurationError(file, f"has a value that cannot be read: {error}", "put it in quotes") from error
+    except (
+        ValueError,
+        OverflowError,
+        AttributeError,
+        TypeError,
+    ) as error:  # from an invalid date or number
+        raise ConfigurationError(
+            file, f"has a value that cannot be read: {error}", "put it in quotes"
+        ) from error
     return content
 
 
-def check_expansion(content: object) -> None:
+def _check_expansion(content: object) -> None:
     """Reject YAML whose aliases multiply: a few lines can expand to gigabytes.
 
     Raises:

@@ -86,16 +86,22 @@ def _check_server(url: str, key: str, fix: str) -> None:
     try:
         (parts.hostname or "").encode("idna").decode("idna")
     except UnicodeError as error:
-        raise ConfigurationError(key, f"{parts.hostname!r:.80} is not a valid host name", fix) from error
+        raise ConfigurationError(
+            key, f"{parts.hostname!r:.80} is not a valid host name", fix
+        ) from error
 
 
 def _resolve_file(url: str, key: str) -> str:
     scheme, _, rest = url.partition("://")
     file, separator, query = rest.partition("?")
     if "%00" in file:
-        raise ConfigurationError(key, "contains a NUL character", f"write {scheme}:///meshpoint.db")
+        raise ConfigurationError(
+            key, "contains a NUL character", f"write {scheme}:///meshpoint.db"
+        )
     if not file.startswith("/"):
-        example = file if file and "@" not in file else "meshpoint.db"  # text before an @ may contain a password
+        example = (
+            file if file and "@" not in file else "meshpoint.db"
+        )  # text before an @ may contain a password
         problem = "needs three slashes before its file" if file else "does not name a file"
         raise ConfigurationError(key, problem, f"write {scheme}:///{example}")
     if file in {"/", "/:memory:"}:

@@ -9,11 +9,10 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from meshpoint.errors import CheckpointError
-from meshpoint.model.checkpoint import Save, SaveResult
 from meshpoint.model.ids import AgentName, TaskId
-from meshpoint.model.subtasks import AgentCheckpoint, Saved
-from meshpoint.ports.checkpoint_cache import CacheUnavailable, CheckpointCache
-from meshpoint.ports.operations import Operations
+from meshpoint.model.subtasks import AgentCheckpoint, SaveCommitted
+from meshpoint.model.transitions import Save, SaveResult
+from meshpoint.ports.task_store import CacheUnavailable, CheckpointCache, Operations
 
 
 class CheckpointSource(StrEnum):
@@ -29,7 +28,7 @@ class FallbackReason(StrEnum):
     MISS = "miss"  # no copy exists
     STALE = "stale"  # it is not a copy of the last checkpoint
     CORRUPT = "garbage"  # it cannot be read
-    UNAVAILABLE = "away"  # the cache did not answer
+    UNAVAILABLE = "unavailable"  # the cache did not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class AgentCheckpointer:
             Unavailable: The database did not answer. The copy was not changed.
         """
         result = await self._store.save(command)
-        if isinstance(result, Saved):
+        if isinstance(result, SaveCommitted):
             await self.write_to_cache(command.checkpoint)
         return result
 
@@ -111,7 +110,11 @@ class AgentCheckpointer:
             return await self._restore_from_sql(operation_id, agent)
         if seq is None:
             operation = await self._store.operation(operation_id)
-            seq = operation.checkpoint if operation is not None and operation.agent == agent else None
+            seq = (
+                operation.checkpoint
+                if operation is not None and operation.agent == agent
+                else None
+            )
         if not seq:
             return None
         cached = await self._read_cached(self._cache, operation_id, agent, seq)

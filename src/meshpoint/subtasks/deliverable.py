@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 from pydantic import JsonValue
 
 from meshpoint.errors import ConfigurationError, SubtaskRefused
-from meshpoint.model.typed import DoesNotFit, Typed
-from meshpoint.subtasks.functions import closure_variables, unwrap
+from meshpoint.model.declared_type import DeclaredType, TypeMismatch
 from meshpoint.subtasks.secret_places import UnrecoverableSecret, find_secret_pointers
+from meshpoint.subtasks.versions import closure_variables, unwrap
 
 _RESOLUTION_ERRORS = (NameError, AttributeError, TypeError, SyntaxError, ValueError, ImportError)
 _AWAITABLE_TYPES = (collections.abc.Awaitable, collections.abc.Coroutine, Future)
@@ -33,7 +33,9 @@ class DeliverableCodec:
     even on the first run, so that it does not differ from later ones.
     """
 
-    _cache: typing.ClassVar[WeakKeyDictionary[Callable[..., Any], DeliverableCodec]] = WeakKeyDictionary()
+    _cache: typing.ClassVar[WeakKeyDictionary[Callable[..., Any], DeliverableCodec]] = (
+        WeakKeyDictionary()
+    )
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._declared = _return_type(unwrap(function))
@@ -62,15 +64,17 @@ class DeliverableCodec:
         """
         try:
             if isinstance(value, _ITERATOR_TYPES):
-                raise DoesNotFit("it can be iterated only once; return a list")
+                raise TypeMismatch("it can be iterated only once; return a list")
             checked = self._typed.check(value)
             written = self._typed.write(checked, round_trip=True)
             pointers = tuple(find_secret_pointers(self._declared, checked, written))
             text = json_text(written)
             self.read(text)
-        except (DoesNotFit, UnrecoverableSecret, ValueError, RecursionError) as error:
+        except (TypeMismatch, UnrecoverableSecret, ValueError, RecursionError) as error:
             kind = type(value).__name__
-            raise SubtaskRefused(f"subtask {name!r} returned a {kind} that cannot be recorded: {error}") from error
+            raise SubtaskRefused(
+                f"subtask {name!r} returned a {kind} that cannot be recorded: {error}"
+            ) from error
         return text, pointers
 
     def read(self, text: str) -> Any:
@@ -97,7 +101,9 @@ def _return_type(function: Callable[..., Any]) -> Any:
         stand_in = types.SimpleNamespace(__annotations__={"return": declared})
         scope = {each.__name__: each for each in getattr(function, "__type_params__", ())}
         scope |= dict(closure_variables(function))
-        hints = typing.get_type_hints(stand_in, getattr(function, "__globals__", {}), scope, include_extras=True)
+        hints = typing.get_type_hints(
+            stand_in, getattr(function, "__globals__", {}), scope, include_extras=True
+        )
     except _RESOLUTION_ERRORS:
         return Any
     return _unwrap_awaitable(hints["return"])
@@ -109,15 +115,15 @@ def _unwrap_awaitable(declared: Any) -> Any:
     return Any if declared in _AWAITABLE_TYPES else declared
 
 
-def _get_typed(declared: Any) -> Typed[Any]:
+def _get_typed(declared: Any) -> DeclaredType[Any]:
     try:
         return _build_typed_cached(declared)
     except TypeError:  # an annotation without a hash
         return _build_typed(declared)
 
 
-def _build_typed(declared: Any) -> Typed[Any]:
-    typed: Typed[Any] = Typed(declared, "subtask")
+def _build_typed(declared: Any) -> DeclaredType[Any]:
+    typed: DeclaredType[Any] = DeclaredType(declared, "subtask")
     if declared is Any:
         typed.name = "value"
     return typed

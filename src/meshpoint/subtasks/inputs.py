@@ -30,7 +30,7 @@ from pydantic import AnyUrl, BaseModel, SecretBytes, SecretStr
 from meshpoint.errors import SubtaskRefused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.json_values import MAX_DEPTH
-from meshpoint.subtasks.functions import closure_variables
+from meshpoint.subtasks.versions import closure_variables
 
 _TEXT_TYPES = (
     Decimal,
@@ -58,7 +58,12 @@ class _NotCanonical(Exception):
 
 
 def input_digests(
-    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    strict: bool = True,
 ) -> dict[str, str]:
     """Return one digest for each argument of `function`, and for each closure variable.
 
@@ -71,6 +76,8 @@ def input_digests(
     are digested as their class name and fields (of models, the fields that are not excluded from
     JSON).
 
+    With `strict=False`, arguments that are not data are left out too.
+
     Raises:
         SubtaskRefused: An argument is not data, or contains something that is not. The message
             names it and subtask `name`.
@@ -82,18 +89,30 @@ def input_digests(
         try:
             found[label] = _digest(value)
         except _NotCanonical as problem:
-            if explicit:
+            if explicit and strict:
                 raise SubtaskRefused(
-                    f"subtask {name!r}: argument {label + problem.path!r} is {problem.what}, which has no canonical "
-                    "form; pass data, or use it through a closure"
+                    f"subtask {name!r}: argument {label + problem.path!r} is {problem.what}, "
+                    "which has no canonical form; pass data, or use it through a closure"
                 ) from None
     return found
+
+
+def try_digest(value: object) -> str | None:
+    """Return the digest of `value`; `None` if it is not data."""
+    try:
+        return _digest(value)
+    except _NotCanonical:
+        return None
 
 
 def describe_difference(recorded: Mapping[str, str], now: Mapping[str, str]) -> str | None:
     """Describe how two results of `input_digests` differ; `None` if they are equal."""
     changes = (
-        ([key for key in recorded if key in now and recorded[key] != now[key]], "differs", "differ"),
+        (
+            [key for key in recorded if key in now and recorded[key] != now[key]],
+            "differs",
+            "differ",
+        ),
         ([key for key in now if key not in recorded], "is new", "are new"),
         ([key for key in recorded if key not in now], "is gone", "are gone"),
     )
@@ -103,7 +122,9 @@ def describe_difference(recorded: Mapping[str, str], now: Mapping[str, str]) -> 
 
 def _format_change(keys: list[str], singular: str, plural: str) -> str:
     *first, last = map(repr, keys)
-    return f"inputs {', '.join(first)} and {last} {plural}" if first else f"input {last} {singular}"
+    return (
+        f"inputs {', '.join(first)} and {last} {plural}" if first else f"input {last} {singular}"
+    )
 
 
 def _bound_arguments(
@@ -129,7 +150,8 @@ def _bound_arguments(
                 yield from ((f"{label}[{index}]", each, True) for index, each in enumerate(value))
             case inspect.Parameter.VAR_KEYWORD:  # a name may also be a positional-only parameter's
                 yield from (
-                    (f"**{key}" if key in bound.arguments else key, each, True) for key, each in value.items()
+                    (f"**{key}" if key in bound.arguments else key, each, True)
+                    for key, each in value.items()
                 )
             case _:
                 yield label, value, label in explicit
@@ -169,10 +191,18 @@ def _canonical(value: Any, depth: int) -> Any:
         case list() | tuple():
             return [
                 "list",
-                *_canonical_members(((f"[{index}]", member) for index, member in enumerate(value)), depth),
+                *_canonical_members(
+                    ((f"[{index}]", member) for index, member in enumerate(value)), depth
+                ),
             ]
         case set() | frozenset():
-            return ["set", *sorted(_canonical_members((("{…}", member) for member in value), depth), key=json.dumps)]
+            return [
+                "set",
+                *sorted(
+                    _canonical_members((("{…}", member) for member in value), depth),
+                    key=json.dumps,
+                ),
+            ]
         case dict() | MappingProxyType():
             return ["dict", *_canonical_pairs(value, depth)]
         case BaseModel() | SecretStr() | SecretBytes() | pydantic.Secret():
@@ -209,10 +239,17 @@ def _canonical_members(members: Iterable[tuple[str, Any]], depth: int) -> list[A
 
 def _canonical_pairs(values: Mapping[Any, Any], depth: int) -> list[Any]:
     pairs = [
-        [_canonical_member("{…}", key, depth), _canonical_member(f"[{key!r}]", each, depth)]
+        [_canonical_member("{…}", key, depth), _canonical_member(_key_step(key), each, depth)]
         for key, each in values.items()
     ]
     return sorted(pairs, key=lambda pair: json.dumps(pair[0]))
+
+
+def _key_step(key: Any) -> str:
+    try:
+        return f"[{key!r}]"
+    except ValueError:  # an integer with more digits than Python prints
+        return "[…]"
 
 
 def _canonical_fields(fields: Mapping[str, Any], depth: int) -> list[Any]:
@@ -231,7 +268,9 @@ def _canonical_model(value: Any, depth: int) -> list[Any]:
         return ["object", type(value).__name__, _canonical(value.get_secret_value(), depth)]
     # Not `model_dump`: it masks secrets, keeps the order of sets, and converts text to datetimes.
     fields = {
-        key: getattr(value, key) for key, field in type(value).model_fields.items() if not field.exclude
+        key: getattr(value, key)
+        for key, field in type(value).model_fields.items()
+        if not field.exclude
     } | dict(value.__pydantic_extra__ or {})
     return ["object", type(value).__qualname__, *_canonical_fields(fields, depth)]
 

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from meshpoint.errors import ConfigurationError, IncompatibleState, NotJson
+from meshpoint.model.declared_type import first_problem, loggable_cause
 from meshpoint.model.json_values import check_json
+from meshpoint.model.secrets import json_pointer
 from meshpoint.model.subtasks import AgentCheckpoint, Migration, SubtaskRecord, SubtaskStatus
-from meshpoint.model.typed import cause_of, first_problem
 from meshpoint.subtasks.deliverable import json_text
-from meshpoint.subtasks.secret_values import pointers_to, values_at
 
-PublicCheckpoint: TypeAlias = dict[str, Any]
+_PublicCheckpoint: TypeAlias = dict[str, Any]
 
 _KEY = "migrations"
 
 
 class _MigrationResult(BaseModel):
-    """The keys that a migration must return; no others are allowed."""
+    """The keys that a migration must return. Others are its own."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     completed_subtasks: list[str]
     pending_subtasks: list[str]
@@ -43,17 +43,18 @@ class _InvalidResult(Exception):
 
 def migrates(
     from_version: str, to_version: str
-) -> Callable[[Callable[[PublicCheckpoint], PublicCheckpoint]], Migration]:
+) -> Callable[[Callable[[_PublicCheckpoint], _PublicCheckpoint]], Migration]:
     """Declare a function as the migration of an agent's checkpoints between two versions.
 
         @migrates("1.0", "1.1")
         def rename_parsing_to_filing(checkpoint: dict) -> dict:
             checkpoint["completed_subtasks"] = ["filing", *checkpoint["completed_subtasks"][1:]]
-            checkpoint["interim_results"]["filing"] = checkpoint["interim_results"].pop("10k_parsing")
+            results = checkpoint["interim_results"]
+            results["filing"] = results.pop("10k_parsing")
             return checkpoint
 
     The function receives its own copy of the checkpoint as a dict, which it may change, and
-    returns a dict with exactly these keys:
+    returns a dict with at least these keys:
 
     - `completed_subtasks`: names in the order in which they began; `pending_subtasks`: the other
       subtasks, in order.
@@ -62,6 +63,9 @@ def migrates(
       subtasks listed above.
     - `subject`, `agent_config` (a dict), `agent_version` (always overwritten with the target
       version), `retry_count`.
+
+    Keys that a migration adds are kept in all later checkpoints of the task, as plain JSON, and
+    later migrations receive them. Meshpoint itself does not read them.
 
     It may rename, drop, add and change entries, and vouches for the results: a subtask that it
     lists as completed does not run again because its function has changed. A subtask that keeps
@@ -86,7 +90,9 @@ def validate_migrations(migrations: Iterable[Migration]) -> tuple[Migration, ...
             raise ConfigurationError(_KEY, problem, 'decorate it with @migrates("1.0", "1.1")')
     duplicates = [link for link, count in Counter(map(_version_pair, found)).items() if count > 1]
     if duplicates:
-        raise ConfigurationError(_KEY, f"two of them lead {_describe_versions(duplicates[0])}", "remove one of them")
+        raise ConfigurationError(
+            _KEY, f"two of them lead {_describe_versions(duplicates[0])}", "remove one of them"
+        )
     targets: dict[str, list[str]] = {}
     for migration in found:
         targets.setdefault(migration.from_version, []).append(migration.to_version)
@@ -94,7 +100,9 @@ def validate_migrations(migrations: Iterable[Migration]) -> tuple[Migration, ...
         TopologicalSorter(targets).prepare()
     except CycleError as error:
         cycle = " -> ".join(reversed(error.args[1]))
-        raise ConfigurationError(_KEY, f"they form a cycle: {cycle}", "remove one of them") from error
+        raise ConfigurationError(
+            _KEY, f"they form a cycle: {cycle}", "remove one of them"
+        ) from error
     return found
 
 
@@ -120,15 +128,24 @@ def migrate_checkpoint(
     return _rebuild_checkpoint(checkpoint, public)
 
 
-def _find_path(agent: str, start: str, to: str, migrations: Sequence[Migration]) -> list[Migration]:
+def _find_path(
+    agent: str, start: str, to: str, migrations: Sequence[Migration]
+) -> list[Migration]:
     paths = _shortest_paths(start, migrations)
     if to not in paths:
         reverse_paths = _shortest_paths(
-            to, [Migration(each.to_version, each.from_version, each.function) for each in migrations]
+            to,
+            [Migration(each.to_version, each.from_version, each.function) for each in migrations],
         )
-        available = f"available: {', '.join(map(_arrow, migrations))}" if migrations else "no migrations are defined"
+        available = (
+            f"available: {', '.join(map(_arrow, migrations))}"
+            if migrations
+            else "no migrations are defined"
+        )
         missing = f'write @migrates("{list(paths)[-1]}", "{list(reverse_paths)[-1]}")'
-        raise IncompatibleState(f"agent {agent!r}: no migration leads from {start} to {to}; {available}; {missing}")
+        raise IncompatibleState(
+            f"agent {agent!r}: no migration leads from {start} to {to}; {available}; {missing}"
+        )
     return paths[to]
 
 
@@ -157,21 +174,26 @@ def _describe_versions(versions: tuple[str, str]) -> str:
     return f"from {versions[0]} to {versions[1]}"
 
 
-def _to_public(checkpoint: AgentCheckpoint) -> PublicCheckpoint:
+def _to_public(checkpoint: AgentCheckpoint) -> _PublicCheckpoint:
     progress = checkpoint.progress
     return {
         "completed_subtasks": list(progress.completed),
         "pending_subtasks": list(progress.pending),
-        "interim_results": {each.name: _parse_result(each) for each in checkpoint.subtasks if each.completed},
-        "saved_progress": {name: json.loads(text) for name, text in checkpoint.saved_progress.items()},
+        "interim_results": {
+            each.name: _parse_result(each) for each in checkpoint.subtasks if each.completed
+        },
+        "saved_progress": {
+            name: json.loads(text) for name, text in checkpoint.saved_progress.items()
+        },
         "subject": checkpoint.subject,
         "agent_config": json.loads(json_text(checkpoint.agent_config)),
         "agent_version": checkpoint.agent_version,
         "retry_count": checkpoint.retry_count,
+        **json.loads(json_text(checkpoint.extra)),
     }
 
 
-def _apply(migration: Migration, public: PublicCheckpoint, agent: str) -> PublicCheckpoint:
+def _apply(migration: Migration, public: _PublicCheckpoint, agent: str) -> _PublicCheckpoint:
     try:
         returned = migration(public)
         if returned is None:
@@ -179,25 +201,40 @@ def _apply(migration: Migration, public: PublicCheckpoint, agent: str) -> Public
         return _validate_result(returned) | {"agent_version": migration.to_version}
     except Exception as error:  # user code may raise anything: the task is parked, not lost
         name = getattr(migration.function, "__name__", repr(migration.function))
-        problem = str(error) if isinstance(error, _InvalidResult) else f"{type(error).__name__}: {error}"
-        raise IncompatibleState(f"agent {agent!r}: migration {name} ({_arrow(migration)}): {problem}") from error
+        problem = (
+            str(error) if isinstance(error, _InvalidResult) else f"{type(error).__name__}: {error}"
+        )
+        raise IncompatibleState(
+            f"agent {agent!r}: migration {name} ({_arrow(migration)}): {problem}"
+        ) from error
 
 
-def _validate_result(returned: Any) -> PublicCheckpoint:
+def _validate_result(returned: Any) -> _PublicCheckpoint:
     """Check what a migration returned, and copy it as plain JSON."""
     try:
-        public: PublicCheckpoint = _MigrationResult.model_validate(check_json(returned, "checkpoint")).model_dump()
+        public: _PublicCheckpoint = _MigrationResult.model_validate(
+            check_json(returned, "checkpoint")
+        ).model_dump()
     except ValidationError as error:
-        raise _InvalidResult(first_problem(error)) from cause_of(error)
+        raise _InvalidResult(first_problem(error)) from loggable_cause(error)
     except NotJson as error:
         raise _InvalidResult(str(error)) from error
     completed, pending = public["completed_subtasks"], public["pending_subtasks"]
     results, saved = public["interim_results"], public["saved_progress"]
     duplicates = [name for name, count in Counter([*completed, *pending]).items() if count > 1]
     problems = (
-        ([name for name in completed if name not in results], "completed without an entry in interim_results"),
-        ([name for name in results if name not in completed], "in interim_results but not in completed_subtasks"),
-        ([name for name in saved if name not in (*completed, *pending)], "in saved_progress but is not a subtask"),
+        (
+            [name for name in completed if name not in results],
+            "completed without an entry in interim_results",
+        ),
+        (
+            [name for name in results if name not in completed],
+            "in interim_results but not in completed_subtasks",
+        ),
+        (
+            [name for name in saved if name not in (*completed, *pending)],
+            "in saved_progress but is not a subtask",
+        ),
         (duplicates, "listed twice"),
     )
     for names, problem in problems:
@@ -206,22 +243,34 @@ def _validate_result(returned: Any) -> PublicCheckpoint:
     return public
 
 
-def _rebuild_checkpoint(before: AgentCheckpoint, public: PublicCheckpoint) -> AgentCheckpoint:
+def _rebuild_checkpoint(before: AgentCheckpoint, public: _PublicCheckpoint) -> AgentCheckpoint:
     completed, pending = public["completed_subtasks"], public["pending_subtasks"]
-    secrets = [secret for record in before.subtasks for secret in values_at(record.secrets, _parse_result(record))]
+    secrets = [
+        secret
+        for record in before.subtasks
+        for secret in _values_at(record.secrets, _parse_result(record))
+    ]
     records = _match_records(
         completed, public["interim_results"], [each for each in before.subtasks if each.completed]
     )
     done = [
-        _completed_record(name, public["interim_results"][name], records.get(name), secrets) for name in completed
+        _completed_record(name, public["interim_results"][name], records.get(name), secrets)
+        for name in completed
     ]
-    started = [record for record in before.subtasks if not record.completed and record.name in pending]
+    started = [
+        record for record in before.subtasks if not record.completed and record.name in pending
+    ]
     saved = {
         name: _preserve_text(before.saved_progress.get(name), state)
         for name, state in public["saved_progress"].items()
     }
-    unchanged = {key: public[key] for key in ("subject", "agent_config", "agent_version", "retry_count")}
+    unchanged = {
+        key: public[key] for key in ("subject", "agent_config", "agent_version", "retry_count")
+    }
     rebuilt = {
+        "extra": {
+            key: value for key, value in public.items() if key not in _MigrationResult.model_fields
+        },
         "planned": (*completed, *pending),
         "subtasks": (*done, *started),
         "saved_progress": saved,
@@ -239,9 +288,15 @@ def _match_records(
     for index, name in enumerate(names):
         if name not in matched:
             same_result = [
-                each for each in unmatched.values() if json_text(_parse_result(each)) == json_text(results[name])
+                each
+                for each in unmatched.values()
+                if json_text(_parse_result(each)) == json_text(results[name])
             ]
-            same_position = [before[index]] if len(names) == len(before) and before[index].name in unmatched else []
+            same_position = (
+                [before[index]]
+                if len(names) == len(before) and before[index].name in unmatched
+                else []
+            )
             for record in same_result if len(same_result) == 1 else same_position:
                 matched[name] = record
     return matched
@@ -252,13 +307,13 @@ def _completed_record(
 ) -> SubtaskRecord:
     if before is None:
         before = SubtaskRecord(name=name, status=SubtaskStatus.COMPLETED, function=None, inputs={})
-    unchanged = [at for at in before.secrets if values_at((at,), result)]
+    unchanged = [at for at in before.secrets if _values_at((at,), result)]
     update = {
         "name": name,
         "function": None,
         "inputs": before.inputs if before.name == name else {},
         "result": _preserve_text(before.result, result),
-        "secrets": tuple(dict.fromkeys((*unchanged, *pointers_to(secrets, result)))),
+        "secrets": tuple(dict.fromkeys((*unchanged, *_pointers_to(secrets, result)))),
     }
     return before.model_copy(update=update)
 
@@ -272,3 +327,37 @@ def _preserve_text(before: str | None, value: JsonValue) -> str:
     """Serialize `value`, returning `before` unchanged if it has the same value."""
     text = json_text(value)
     return before if before is not None and json_text(json.loads(before)) == text else text
+
+
+def _values_at(pointers: Collection[str], value: JsonValue) -> list[JsonValue]:
+    """Return the values at these JSON pointers. Pointers without a target are skipped."""
+    return [inner for at, inner in _walk_json(value, "") if at in pointers] if pointers else []
+
+
+def _pointers_to(secrets: Sequence[JsonValue], value: JsonValue) -> list[str]:
+    """Return JSON pointers to values that equal a secret, or are text that contains one."""
+    searchable = [
+        each for each in secrets if not isinstance(each, bool) and each not in (None, "", [], {})
+    ]
+    return [
+        at
+        for at, inner in _walk_json(value, "")
+        if any(_contains_secret(secret, inner) for secret in searchable)
+    ]
+
+
+def _contains_secret(secret: JsonValue, inner: JsonValue) -> bool:
+    return secret == inner or (
+        isinstance(secret, str) and isinstance(inner, str) and secret in inner
+    )
+
+
+def _walk_json(value: JsonValue, at: str) -> Iterator[tuple[str, JsonValue]]:
+    yield at, value
+    match value:
+        case dict():
+            for key, inner in value.items():
+                yield from _walk_json(inner, at + json_pointer(key))
+        case list():
+            for index, inner in enumerate(value):
+                yield from _walk_json(inner, at + json_pointer(index))

@@ -1,43 +1,48 @@
-"""Runs the subtasks of one segment, and reuses recorded deliverables that are still valid.
+"""Runs the subtasks of one segment, and records them.
 
-A deliverable is recorded before it is returned to the agent.
+A deliverable is recorded before it is returned to the agent. `validity` decides which recorded
+deliverables are reused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from enum import Enum, auto
+from functools import partial
 from inspect import isawaitable
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 from pydantic import JsonValue
 
-from meshpoint.errors import AgentMisbehaved, SubtaskRefused
-from meshpoint.model.checkpoint import Checkpoint, Run
+from meshpoint.errors import AgentMisbehaved, IncompatibleState, SubtaskRefused
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.context_runtime import ContextRuntime
 from meshpoint.model.events import Step
 from meshpoint.model.json_values import check_json
-from meshpoint.model.snapshot import change, changes, rewind, snapshot
-from meshpoint.model.subtasking import current_subtask, inside
+from meshpoint.model.secrets import remove_secrets
+from meshpoint.model.subtask_mixin import current_subtask, subtask_scope
 from meshpoint.model.subtasks import (
     AgentCheckpoint,
+    Child,
     Operation,
     SubtaskProgress,
     SubtaskRecord,
     SubtaskStatus,
-    progress_of,
+    compute_progress,
 )
-from meshpoint.model.typed import DoesNotFit
+from meshpoint.model.tasks import Run
 from meshpoint.ports.agent import Plan
 from meshpoint.ports.observer import Steps
+from meshpoint.subtasks import validity
 from meshpoint.subtasks.deliverable import DeliverableCodec
+from meshpoint.subtasks.dependencies import version_with_uses
 from meshpoint.subtasks.failures import rebuild_error, serialize_error
-from meshpoint.subtasks.inputs import describe_difference, input_digests
-from meshpoint.subtasks.names import MAX_NAME_LENGTH, is_valid_name
-from meshpoint.subtasks.versions import version_of
+from meshpoint.subtasks.inputs import input_digests
+from meshpoint.subtasks.records import ContextChanges, RunRecords
 
 _STOP_TIMEOUT = 5.0
 """Seconds to wait for cancelled subtasks that the agent did not await."""
@@ -46,14 +51,16 @@ _STOP_TIMEOUT = 5.0
 class SubtaskLog(Protocol):
     """Stores the subtask records of one task."""
 
-    async def open(self, operation: Operation) -> None:
+    async def open_operation(self, operation: Operation) -> None:
         """Make the task an operation, if it is not one yet.
 
         Raises:
             CancelledError: The task was cancelled, or this run no longer owns it.
         """
 
-    async def save(self, checkpoint: AgentCheckpoint, subtask: str, *, progressed: bool) -> None:
+    async def save_checkpoint(
+        self, checkpoint: AgentCheckpoint, subtask: str, *, progressed: bool
+    ) -> None:
         """Write a checkpoint, waiting while the database is unavailable.
 
         Args:
@@ -62,7 +69,7 @@ class SubtaskLog(Protocol):
             progressed: Whether the task has made progress with it.
 
         Raises:
-            CancelledError: As for `open`.
+            CancelledError: As for `open_operation`.
         """
 
 
@@ -76,22 +83,46 @@ class OperationAttempt:
     parameters: JsonValue
 
 
-class ClosedSubtasks:
-    """The `SubtaskRunner` after the end of a segment. Asyncio tasks that outlive it get errors."""
+@dataclass(frozen=True, slots=True)
+class ClosedTools:
+    """What is left of a segment that has ended: the progress of its task.
 
-    def __init__(self, progress: SubtaskProgress) -> None:
-        self.progress = progress
+    Asyncio tasks that outlive the segment get errors. `last_progress` is `None` if no code has
+    used subtasks.
+    """
+
+    plan: Plan
+    last_progress: SubtaskProgress | None
+
+    def use_subtasks(self) -> ClosedTools:
+        """Return this runner, which refuses everything."""
+        return self
+
+    def use_memory(self) -> None:
+        """Return `None`: the memory has been left."""
+
+    @property
+    def progress(self) -> SubtaskProgress:
+        """Progress at the end of the segment."""
+        return self.last_progress or compute_progress(self.plan.subtasks, ())
 
     async def run(
-        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Raise `AgentMisbehaved`."""
-        raise AgentMisbehaved(f"an asyncio task that outlived its segment began subtask {name!r}: {_AWAIT_HINT}")
+        raise AgentMisbehaved(
+            f"an asyncio task that outlived its segment began subtask {name!r}: {AWAIT_HINT}"
+        )
 
     async def save_progress(self, subtask: str, state: object) -> None:
         """Raise `AgentMisbehaved`."""
         raise AgentMisbehaved(
-            f"an asyncio task that outlived its segment saved progress of {subtask!r}: {_AWAIT_HINT}"
+            f"an asyncio task that outlived its segment saved progress of {subtask!r}: "
+            f"{AWAIT_HINT}"
         )
 
     def saved_progress(self, subtask: str) -> JsonValue:
@@ -99,21 +130,36 @@ class ClosedSubtasks:
         return None
 
 
-_AWAIT_HINT = "an agent must await the tasks that it starts before it ends or pauses"
+AWAIT_HINT = "an agent must await the tasks that it starts before it ends or pauses"
+
+
+class _Phase(Enum):
+    """How far the task is as an operation."""
+
+    PLAIN_TASK = auto()
+    """Not an operation yet."""
+
+    UNSAVED = auto()
+    """An operation with something that no checkpoint has."""
+
+    SAVED = auto()
+    """An operation whose last checkpoint has all that a pause needs."""
 
 
 class Subtasks:
     """The `SubtaskRunner` of one segment.
 
-    A record is valid if it was made by the same function with the same inputs. In a new attempt,
-    the first completed subtask that differs runs again, and so does everything that began after
-    it. Within one attempt nothing should change, so inputs that differ must depend on time or
-    chance, and are refused.
+    Attributes:
+        retry_count: How many times the operation was resumed.
+        paused_subtask: The subtask whose code ended with a pause.
+        mismatch: Why this version of the agent cannot continue the task. Kept because agent code
+            may catch the error.
     """
 
     def __init__(
         self,
         ctx: TaskExecutionContext,
+        runtime: ContextRuntime,
         plan: Plan,
         attempt: OperationAttempt,
         restored: AgentCheckpoint | None,
@@ -124,108 +170,126 @@ class Subtasks:
         is_operation: bool,
         secret_keys: Sequence[str] = (),
     ) -> None:
-        self._ctx, self._plan, self._attempt, self._log = ctx, plan, attempt, log
-        self._steps, self._now, self._is_operation = steps, now, is_operation
-        self._secret_keys = secret_keys
-        self._records = {record.name: record for record in restored.subtasks} if restored else {}
-        self._saved_states = dict(restored.saved_progress) if restored else {}
-        self._restored_states = dict(self._saved_states)  # the previous run's
+        self._ctx, self._ctx_runtime, self._plan, self._log = ctx, runtime, plan, log
+        self._attempt, self.retry_count = attempt, attempt.retry_count
+        self._steps, self._now, self._secret_keys = steps, now, secret_keys
+        self._records = RunRecords(restored)
+        self._extra = {} if restored is None else restored.extra
+        self._context_changes = ContextChanges(ctx, runtime)
+        self._write_lock = asyncio.Lock()  # keeps checkpoints in order
         self._seq = max(attempt.seq, restored.seq if restored else 0)
-        self._requested: list[str] = []
-        self._running: list[str] = []
-        self._current_names: set[str] = set()  # subtasks whose record this run has used or created
-        self._executing: set[asyncio.Task[Any]] = set()  # asyncio tasks that run a subtask
-        # The context when a subtask last ended, or began while no other was running.
-        self._context_baseline: Checkpoint = {}
-        self._all_saved = True
-        self._write_lock = asyncio.Lock()
+        self._phase = self._operation_phase() if is_operation else _Phase.PLAIN_TASK
+        self._running: dict[str, asyncio.Task[Any]] = {}
         self.paused_subtask: str | None = None
+        self.mismatch: IncompatibleState | None = None
 
     @property
     def is_operation(self) -> bool:
         """Whether the task is an operation."""
-        return self._is_operation
+        return self._phase is not _Phase.PLAIN_TASK
 
-    @property
-    def retry_count(self) -> int:
-        """How many times the operation was resumed."""
-        return self._attempt.retry_count
-
-    @property
-    def outdated(self) -> frozenset[str]:
-        """Names of the subtasks whose records were invalidated.
-
-        The outcomes of their peer calls do not count either.
-        """
-        return frozenset(name for name, record in self._records.items() if self._is_rerun(record))
+    def reusable_children(self, children: Iterable[Child]) -> list[Child]:
+        """Return the peer tasks of earlier attempts whose outcomes still count, latest first."""
+        records = self._records.by_name.values()
+        return validity.find_reusable_children(children, records, self.retry_count)
 
     @property
     def progress(self) -> SubtaskProgress:
         """Progress of the task through its subtasks."""
-        current = self._running[-1] if self._running else None
-        return progress_of(self._plan.subtasks, self._records.values(), current)
-
-    async def run(
-        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Return the recorded deliverable of a subtask if valid; otherwise, run and record it."""
-        self._check_name(name)
-        self._requested.append(name)
-        requested = SubtaskRecord(
-            name=name,
-            status=SubtaskStatus.STARTED,
-            function=version_of(function),
-            inputs=input_digests(name, function, args, kwargs),
-            retry=self._attempt.retry_count,
-            generation=self._attempt.run.generation,
-        )
-        codec = DeliverableCodec.for_function(function)
-        await self.ensure_operation()
-        record = self._find_valid(requested)
-        if record is not None and record.error is not None and self._failed_before_pause(record):
-            self._restore_context(record)
-            raise rebuild_error(name, record.error)
-        if record is not None and record.completed:
-            try:
-                return self._reuse(record, codec)
-            except DoesNotFit as error:
-                self._invalidate_from(record, f"its deliverable no longer fits: {error}")
-        return await self._run(requested, codec, function, args, kwargs)
-
-    def _check_name(self, name: str) -> None:
-        if not is_valid_name(name):
-            raise SubtaskRefused(
-                f"{name!r} is not a valid subtask name: use printable text of 1 to {MAX_NAME_LENGTH} characters"
-            )
-        if (outer := current_subtask()) is not None:
-            raise SubtaskRefused(
-                f"subtask {name!r} begins inside subtask {outer!r}: record only one of them, "
-                "and call plain functions inside it"
-            )
-        earlier = self._records.get(name)
-        in_an_earlier_handler = (
-            earlier is not None
-            and self._ctx.calls_are_not_recorded
-            and earlier.completed
-            and earlier.retry == self._attempt.retry_count
-            and earlier.generation < self._attempt.run.generation
-        )
-        if name in self._requested or in_an_earlier_handler:
-            raise SubtaskRefused(
-                f"two subtasks of this run are called {name!r}: use unique names, such as '{name}-2'"
-            )
+        begun_last = next(reversed(self._running), None)
+        return compute_progress(self._plan.subtasks, self._records.by_name.values(), begun_last)
 
     @property
     def position(self) -> tuple[int, int]:
         """Number of pauses of the task, and of subtasks of this run, before the current code."""
-        return self._ctx.pauses_passed(self._attempt.run.generation), len(self._requested)
+        pause_count = self._ctx_runtime.prior_pause_count(self._attempt.run.generation)
+        return pause_count, len(self._records.requested)
+
+    async def run(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Return the recorded deliverable of a subtask if valid; otherwise, run and record it."""
+        self._request(name)
+        requested = self._describe(name, function, args, kwargs)
+        codec = DeliverableCodec.for_function(function)
+        await self.ensure_operation()
+        verdict = validity.judge(self._records.by_name, requested, self._current_run(), codec.read)
+        match verdict:
+            case validity.Reuse(record, deliverable, difference):
+                self._warn_of_difference(name, difference)
+                self._reuse(record)
+                return deliverable
+            case validity.FailAgain(record, error, difference):
+                self._warn_of_difference(name, difference)
+                self._context_changes.restore(record)
+                raise rebuild_error(name, error)
+            case validity.Park(reason):
+                self.mismatch = IncompatibleState(reason)
+                raise self.mismatch
+            case validity.Run(again, invalidated):
+                self._records.invalidate(invalidated, self.retry_count)
+                started = self._start(requested, again)
+                return await self._run(started, codec, partial(function, *args, **kwargs))
+            case _:
+                assert_never(verdict)
+
+    def _warn_of_difference(self, name: str, difference: str | None) -> None:
+        if difference is not None:
+            self._steps.emit(Step.SUBTASK_DIFFERS, self._ctx.task_id, subtask=name, why=difference)
+
+    def _request(self, name: str) -> None:
+        if self.mismatch is not None:
+            raise self.mismatch
+        problem = validity.find_name_problem(
+            name, current_subtask(), self._records.by_name, self._current_run()
+        )
+        if problem is not None:
+            raise SubtaskRefused(problem)
+        self._records.requested.add(name)
+
+    def _describe(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> SubtaskRecord:
+        """Return the record that the subtask would begin with now."""
+        recorded = self._records.by_name.get(name)
+        held = recorded if recorded and validity.holds(recorded, self.retry_count) else None
+        version = (
+            held.function
+            if held is not None and held.result is not None  # reused even if the code has changed
+            else version_with_uses(function)
+        )
+        return SubtaskRecord(
+            name=name,
+            status=SubtaskStatus.STARTED,
+            function=version,
+            inputs=input_digests(name, function, args, kwargs, strict=held is None),
+            retry=self.retry_count,
+            generation=self._attempt.run.generation,
+        )
+
+    def _current_run(self) -> validity.CurrentRun:
+        return validity.CurrentRun(
+            retry=self.retry_count,
+            generation=self._attempt.run.generation,
+            replays=self._ctx_runtime.recorder is not None,
+            requested=self._records.requested,
+            used=self._records.used,
+        )
 
     async def ensure_operation(self) -> None:
         """Make the task an operation, if it is not one yet."""
         async with self._write_lock:
-            if not self._is_operation:
+            if self._phase is _Phase.PLAIN_TASK:
                 plan = self._plan
-                await self._log.open(
+                await self._log.open_operation(
                     Operation(
                         type=plan.type,
                         parameters=self._attempt.parameters,
@@ -234,122 +298,49 @@ class Subtasks:
                         preserve=plan.preserve,
                     )
                 )
-                self._is_operation = True
+                self._phase = self._operation_phase()
 
-    def _find_valid(self, requested: SubtaskRecord) -> SubtaskRecord | None:
-        """Return the record of a subtask if it is valid.
+    def _operation_phase(self) -> _Phase:
+        """Return the phase of an operation that this run has not changed yet."""
+        return _Phase.SAVED if self._seq > 0 else _Phase.UNSAVED
 
-        Otherwise, invalidate it and all records that began after it.
-        """
-        record = self._records.get(requested.name)
-        if record is None:
-            for skipped in self._unvisited():
-                self._invalidate(skipped, f"after {requested.name!r}, which is new")
-            return None
-        if record.status is SubtaskStatus.OUTDATED:
-            return None
-        difference_found = self._find_difference(record, requested)
-        if difference_found is None:
-            return record
-        self._invalidate_from(record, difference_found)
-        return None
-
-    def _unvisited(self) -> list[SubtaskRecord]:
-        """Return records of earlier attempts that this one has not reached yet.
-
-        Empty unless this attempt runs from the top.
-        """
-        if self._attempt.run.generation > 0 and self._ctx.calls_are_not_recorded:
-            return []  # an earlier handler may have reached them
-        retry = self._attempt.retry_count
-        return [each for each in self._records.values() if each.retry < retry and each.name not in self._requested]
-
-    def _invalidate_from(self, record: SubtaskRecord, reason: str) -> None:
-        self._invalidate(record, reason)
-        if record.completed:
-            records = list(self._records.values())
-            for later in records[[each.name for each in records].index(record.name) + 1 :]:
-                self._invalidate(later, f"after {record.name!r}, which runs again")
-
-    def _invalidate(self, record: SubtaskRecord, reason: str) -> None:
-        if record.name in self._current_names:
-            return
-        self._saved_states.pop(record.name, None)
-        if record.completed:
-            cleared = {"result": None, "context": None, "secrets": (), "seconds": 0.0}
-            changed = {"status": SubtaskStatus.OUTDATED, "again": reason, "retry": self._attempt.retry_count}
-            self._records[record.name] = record.model_copy(update={**cleared, **changed})
-
-    def _is_rerun(self, record: SubtaskRecord) -> bool:
-        since = record.retry == self._attempt.retry_count or record.status is SubtaskStatus.OUTDATED
-        return record.again is not None and since
-
-    def _find_difference(self, record: SubtaskRecord, requested: SubtaskRecord) -> str | None:
-        if record.function is None and not record.inputs:
-            return None  # a migration has accepted it
-        if record.function is not None and record.function != requested.function:
-            return "its function has changed"
-        difference_found = describe_difference(record.inputs, requested.inputs)
-        if difference_found is not None and record.completed and record.retry == requested.retry:
-            raise SubtaskRefused(
-                f"subtask {requested.name!r}: {difference_found} compared to its earlier run in this attempt; "
-                "it depends on time, chance or anything else besides the request and recorded results: "
-                "pass a value that does not change, or compute it in its own subtask"
-            )
-        return difference_found
-
-    def _reuse(self, record: SubtaskRecord, codec: DeliverableCodec) -> Any:
-        assert record.result is not None
-        deliverable = codec.read(record.result)
-        self._current_names.add(record.name)
-        self._restore_context(record)
-        seconds = round(record.seconds, 3)
-        self._steps.note(
-            Step.SUBTASK_REUSED, self._ctx.task_id, subtask=record.name, seconds=seconds, retry=record.retry
+    def _reuse(self, record: SubtaskRecord) -> None:
+        if not record.belongs_to(self.retry_count):
+            self._records.keep(record, self.retry_count)
+            self._phase = _Phase.UNSAVED
+        self._records.used.add(record.name)
+        self._context_changes.restore(record)
+        self._steps.emit(
+            Step.SUBTASK_REUSED,
+            self._ctx.task_id,
+            subtask=record.name,
+            seconds=round(record.seconds, 3),
+            retry=record.retry,
         )
-        return deliverable
 
-    def _restore_context(self, record: SubtaskRecord) -> None:
-        """Set the context and the recorded calls to their state after the subtask."""
-        if record.context is not None:
-            change(self._ctx, json.loads(record.context))
-        changed = snapshot(self._ctx)
-        self._ctx.skip_calls_of(record.name)  # the last one may restore an older context
-        rewind(self._ctx, changed)
-
-    def _failed_before_pause(self, record: SubtaskRecord) -> bool:
-        """Whether a replayed function had already seen this failure when it paused."""
-        run, retry = self._attempt.run, self._attempt.retry_count
-        runs_again = record.retry == retry and record.generation < run.generation
-        return runs_again and not self._ctx.calls_are_not_recorded
+    def _start(self, requested: SubtaskRecord, again: str | None) -> SubtaskRecord:
+        """Add the record of a subtask that is about to run."""
+        if not self._running:
+            self._context_changes.start()
+        if again is not None:
+            self._steps.emit(
+                Step.SUBTASK_RERUN, self._ctx.task_id, subtask=requested.name, why=again
+            )
+            requested = requested.model_copy(update={"again": again})
+        self._records.begin(requested)
+        return requested
 
     async def _run(
-        self,
-        requested: SubtaskRecord,
-        codec: DeliverableCodec,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, started: SubtaskRecord, codec: DeliverableCodec, code: Callable[[], Any]
     ) -> Any:
-        name, started_at = requested.name, self._now()
-        if not self._running:
-            self._context_baseline = snapshot(self._ctx)
-        if (earlier := self._records.get(name)) is not None and self._is_rerun(earlier):
-            self._steps.note(Step.SUBTASK_AGAIN, self._ctx.task_id, subtask=name, why=earlier.again)
-            requested = requested.model_copy(update={"again": earlier.again})
-        self._records[name] = requested
-        self._current_names.add(name)
-        self._running.append(name)
-        task = asyncio.current_task()
-        assert task is not None
-        self._executing.add(task)
+        name, started_at = started.name, self._now()
+        self._running[name] = _this_task()
         try:
-            text, pointers = codec.write(name, await self._call(name, function, args, kwargs))
+            text, pointers = codec.write(name, await self._call(name, code))
         except Exception as error:
-            self._record_end(
-                requested, SubtaskStatus.FAILED, started_at, error=serialize_error(error, self._secret_keys)
-            )
-            self._all_saved = False
+            serialized = serialize_error(error, self._secret_keys)
+            self._end(started, SubtaskStatus.FAILED, started_at, error=serialized)
+            self._phase = _Phase.UNSAVED
             raise
         except asyncio.CancelledError:
             raise
@@ -357,79 +348,93 @@ class Subtasks:
             self.paused_subtask = name
             raise
         finally:
-            self._running.remove(name)
-            self._executing.discard(task)
-        self._record_end(requested, SubtaskStatus.COMPLETED, started_at, result=text, secrets=pointers)
-        self._saved_states.pop(name, None)
+            del self._running[name]
+        self._end(started, SubtaskStatus.COMPLETED, started_at, result=text, secrets=pointers)
+        self._records.saved_progress.pop(name, None)
         await self._save_checkpoint(name, progressed=True)
         return codec.read(text)
 
-    def _record_end(
-        self, requested: SubtaskRecord, status: SubtaskStatus, started_at: datetime, **fields: object
-    ) -> None:
-        # With concurrent subtasks, each is credited with the changes since another one ended.
-        now = snapshot(self._ctx)
-        changed, self._context_baseline = changes(self._context_baseline, now), now
-        context = json.dumps(changed) if changed else None
-        seconds = (self._now() - started_at).total_seconds()
-        ended = {"status": status, "seconds": seconds, "context": context, **fields}
-        self._records[requested.name] = requested.model_copy(update=ended)
-
-    async def cancel_running(self) -> None:
-        """Cancel subtasks that the agent's code did not await, since nothing would record them."""
-        if self._executing:
-            for task in self._executing:
-                task.cancel()
-            await asyncio.wait(self._executing, timeout=_STOP_TIMEOUT)
-
-    async def _call(
-        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        interruption: BaseException | None = None
-        with inside(name), self._steps.step(Step.SUBTASK, [self._ctx.task_id], subtask=name):
+    async def _call(self, name: str, code: Callable[[], Any]) -> Any:
+        with (
+            subtask_scope(name),
+            self._steps.step(Step.SUBTASK, [self._ctx.task_id], subtask=name),
+        ):
             try:
-                value = function(*args, **kwargs)
+                value = code()
                 return await value if isawaitable(value) else value
             except Exception:
                 raise
-            except BaseException as signal:  # a pause or the end of the run is not a failure
+            except BaseException as signal:  # a pause or the end of the run is no failure
                 interruption = signal
-        assert interruption is not None
         raise interruption
+
+    def _end(
+        self, started: SubtaskRecord, status: SubtaskStatus, started_at: datetime, **fields: object
+    ) -> None:
+        context = self._context_changes.take()
+        seconds = (self._now() - started_at).total_seconds()
+        ended = {"status": status, "seconds": seconds, "context": context, **fields}
+        self._records.by_name[started.name] = started.model_copy(update=ended)
+
+    async def cancel_running(self) -> None:
+        """Cancel subtasks that the agent's code did not await, since nothing would record them."""
+        if self._running:
+            unawaited = set(self._running.values())
+            for task in unawaited:
+                task.cancel()
+            await asyncio.wait(unawaited, timeout=_STOP_TIMEOUT)
 
     async def save_progress(self, subtask: str, state: object) -> None:
         """Store intermediate state of a running subtask."""
         if subtask not in self._running:
             raise AgentMisbehaved(f"subtask {subtask!r} has ended: it can no longer save progress")
         text = json.dumps(check_json(state, f"saved_progress of subtask {subtask!r}"))
-        progressed = text != self._restored_states.get(subtask)
-        self._saved_states[subtask] = text
+        progressed = self._records.save_progress(subtask, text)
         await self._save_checkpoint(subtask, progressed=progressed)
 
     def saved_progress(self, subtask: str) -> JsonValue:
         """Return the stored state of a subtask; `None` if nothing is stored."""
-        text = self._saved_states.get(subtask)
+        text = self._records.saved_progress.get(subtask)
         state: JsonValue = None if text is None else json.loads(text)
         return state
 
     async def _save_checkpoint(self, subtask: str, *, progressed: bool) -> None:
+        """Save what is recorded so far.
+
+        While recorded calls are left, only the next pause or a later subtask saves: the code may
+        turn out not to fit the calls, and an earlier version must then find its own records.
+        """
+        recorder = self._ctx_runtime.recorder
+        if recorder is not None and recorder.replaying:
+            self._phase = _Phase.UNSAVED
+            return
         async with self._write_lock:
-            await self._log.save(self.next_checkpoint(), subtask, progressed=progressed)
+            await self._log.save_checkpoint(self.next_checkpoint(), subtask, progressed=progressed)
 
     @property
     def has_unsaved(self) -> bool:
         """Whether a pause needs a checkpoint to record that a subtask began, failed or exists."""
-        return self._is_operation and (self.paused_subtask is not None or self._seq == 0 or not self._all_saved)
+        return self._phase is _Phase.UNSAVED or (
+            self._phase is _Phase.SAVED and self.paused_subtask is not None
+        )
 
-    def final_checkpoint(self, reason: str, details: dict[str, JsonValue] | None) -> AgentCheckpoint:
+    def final_checkpoint(
+        self, reason: str, details: dict[str, JsonValue] | None
+    ) -> AgentCheckpoint:
         """Build the checkpoint of an operation that ends without completing."""
-        return self.next_checkpoint().model_copy(update={"failure_reason": reason, "error_details": details})
+        checkpoint = self.next_checkpoint()
+        # The task's own count includes their tokens, and the next attempt starts with it.
+        records = tuple(record.without_usage() for record in checkpoint.subtasks)
+        return checkpoint.model_copy(
+            update={"subtasks": records, "failure_reason": reason, "error_details": details}
+        )
 
     def next_checkpoint(self) -> AgentCheckpoint:
         """Build the next checkpoint, with everything recorded so far."""
         # Counted before the write: if it is abandoned, the next must have another number.
         self._seq += 1
-        self._all_saved = True
+        if self._phase is _Phase.UNSAVED:
+            self._phase = _Phase.SAVED
         plan, run = self._plan, self._attempt.run
         return AgentCheckpoint(
             operation_id=run.task_id,
@@ -437,10 +442,28 @@ class Subtasks:
             seq=self._seq,
             subject=self._ctx.subject,
             planned=plan.subtasks,
-            subtasks=tuple(self._records.values()),
-            saved_progress=dict(self._saved_states),
+            subtasks=tuple(self._records.by_name.values()),
+            saved_progress=dict(self._records.saved_progress),
             current_subtask=self.progress.current,
-            agent_config={"type": plan.type, "exclusive": plan.exclusive, "preserve": plan.preserve},
+            agent_config=self._agent_config(),
             agent_version=plan.version,
-            retry_count=self._attempt.retry_count,
+            retry_count=self.retry_count,
+            extra=self._extra,
         )
+
+    def _agent_config(self) -> dict[str, JsonValue]:
+        """Return the description of the agent for a checkpoint, without secrets."""
+        plan = self._plan
+        config, _ = remove_secrets(dict(plan.config), (), self._secret_keys)
+        return (config if isinstance(config, dict) else {}) | {
+            "type": plan.type,
+            "exclusive": plan.exclusive,
+            "preserve": plan.preserve,
+        }
+
+
+def _this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("a subtask runs only inside an asyncio task")
+    return task

@@ -18,7 +18,7 @@ from typing import Any
 import pydantic
 from pydantic import BaseModel, JsonValue, SecretBytes, SecretStr
 
-from meshpoint.model.secrets import Secret, pointer
+from meshpoint.model.secrets import Secret, json_pointer
 
 _WRAPPED_SECRETS = (SecretStr, SecretBytes, pydantic.Secret)
 _QUALIFIERS = ("Required", "NotRequired", "ReadOnly", "Final")  # names match typing_extensions too
@@ -60,14 +60,16 @@ def _walk(declared: Any, value: Any, written: JsonValue, at: str) -> Iterator[st
         yield from _walk_container(declared, value, written, at)
 
 
-def _walk_fields(members: Mapping[str, tuple[str, Any]], value: Any, written: JsonValue, at: str) -> Iterator[str]:
+def _walk_fields(
+    members: Mapping[str, tuple[str, Any]], value: Any, written: JsonValue, at: str
+) -> Iterator[str]:
     """Walk a value with named members: for each, its key in JSON and its type."""
     for index, (name, (key, declared)) in enumerate(members.items()):
         member = value.get(name) if isinstance(value, dict) else getattr(value, name)
         if isinstance(written, dict) and key in written:
-            yield from _walk(declared, member, written[key], at + pointer(key))
+            yield from _walk(declared, member, written[key], at + json_pointer(key))
         elif isinstance(written, list) and isinstance(value, tuple) and index < len(written):
-            yield from _walk(declared, member, written[index], at + pointer(index))
+            yield from _walk(declared, member, written[index], at + json_pointer(index))
         elif member is not None and _has_secret(declared, member):
             yield at
 
@@ -81,14 +83,19 @@ def _walk_container(declared: Any, value: Any, written: JsonValue, at: str) -> I
                 yield at
             elif isinstance(written, dict) and len(value) == len(written):
                 for (key, inner), member in zip(written.items(), value.values(), strict=True):
-                    yield from _walk(member_type, member, inner, at + pointer(key))
+                    yield from _walk(member_type, member, inner, at + json_pointer(key))
             elif any(_has_secret(member_type, member) for member in value.values()):
                 yield at
         case list() | tuple() if isinstance(written, list) and len(value) == len(written):
             for index, (member, inner) in enumerate(zip(value, written, strict=True)):
-                yield from _walk(_member_type(arguments, index), member, inner, at + pointer(index))
+                yield from _walk(
+                    _member_type(arguments, index), member, inner, at + json_pointer(index)
+                )
         case list() | tuple() | set() | frozenset():
-            if any(_has_secret(_member_type(arguments, index), member) for index, member in enumerate(value)):
+            if any(
+                _has_secret(_member_type(arguments, index), member)
+                for index, member in enumerate(value)
+            ):
                 yield at
 
 
@@ -106,7 +113,9 @@ def _members(declared: Any, value: Any) -> Mapping[str, tuple[str, Any]] | None:
     """Return the JSON key and the type of each attribute; `None` if there are no named members."""
     kind: type = type(value)
     if isinstance(value, BaseModel):
-        shown = {name: field for name, field in type(value).model_fields.items() if not field.exclude}
+        shown = {
+            name: field for name, field in type(value).model_fields.items() if not field.exclude
+        }
         fields = {
             name: (field.serialization_alias or field.alias or name, _field_type(field))
             for name, field in shown.items()
@@ -134,7 +143,9 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _field_type(field: Any) -> Any:
     declared = Any if field.annotation is None else field.annotation
-    return functools.reduce(lambda kind, each: typing.Annotated[kind, each], field.metadata, declared)
+    return functools.reduce(
+        lambda kind, each: typing.Annotated[kind, each], field.metadata, declared
+    )
 
 
 def _unwrap_type(declared: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -158,5 +169,6 @@ def _unwrap_type(declared: Any) -> tuple[Any, tuple[Any, ...]]:
 def _reject_masked(value: Any, written: JsonValue, at: str) -> None:
     if value.get_secret_value() and written in (str(value), _UNKNOWN):
         raise UnrecoverableSecret(
-            f"{at or 'the value'} is a {type(value).__name__}, whose JSON is only stars; use Annotated[str, Secret]"
+            f"{at or 'the value'} is a {type(value).__name__}, whose JSON is only stars; "
+            "use Annotated[str, Secret]"
         )

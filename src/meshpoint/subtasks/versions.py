@@ -1,4 +1,7 @@
-"""Identify the version of a function, to decide whether its recorded deliverables still hold."""
+"""Identify the version of a function, to decide whether its recorded deliverables still hold.
+
+Also finds the function behind partials, bound methods and decorators.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ from typing import Any, TypeVar
 from weakref import ref
 
 from meshpoint.errors import ConfigurationError
-from meshpoint.subtasks.functions import unwrap_once
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_MAX_DECIMAL_BITS = 2000
+"""About 600 digits, the lowest limit that Python can be set to."""
 _VERSION_ATTRIBUTE = "__meshpoint_version__"
 _version_cache: dict[int, tuple[ref[types.CodeType], str]] = {}
 
@@ -50,9 +54,9 @@ def version_of(function: Callable[..., Any]) -> str:
     It starts with `v:` (explicit), `src:`, `code:` or `name:`.
 
     `src:` is a digest of the syntax tree of the source. Layout, comments and docstrings do not
-    count; decorators, defaults and annotations do; called functions do not. The tree is dumped by
-    this module, because the output of `ast.dump` and `ast.unparse` differs between minor versions
-    of Python.
+    count; decorators, defaults and annotations do; called functions do not (`dependencies` adds
+    them). The tree is dumped by this module, because the output of `ast.dump` and `ast.unparse`
+    differs between minor versions of Python.
 
     The file may have been edited since it was imported. So its text is used only if compiling it
     gives the loaded bytecode, at any place in the file. Decorators, defaults and annotations are
@@ -62,9 +66,9 @@ def version_of(function: Callable[..., Any]) -> str:
     then runs again, which costs time but is never wrong. Classes, builtins and C functions get
     `name:`.
     """
-    explicit = getattr(function, _VERSION_ATTRIBUTE, None)
-    if isinstance(explicit, str):
-        return f"v:{explicit}"
+    explicit = explicit_version(function)
+    if explicit is not None:
+        return explicit
     inner = unwrap_once(function)
     if inner is not None:
         return version_of(inner)
@@ -73,6 +77,12 @@ def version_of(function: Callable[..., Any]) -> str:
         return _code_version(code, getattr(function, "__globals__", {}))
     target = function if hasattr(function, "__qualname__") else type(function)
     return f"name:{target.__module__}.{target.__qualname__}"
+
+
+def explicit_version(function: Callable[..., Any]) -> str | None:
+    """Return the version that `subtask` has set; `None` without one."""
+    explicit = getattr(function, _VERSION_ATTRIBUTE, None)
+    return f"v:{explicit}" if isinstance(explicit, str) else None
 
 
 def _code_version(code: types.CodeType, module: dict[str, Any]) -> str:
@@ -87,7 +97,7 @@ def _code_version(code: types.CodeType, module: dict[str, Any]) -> str:
 def _source_version(code: types.CodeType, module: dict[str, Any]) -> str | None:
     try:
         node = None if code.co_name == "<lambda>" else _find_definition(code, module)
-        return None if node is None else f"src:{_digest(_dump(node))}"
+        return None if node is None else f"src:{digest_text(dump_tree(node))}"
     except RecursionError:  # a sum of a thousand terms
         return None
 
@@ -106,35 +116,45 @@ def _find_definition(code: types.CodeType, module: dict[str, Any]) -> ast.AST | 
 
 
 def _find_definition_in(text: str, code: types.CodeType) -> ast.AST | None:
-    parsed = _parse(text, code.co_filename)
+    parsed = parse_module(text, code.co_filename)
     if parsed is None:
         return None
     tree, compiled = parsed
     digest = _code_digest(code)
     lines = [
         each.co_firstlineno
-        for each in _nested_code(compiled)
+        for each in nested_code(compiled)
         if each.co_qualname == code.co_qualname and _code_digest(each) == digest
     ]
-    line = code.co_firstlineno if code.co_firstlineno in lines else lines[0] if len(lines) == 1 else None
-    return next((node for node in ast.walk(tree) if _first_line(node, code.co_name) == line), None) if line else None
+    line = (
+        code.co_firstlineno
+        if code.co_firstlineno in lines
+        else lines[0]
+        if len(lines) == 1
+        else None
+    )
+    return (
+        next((node for node in ast.walk(tree) if _first_line(node, code.co_name) == line), None)
+        if line
+        else None
+    )
 
 
-@functools.lru_cache(maxsize=2)  # the functions of one agent mostly share a file
-def _parse(text: str, filename: str) -> tuple[ast.Module, types.CodeType] | None:
+@functools.lru_cache(maxsize=16)
+def parse_module(text: str, filename: str) -> tuple[ast.Module, types.CodeType] | None:
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(text, filename)
             return tree, compile(tree, filename, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, MemoryError):  # too deep for the parser
         return None
 
 
-def _nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield constant
-            yield from _nested_code(constant)
+            yield from nested_code(constant)
 
 
 def _first_line(node: ast.AST, name: str) -> int | None:
@@ -144,29 +164,36 @@ def _first_line(node: ast.AST, name: str) -> int | None:
     return None
 
 
-def _dump(node: Any) -> str:
+def dump_tree(node: Any) -> str:
     """Serialize a syntax tree without docstrings and empty fields.
 
     Fields that a later Python adds are empty by default, so they do not change the result.
     """
     if isinstance(node, list):
-        return f"[{','.join(map(_dump, node))}]"
+        return f"[{','.join(map(dump_tree, node))}]"
     if not isinstance(node, ast.AST):
-        return f"{type(node).__name__}:{node!r}"
+        return f"{type(node).__name__}:{constant_repr(node)}"
     fields = {
-        name: field for name, field in _normalized_fields(node).items() if field not in (None, []) and name != "ctx"
+        name: field
+        for name, field in _normalized_fields(node).items()
+        if field not in (None, []) and name != "ctx"
     }
-    return f"{type(node).__name__}({','.join(f'{name}={_dump(field)}' for name, field in sorted(fields.items()))})"
+    dumped = ",".join(f"{name}={dump_tree(field)}" for name, field in sorted(fields.items()))
+    return f"{type(node).__name__}({dumped})"
 
 
 def _normalized_fields(node: ast.AST) -> dict[str, Any]:
     fields = dict(ast.iter_fields(node))
     match node:
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if ast.get_docstring(node) is not None:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if (
+            ast.get_docstring(node) is not None
+        ):
             fields["body"] = node.body[1:] or [ast.Pass()]
         case ast.JoinedStr():  # some Python versions put empty strings between its parts
             fields["values"] = [part for part in node.values if not _is_empty(part)]
-        case ast.FormattedValue(format_spec=ast.JoinedStr(values=spec)) if all(map(_is_empty, spec)):
+        case ast.FormattedValue(format_spec=ast.JoinedStr(values=spec)) if all(
+            map(_is_empty, spec)
+        ):
             fields["format_spec"] = None
     return fields
 
@@ -178,7 +205,18 @@ def _is_empty(part: ast.expr) -> bool:
 def _code_digest(code: types.CodeType) -> str:
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     constants = [_constant_text(each) for each in code.co_consts]
-    return _digest(repr((code.co_code, constants, names, code.co_flags, code.co_argcount, code.co_kwonlyargcount)))
+    return digest_text(
+        repr(
+            (
+                code.co_code,
+                constants,
+                names,
+                code.co_flags,
+                code.co_argcount,
+                code.co_kwonlyargcount,
+            )
+        )
+    )
 
 
 def _constant_text(value: Any) -> str:
@@ -189,8 +227,50 @@ def _constant_text(value: Any) -> str:
             return f"({','.join(map(_constant_text, value))})"
         case frozenset():  # its order depends on hashes
             return f"{{{','.join(sorted(map(_constant_text, value)))}}}"
-    return f"{type(value).__name__}:{value!r}"
+    return f"{type(value).__name__}:{constant_repr(value)}"
 
 
-def _digest(text: str) -> str:
+def constant_repr(value: object) -> str:
+    """Return `repr(value)`, but big integers in hex: Python limits their decimal digits."""
+    is_big = isinstance(value, int) and value.bit_length() > _MAX_DECIMAL_BITS
+    return f"{value:x}" if is_big else repr(value)
+
+
+def digest_text(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def unwrap_once(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return what `function` wraps by one layer; `None` if it wraps nothing.
+
+    A layer is a partial, a bound method, `functools.wraps` or an object with `__call__`.
+    """
+    match function:
+        case functools.partial():
+            return function.func
+        case types.MethodType():
+            return function.__func__
+        case type():
+            return None
+    wrapped: Callable[..., Any] | None = getattr(function, "__wrapped__", None)
+    if wrapped is not None:
+        return wrapped
+    call = getattr(type(function), "__call__", None)  # noqa: B004
+    return call if isinstance(call, types.FunctionType) else None
+
+
+def unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the innermost function."""
+    inner = unwrap_once(function)
+    return function if inner is None else unwrap(inner)
+
+
+def closure_variables(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the closure variables of `function` that are assigned already."""
+    inner = unwrap(function)
+    if isinstance(inner, types.FunctionType):
+        for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:
+                continue

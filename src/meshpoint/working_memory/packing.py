@@ -15,9 +15,14 @@ import msgpack
 import zstandard
 
 from meshpoint.errors import ConsistencyError
-from meshpoint.model.memory import Content, Held, Item, Kind, Packed
-from meshpoint.working_memory.digests import FORMAT, fingerprint, item_digests, memory_digest
-from meshpoint.working_memory.verifier import ConsistencyVerifier
+from meshpoint.model.memory import Content, Item, Kind, MemoryContents, PackedSnapshot
+from meshpoint.working_memory.digests import (
+    FORMAT,
+    ConsistencyVerifier,
+    fingerprint,
+    item_digests,
+    memory_digest,
+)
 
 CHUNK = 1024 * 1024
 """Bytes of items per chunk, before compression. A single larger value makes a larger chunk."""
@@ -54,7 +59,7 @@ def size_of(item: Item) -> int:
             return len(item.key) + sum(map(len, members))
 
 
-def pack(contents: Held, order: int) -> Packed:
+def pack(contents: MemoryContents, order: int) -> PackedSnapshot:
     """Pack the contents of a memory for storage."""
     digests = item_digests(contents.items)
     chunks = list(_split_chunks(contents.items))
@@ -68,10 +73,17 @@ def pack(contents: Held, order: int) -> Packed:
     }
     encoded = [_encode(chunk) for chunk in chunks]
     manifest["sizes"] = [len(each) for each in encoded]
-    return Packed(digest, order, _compress(_encode(manifest)), tuple(map(_compress, encoded)))
+    return PackedSnapshot(
+        digest,
+        order,
+        _compress(_encode(manifest)),
+        tuple(map(_compress, encoded)),
+        taken_at=contents.now,
+        key_count=len(contents.items),
+    )
 
 
-def unpack(packed: Packed, label: str) -> VerifiedSnapshot:
+def unpack(packed: PackedSnapshot, label: str) -> VerifiedSnapshot:
     """Decode and verify a snapshot.
 
     Raises:
@@ -80,7 +92,10 @@ def unpack(packed: Packed, label: str) -> VerifiedSnapshot:
     manifest = _read_manifest(packed, label)
     digests = {key: digest for chunk in manifest["chunks"] for key, digest in chunk}
     declared = (manifest["digest"], manifest["order"])
-    if declared != (packed.digest, packed.order) or memory_digest(digests) != packed.digest.partition("@")[0]:
+    if (
+        declared != (packed.digest, packed.order)
+        or memory_digest(digests) != packed.digest.partition("@")[0]
+    ):
         raise ConsistencyError(f"{label}: its manifest is damaged")
     items = tuple(_read_items(packed.chunks, manifest.get("sizes")))
     ConsistencyVerifier(digests).verify(items, label)
@@ -89,12 +104,14 @@ def unpack(packed: Packed, label: str) -> VerifiedSnapshot:
     return VerifiedSnapshot(items, digests, manifest["taken_at"])
 
 
-def to_bytes(packed: Packed) -> bytes:
+def to_bytes(packed: PackedSnapshot) -> bytes:
     """Serialize a snapshot as a single value."""
-    return cast(bytes, msgpack.packb([packed.order, packed.digest, packed.manifest, list(packed.chunks)]))
+    return cast(
+        bytes, msgpack.packb([packed.order, packed.digest, packed.manifest, list(packed.chunks)])
+    )
 
 
-def from_bytes(content: bytes, label: str) -> Packed:
+def from_bytes(content: bytes, label: str) -> PackedSnapshot:
     """Parse the bytes that `to_bytes` returned. The chunks are not verified yet.
 
     Raises:
@@ -102,13 +119,13 @@ def from_bytes(content: bytes, label: str) -> Packed:
     """
     try:
         order, digest, manifest, chunks = msgpack.unpackb(content, **_UNPACK_OPTIONS)
-        packed = Packed(digest, order, manifest, tuple(chunks))
+        packed = PackedSnapshot(digest, order, manifest, tuple(chunks))
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ConsistencyError(f"{label} cannot be decoded: {_first_line(error)}") from error
     return packed
 
 
-def _read_manifest(packed: Packed, label: str) -> dict[str, Any]:
+def _read_manifest(packed: PackedSnapshot, label: str) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = msgpack.unpackb(
             _decompress(packed.manifest, _MAX_MANIFEST_BYTES), **_UNPACK_OPTIONS
@@ -116,7 +133,13 @@ def _read_manifest(packed: Packed, label: str) -> dict[str, Any]:
         written = manifest["format"]
         if written == FORMAT:
             return manifest
-    except (ValueError, TypeError, KeyError, zstandard.ZstdError, msgpack.UnpackException) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        zstandard.ZstdError,
+        msgpack.UnpackException,
+    ) as error:
         raise ConsistencyError(f"{label} cannot be decoded: {_first_line(error)}") from error
     raise ConsistencyError(f"{label} has format {written}, but this release reads {FORMAT}")
 
@@ -155,7 +178,8 @@ def _read_chunk(chunk: bytes, max_bytes: int) -> tuple[int, list[Item]]:
     plain = _decompress(chunk, max_bytes)
     rows = msgpack.unpackb(plain, **_UNPACK_OPTIONS)
     return len(plain), [
-        Item(key, Kind(kind), _decode_content(Kind(kind), rest), until) for key, kind, rest, until in rows
+        Item(key, Kind(kind), _decode_content(Kind(kind), rest), until)
+        for key, kind, rest, until in rows
     ]
 
 
@@ -176,7 +200,9 @@ def _decompress(stored: bytes, max_bytes: int) -> bytes:
     size = zstandard.frame_content_size(stored)
     if not 0 <= size <= max_bytes:
         raise ValueError(f"its frame has {size} bytes; the limit is {max_bytes}")
-    return zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompress(stored, allow_extra_data=False)
+    return zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompress(
+        stored, allow_extra_data=False
+    )
 
 
 def _encode_item(item: Item) -> list[Any]:

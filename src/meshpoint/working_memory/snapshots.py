@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from meshpoint.errors import ConsistencyError, MemoryFenced, MemoryLost, MemoryRefused, MemoryUnavailable
-from meshpoint.model.memory import Held, Item, Owner, Packed
+from meshpoint.errors import (
+    ConsistencyError,
+    MemoryFenced,
+    MemoryLost,
+    MemoryRefused,
+    MemoryUnavailable,
+)
+from meshpoint.model.memory import Item, MemoryContents, Owner, PackedSnapshot
 from meshpoint.own_threads import run_in_own_thread
 from meshpoint.ports.working_memory import ReportProblem, SnapshotStore, WorkingMemory
 from meshpoint.working_memory.packing import pack, size_of
@@ -19,7 +25,7 @@ _MAX_NAMED_KEYS = 5
 class Snapshot:
     """A memory at one point in time. `version` is the version of L1 then."""
 
-    packed: Packed
+    packed: PackedSnapshot
     version: int
 
 
@@ -30,9 +36,14 @@ class L1CacheSnapshotter:
     """
 
     def __init__(
-        self, l1: WorkingMemory, snapshots: SnapshotStore | None, max_bytes: int, report_problem: ReportProblem
+        self,
+        l1: WorkingMemory,
+        snapshots: SnapshotStore | None,
+        max_bytes: int,
+        report_problem: ReportProblem,
     ) -> None:
-        self._l1, self._snapshots, self._max_bytes, self._report_problem = l1, snapshots, max_bytes, report_problem
+        self._l1, self._snapshots = l1, snapshots
+        self._max_bytes, self._report_problem = max_bytes, report_problem
 
     async def snapshot_on_checkpoint(self, owner: Owner, order: int, *, seen: int = 0) -> Snapshot:
         """Return a consistent snapshot of the memory of `owner`.
@@ -50,31 +61,29 @@ class L1CacheSnapshotter:
             MemoryRefused: The memory is too large. The message has the largest keys.
         """
         contents = await self._l1.read(owner.agent_id)
-        if contents.run_id is None or (contents.run_id != owner.run_id and contents.fence < owner.fence):
-            raise MemoryLost(f"memory {owner.agent_id}: all of it was lost")
-        if contents.run_id == owner.run_id and contents.version < seen:
-            raise MemoryLost(f"memory {owner.agent_id}: its latest writes were lost")
-        if contents.run_id != owner.run_id:
-            raise MemoryFenced(f"memory {owner.agent_id}: another run owns it")
-        if contents.lost:
-            raise MemoryLost(f"memory {owner.agent_id}: {_format_keys(contents.lost)} were evicted")
-        if contents.large:
+        _check_complete(contents, owner, seen)
+        if contents.oversized_keys:
             raise MemoryRefused(
-                f"the working memory is too large to read (memory_max_bytes is {self._max_bytes:,}); "
-                f"oversized keys: {_format_keys(contents.large)}"
+                "the working memory is too large to read "
+                f"(memory_max_bytes is {self._max_bytes:,}); "
+                f"oversized keys: {_format_keys(contents.oversized_keys)}"
             )
         size = self._check_size(contents)
-        packed = pack(contents, order) if size < _MIN_THREAD_BYTES else await run_in_own_thread(pack, contents, order)
+        packed = (
+            pack(contents, order)
+            if size < _MIN_THREAD_BYTES
+            else await run_in_own_thread(pack, contents, order)
+        )
         return Snapshot(packed, contents.version)
 
-    def _check_size(self, contents: Held) -> int:
+    def _check_size(self, contents: MemoryContents) -> int:
         size = sum(map(size_of, contents.items))
         if size > self._max_bytes:
             largest = islice(sorted(contents.items, key=size_of, reverse=True), _MAX_NAMED_KEYS)
             named = ", ".join(f"{_format_key(item)}: {size_of(item):,}" for item in largest)
             raise MemoryRefused(
-                f"the working memory has {size:,} bytes, and memory_max_bytes is {self._max_bytes:,}; "
-                f"its largest keys are {named}"
+                f"the working memory has {size:,} bytes, "
+                f"and memory_max_bytes is {self._max_bytes:,}; its largest keys are {named}"
             )
         return size
 
@@ -85,18 +94,36 @@ class L1CacheSnapshotter:
         except (MemoryUnavailable, ConsistencyError):
             return False
 
-    async def store_snapshot(self, agent_id: str, packed: Packed) -> bool:
+    async def store_snapshot(self, agent_id: str, packed: PackedSnapshot) -> bool:
         """Store the snapshot of a durable checkpoint; `False` if that is not possible now."""
         try:
             if self._snapshots is not None and not await self._snapshots.put(agent_id, packed):
                 self._report_problem(
-                    agent_id, "not_kept", "a later one exists, for a checkpoint that the database has lost"
+                    agent_id,
+                    "not_kept",
+                    "a later one exists, for a checkpoint that the database has lost",
                 )
                 return False
         except (MemoryUnavailable, ConsistencyError) as error:
             self._report_problem(agent_id, "not_kept", str(error))
             return False
         return True
+
+
+def _check_complete(contents: MemoryContents, owner: Owner, seen: int) -> None:
+    """Raise `MemoryLost` or `MemoryFenced` unless it has all that `owner` wrote."""
+    if contents.run_id is None or (
+        contents.run_id != owner.run_id and contents.fence < owner.fence
+    ):
+        raise MemoryLost(f"memory {owner.agent_id}: all of it was lost")
+    if contents.run_id == owner.run_id and contents.version < seen:
+        raise MemoryLost(f"memory {owner.agent_id}: its latest writes were lost")
+    if contents.run_id != owner.run_id:
+        raise MemoryFenced(f"memory {owner.agent_id}: another run owns it")
+    if contents.lost_keys:
+        raise MemoryLost(
+            f"memory {owner.agent_id}: {_format_keys(contents.lost_keys)} were evicted"
+        )
 
 
 def _format_keys(keys: tuple[str, ...]) -> str:

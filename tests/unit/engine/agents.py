@@ -13,6 +13,7 @@ from meshpoint.agents.peer import Peer
 from meshpoint.model.calls import ALL, Call, Done, Join, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Ok, Outcomes
+from run_log import RunLog
 
 doubler_peer = Peer("doubler", int, int)
 
@@ -28,7 +29,7 @@ async def summer(ctx: TaskExecutionContext, numbers: list[int]) -> int:
     return sum(doubled)
 
 
-class Scripted:
+class ScriptedAgent:
     """An agent whose `start` and `resume` are functions given by the test."""
 
     def __init__(
@@ -52,31 +53,34 @@ class Scripted:
         return await self._resume(ctx, state, outcomes)
 
 
-def said(outcomes: Outcomes) -> JsonValue:
+def outcome_values(outcomes: Outcomes) -> JsonValue:
     """Outcomes as JSON: the value of each success, the kind of each failure."""
-    return {key: each.value if isinstance(each, Ok) else each.kind.value for key, each in outcomes.items()}
+    return {
+        key: outcome.value if isinstance(outcome, Ok) else outcome.kind.value
+        for key, outcome in outcomes.items()
+    }
 
 
-def asker(name: str, *peers: str, join: Join = ALL, **call: Any) -> Scripted:
+def asker(name: str, *peers: str, join: Join = ALL, **call: Any) -> ScriptedAgent:
     """An agent that passes its input to each of `peers` and returns their outcomes by peer."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
         return Paused([Call(peer, peer, request, **call) for peer in peers], b"state", join)
 
-    return Scripted(name, start, _answer)
+    return ScriptedAgent(name, start, _answer)
 
 
-def caller(name: str, calls: Callable[[Any], Sequence[Call]], join: Join = ALL) -> Scripted:
+def caller(name: str, calls: Callable[[Any], Sequence[Call]], join: Join = ALL) -> ScriptedAgent:
     """An agent that makes `calls(input)` and returns their outcomes by call name."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
         return Paused(list(calls(request)), b"state", join)
 
-    return Scripted(name, start, _answer)
+    return ScriptedAgent(name, start, _answer)
 
 
 async def _answer(ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Done[JsonValue]:
-    return Done(said(outcomes))
+    return Done(outcome_values(outcomes))
 
 
 class Gate:
@@ -97,61 +101,45 @@ class Gate:
             self.cancelled += 1
             raise
 
-    async def reach(self, visits: int = 1) -> None:
+    async def wait_reached(self, visits: int = 1) -> None:
         while self.visits < visits:
             self.reached.clear()
             await self.reached.wait()
 
 
-def gated(name: str, gate: Gate, output: JsonValue = "done") -> Scripted:
+def gated(name: str, gate: Gate, output: JsonValue = "done") -> ScriptedAgent:
     """An agent with a single segment, which waits at `gate`."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Done[JsonValue]:
         await gate()
         return Done(output)
 
-    return Scripted(name, start)
+    return ScriptedAgent(name, start)
 
 
-def gated_after(name: str, peer: str, gate: Gate) -> Scripted:
+def gated_after(name: str, peer: str, gate: Gate) -> ScriptedAgent:
     """An agent that calls `peer` and waits at `gate` in its second segment."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
         return Paused([Call(peer, peer, request)], b"state")
 
-    async def resume(ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Done[JsonValue]:
+    async def resume(
+        ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes
+    ) -> Done[JsonValue]:
         await gate()
-        return Done(said(outcomes))
+        return Done(outcome_values(outcomes))
 
-    return Scripted(name, start, resume)
-
-
-class Ran:
-    """Names of the code that ran, in order.
-
-    It is callable so that digests of closures ignore its contents.
-    """
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def __call__(self, name: str) -> None:
-        self.names.append(name)
-
-    def since(self) -> list[str]:
-        """Names recorded since the previous call."""
-        names, self.names = self.names, []
-        return names
+    return ScriptedAgent(name, start, resume)
 
 
 class Steps:
-    """Subtasks for agents: `await steps(ctx, "a", 1)` records "a" in `ran` and returns 2.
+    """Subtasks for agents: `await steps(ctx, "a", 1)` records "a" in `started` and returns 2.
 
     It first waits at the gate of "a", if that gate was created.
     """
 
     def __init__(self) -> None:
-        self.ran, self.ended = Ran(), Ran()
+        self.started, self.ended = RunLog(), RunLog()
         self.gates: dict[str, Gate] = {}
 
     def gate(self, name: str) -> Gate:
@@ -159,7 +147,7 @@ class Steps:
         return self.gates.setdefault(name, Gate())
 
     async def step(self, name: str, number: int) -> int:
-        self.ran(name)
+        self.started(name)
         if name in self.gates:
             await self.gates[name]()
         self.ended(name)
@@ -169,15 +157,17 @@ class Steps:
         return await ctx.subtask(name, self.step, name, number)
 
 
-def in_a_row(steps: Steps, *names: str, name: str = "agent", **options: Any) -> FunctionAgent[int, int]:
+def sequential_agent(
+    steps: Steps, *names: str, name: str = "agent", **options: Any
+) -> FunctionAgent[int, int]:
     """An agent with a subtask for each name, adding one to its input; the name "fail" raises."""
 
     @agent(name, **{"version": "1", **options})
-    async def row(ctx: TaskExecutionContext, number: int) -> int:
-        for each in names:
-            if each == "fail":
+    async def run_in_sequence(ctx: TaskExecutionContext, number: int) -> int:
+        for subtask in names:
+            if subtask == "fail":
                 raise ValueError("it failed; password=hunter2")
-            number = await steps(ctx, each, number)
+            number = await steps(ctx, subtask, number)
         return number
 
-    return row
+    return run_in_sequence

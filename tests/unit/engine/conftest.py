@@ -2,8 +2,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from fake_peer import FakePeer
+
 from .mesh import Mesh
-from .puppet import Puppet
 
 
 @pytest.fixture
@@ -14,12 +15,12 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 
 @pytest.fixture
-async def boss(mesh: Mesh) -> Puppet:
-    """A puppet that sends requests."""
-    return await mesh.puppet("boss")
+async def client(mesh: Mesh) -> FakePeer:
+    """A fake peer that sends requests."""
+    return await mesh.fake_peer("client")
 
 
 @pytest.fixture
-async def peer(mesh: Mesh) -> Puppet:
-    """A puppet that the agents under test call."""
-    return await mesh.puppet("peer")
+async def peer(mesh: Mesh) -> FakePeer:
+    """A fake peer that the agents under test call."""
+    return await mesh.fake_peer("peer")

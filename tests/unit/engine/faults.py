@@ -10,7 +10,7 @@ from typing import Any
 from meshpoint.adapters.inprocess.broker import InProcessBroker
 from meshpoint.errors import BrokerUnavailable, CommitInDoubt, StoreUnavailable
 from meshpoint.model.messages import Address, Message
-from meshpoint.ports.broker import Published
+from meshpoint.ports.broker import PublishResult
 
 NOT_COMMITTED = "not committed"
 IN_DOUBT = "in doubt"
@@ -20,13 +20,13 @@ LOST_IN_DOUBT = "lost, in doubt"
 
 
 class FaultyStore:
-    """Wraps a store and injects faults into chosen methods, or into all of them while `away`."""
+    """Wraps a store and injects faults into chosen methods, or all while `unavailable`."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self._script: dict[str, deque[str | None]] = defaultdict(deque)
         self._always: dict[str, str] = {}
-        self.away = False
+        self.unavailable = False
         self.before: dict[str, Callable[[], Awaitable[None]]] = {}
         self.after: dict[str, Callable[[], Awaitable[None]]] = {}
         self.calls: list[str] = []
@@ -42,7 +42,7 @@ class FaultyStore:
     def heal(self) -> None:
         self._always.clear()
         self._script.clear()
-        self.away = False
+        self.unavailable = False
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
@@ -69,7 +69,7 @@ class FaultyStore:
         return call
 
     def _fault(self, name: str) -> str | None:
-        if self.away and name != "close":
+        if self.unavailable and name != "close":
             return NOT_COMMITTED
         if self._script[name]:
             return self._script[name].popleft()
@@ -77,10 +77,10 @@ class FaultyStore:
 
 
 @dataclass
-class Publication:
+class PublishFault:
     """The scripted result of publishing a message of one type."""
 
-    fault: str | Published
+    fault: str | PublishResult
     type: str | None = None
 
 
@@ -89,51 +89,65 @@ class FaultyBroker(InProcessBroker):
 
     def __init__(self, exchange: Any) -> None:
         super().__init__(exchange)
-        self.away = False
-        self._script: deque[Publication] = deque()
+        self.unavailable = False
+        self._script: deque[PublishFault] = deque()
         self.published: list[tuple[Address, Message]] = []
         self.prefetches: list[int] = []
-        self.locked: set[str] = set()
+        self.locked_addresses: set[str] = set()
         """Substrings of addresses whose queues can be neither declared nor consumed."""
 
     @property
     def connected(self) -> bool:
-        return super().connected and not self.away
+        return super().connected and not self.unavailable
 
-    def consuming(self, address: Address) -> bool:
-        return super().consuming(address) and not any(part in address for part in self.locked)
+    def is_consuming(self, address: Address) -> bool:
+        return super().is_consuming(address) and not any(
+            substring in address for substring in self.locked_addresses
+        )
 
-    def fail(self, *faults: str | Published, type: str | None = None) -> None:
+    def fail(self, *faults: str | PublishResult, type: str | None = None) -> None:
         """Fail the next publishes with these faults in order; only publishes of `type`, if set."""
-        self._script.extend(Publication(fault, type) for fault in faults)
+        self._script.extend(PublishFault(fault, type) for fault in faults)
 
     def heal(self) -> None:
-        self.away = False
+        self.unavailable = False
         self._script.clear()
 
-    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
-        if self.away:
+    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[PublishResult]:
+        if self.unavailable:
             raise BrokerUnavailable("the broker is unavailable")
         fault = self._fault(messages)
         if fault == NOT_COMMITTED:
             raise BrokerUnavailable("the broker is unavailable")
-        if isinstance(fault, Published):
+        if isinstance(fault, PublishResult):
             return [fault for _ in messages]
-        words = await super().publish(messages)
+        results = await super().publish(messages)
         self.published += messages
         if fault == IN_DOUBT:
             raise BrokerUnavailable("the confirm was lost")
-        return words
+        return results
 
     async def declare(self, agent: Any, replica: Any = None, *, shards: int = 1) -> None:
-        if self.away:
+        if self.unavailable:
             raise BrokerUnavailable("the broker is unavailable")
-        if replica is not None and "private" in self.locked:
+        if replica is not None and "private" in self.locked_addresses:
             raise BrokerUnavailable("the private queue is locked")
         await super().declare(agent, replica, shards=shards)
 
+    async def mark_database(self, agent: Any) -> bool:
+        self._require_available()
+        return await super().mark_database(agent)
+
+    async def has_database_marker(self, agent: Any) -> bool:
+        self._require_available()
+        return await super().has_database_marker(agent)
+
+    def _require_available(self) -> None:
+        if self.unavailable:
+            raise BrokerUnavailable("the broker is unavailable")
+
     async def broadcast(self, agent: Any, message: Message) -> None:
-        if self.away:
+        if self.unavailable:
             raise BrokerUnavailable("the broker is unavailable")
         await super().broadcast(agent, message)
 
@@ -141,16 +155,16 @@ class FaultyBroker(InProcessBroker):
         subscription = await super().consume(address, prefetch, on_delivery)
         resize, prefetches = subscription.resize, self.prefetches
 
-        async def noted(prefetch: int) -> None:
-            if self.away:
+        async def recording_resize(prefetch: int) -> None:
+            if self.unavailable:
                 raise BrokerUnavailable("the broker is unavailable")
             prefetches.append(prefetch)
             await resize(prefetch)
 
-        subscription.resize = noted  # type: ignore[method-assign]
+        subscription.resize = recording_resize  # type: ignore[method-assign]  # a fake
         return subscription
 
-    def _fault(self, messages: Sequence[tuple[Address, Message]]) -> str | Published | None:
+    def _fault(self, messages: Sequence[tuple[Address, Message]]) -> str | PublishResult | None:
         if self._script and self._script[0].type in {None, messages[0][1].type.value}:
             return self._script.popleft().fault
         return None

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from meshpoint.model.checkpoint import TaskState
+from fake_peer import FakePeer
 from meshpoint.model.events import Event, Phase, Step
-from meshpoint.model.options import AckPolicy
+from meshpoint.model.ids import AgentName
 from meshpoint.model.outcomes import Ok
+from meshpoint.model.tasks import TaskState
 
 from .agents import asker
-from .mesh import Mesh, Running
-from .puppet import Puppet
+from .mesh import Mesh, RunningReplica
 
 
-def crash_at(mesh: Mesh, replica: Running, step: Step, phase: Phase) -> None:
+def crash_replica_at(mesh: Mesh, replica: RunningReplica, step: Step, phase: Phase) -> None:
     """Kill `replica` at its next event of this step and phase, before it does anything else."""
 
-    def at(event: Event) -> None:
+    def crash_on_event(event: Event) -> None:
         if (event.step, event.phase, event.replica) == (step, phase, replica.id):
-            mesh.events.hooks.remove(at)
+            mesh.events.hooks.remove(crash_on_event)
             replica.task.cancel()
-            replica.store.away = replica.broker.away = True
+            replica.store.unavailable = replica.broker.unavailable = True
 
-    mesh.events.hooks.append(at)
+    mesh.events.hooks.append(crash_on_event)
 
 
 FIRST_HALF = [
@@ -35,31 +35,31 @@ FIRST_HALF = [
     (Step.CHECKPOINT, Phase.AFTER),
     (Step.DISPATCH, Phase.BEFORE),
     (Step.DISPATCH, Phase.AFTER),
-    (Step.MARK, Phase.BEFORE),
-    (Step.MARK, Phase.AFTER),
+    (Step.CONFIRM_SENT, Phase.BEFORE),
+    (Step.CONFIRM_SENT, Phase.AFTER),
     (Step.ACK, Phase.BEFORE),
     (Step.ACK, Phase.AFTER),
 ]
 
 
 @pytest.mark.parametrize(("step", "phase"), FIRST_HALF)
-async def test_crash_on_the_way_to_the_checkpoint(
-    mesh: Mesh, boss: Puppet, peer: Puppet, step: Step, phase: Phase
+async def test_a_task_survives_a_crash_before_its_checkpoint(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, step: Step, phase: Phase
 ) -> None:
     first = await mesh.replica(asker("asker", "peer"))
-    crash_at(mesh, first, step, phase)
-    task_id = await boss.ask("asker", 1)
-    await mesh.settle()
+    crash_replica_at(mesh, first, step, phase)
+    task_id = await client.ask("asker", 1)
+    await mesh.idle()
     await first.crash()
     await mesh.replica(asker("asker", "peer"))
     await mesh.advance(25)
     call_ids = {request.correlation_id for request in peer.requests}
     assert len(call_ids) == 1, "the calls were made twice"
     await peer.respond(peer.requests[0], 1)
-    assert await boss.reply(task_id) == Ok({"peer": 1})
+    assert await client.reply(task_id) == Ok({"peer": 1})
     await mesh.advance(20)
     assert mesh.unacked("asker") == mesh.waiting("asker") == 0
-    assert await mesh.store.unsent("asker", 100) == []  # type: ignore[arg-type]
+    assert await mesh.store.unsent(AgentName("asker"), 100) == []
 
 
 SECOND_HALF = [
@@ -75,51 +75,59 @@ SECOND_HALF = [
     (Step.END, Phase.AFTER),
     (Step.REPLY, Phase.BEFORE),
     (Step.REPLY, Phase.AFTER),
-    (Step.MARK, Phase.BEFORE),
-    (Step.MARK, Phase.AFTER),
+    (Step.CONFIRM_SENT, Phase.BEFORE),
+    (Step.CONFIRM_SENT, Phase.AFTER),
 ]
 
 
 @pytest.mark.parametrize(("step", "phase"), SECOND_HALF)
-async def test_crash_on_the_way_to_the_end(mesh: Mesh, boss: Puppet, peer: Puppet, step: Step, phase: Phase) -> None:
+async def test_a_task_survives_a_crash_before_its_end(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, step: Step, phase: Phase
+) -> None:
     first = await mesh.replica(asker("asker", "peer"))
-    task_id = await boss.ask("asker", 1)
-    request = await peer.request_number()
-    await mesh.settle()
-    crash_at(mesh, first, step, phase)
+    task_id = await client.ask("asker", 1)
+    request = await peer.wait_for_request()
+    await mesh.idle()
+    crash_replica_at(mesh, first, step, phase)
     await peer.respond(request, 1)
-    await mesh.settle()
+    await mesh.idle()
     await first.crash()
     await mesh.replica(asker("asker", "peer"))
     await mesh.advance(40)
-    assert set(map(str, boss.replies(task_id))) == {str(Ok({"peer": 1}))}
+    assert set(map(str, client.replies(task_id))) == {str(Ok({"peer": 1}))}
     assert len(peer.requests) == 1
     assert await mesh.state(task_id) is TaskState.COMPLETED
-    assert await mesh.store.unsent("asker", 100) == []  # type: ignore[arg-type]
+    assert await mesh.store.unsent(AgentName("asker"), 100) == []
 
 
-@pytest.mark.parametrize(("step", "phase"), [*FIRST_HALF[:6], (Step.BEGIN, Phase.BEFORE), (Step.BEGIN, Phase.AFTER)])
-async def test_crash_on_receipt(mesh: Mesh, boss: Puppet, peer: Puppet, step: Step, phase: Phase) -> None:
-    first = await mesh.replica(asker("asker", "peer"), ack_policy=AckPolicy.ON_RECEIPT)
-    crash_at(mesh, first, step, phase)
-    task_id = await boss.ask("asker", 1)
-    await mesh.settle()
+@pytest.mark.parametrize(
+    ("step", "phase"), [*FIRST_HALF[:6], (Step.BEGIN, Phase.BEFORE), (Step.BEGIN, Phase.AFTER)]
+)
+async def test_a_task_survives_a_crash_on_receipt(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, step: Step, phase: Phase
+) -> None:
+    first = await mesh.replica(asker("asker", "peer"), ack_policy="on_receipt")
+    crash_replica_at(mesh, first, step, phase)
+    task_id = await client.ask("asker", 1)
+    await mesh.idle()
     await first.crash()
-    await mesh.replica(asker("asker", "peer"), ack_policy=AckPolicy.ON_RECEIPT)
+    await mesh.replica(asker("asker", "peer"), ack_policy="on_receipt")
     await mesh.advance(40)
     assert len({request.correlation_id for request in peer.requests}) == 1
     await peer.respond(peer.requests[0], 1)
-    assert await boss.reply(task_id) == Ok({"peer": 1})
+    assert await client.reply(task_id) == Ok({"peer": 1})
 
 
-async def test_another_replica_dispatches_under_the_same_ids(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+async def test_another_replica_sends_calls_under_the_same_ids(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
     first = await mesh.replica(asker("asker", "peer"))
     await mesh.replica(asker("asker", "peer"))
     await mesh.advance(5)
-    crash_at(mesh, first, Step.DISPATCH, Phase.BEFORE)
+    crash_replica_at(mesh, first, Step.DISPATCH, Phase.BEFORE)
     for number in range(4):
-        await boss.ask("asker", number)
-    await mesh.settle()
+        await client.ask("asker", number)
+    await mesh.idle()
     await first.crash()
     assert len(peer.requests) < 4
     await mesh.advance(6)
@@ -129,4 +137,4 @@ async def test_another_replica_dispatches_under_the_same_ids(mesh: Mesh, boss: P
         assert [call.sub_task_id for call in calls] == [request.correlation_id]
         await peer.respond(request, 1)
     for task_id in {str(request.headers["x-parent-task-id"]) for request in peer.requests}:
-        assert await boss.reply(task_id) == Ok({"peer": 1})
+        assert await client.reply(task_id) == Ok({"peer": 1})

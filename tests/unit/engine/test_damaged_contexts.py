@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 
+from fake_peer import FakePeer
+from meshpoint.errors import AgentMisbehaved
+from meshpoint.model.agent_memory import AgentMemory
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.context_runtime import ContextRuntime
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
-from .agents import Gate, Scripted
-from .mesh import Mesh, Running
-from .puppet import Puppet
+from .agents import Gate, ScriptedAgent
+from .mesh import Mesh, RunningReplica
 
 
-class Stubborn(asyncio.Future[None]):
+class UncancellableFuture(asyncio.Future[None]):
     """A future that raises from `cancel` after it was cancelled."""
 
     def cancel(self, msg: Any = None) -> bool:
@@ -25,7 +28,7 @@ class Stubborn(asyncio.Future[None]):
         raise RuntimeError("not now")
 
 
-class Waiter(asyncio.Future[None]):
+class UncancellableWaiter(asyncio.Future[None]):
     """A waiter of `ctx.cancelled` whose event loop is already closed."""
 
     def __init__(self) -> None:
@@ -35,53 +38,55 @@ class Waiter(asyncio.Future[None]):
         loop.close()
 
 
-async def two_tasks(mesh: Mesh, boss: Puppet) -> tuple[Running, str, str, Gate]:
+async def start_damaged_and_healthy(
+    mesh: Mesh, client: FakePeer
+) -> tuple[RunningReplica, str, str, Gate]:
     """Start a task whose code raises when stopped, then a normal one, in the same replica."""
-    gate, odd = Gate(), Gate()
+    gate, damaged_gate = Gate(), Gate()
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
         if request == "odd":
-            ctx.cancelled._waiters.append(Waiter())  # type: ignore[attr-defined]
-            odd.visits += 1
-            odd.reached.set()
-            await Stubborn()
+            ctx.cancelled._waiters.append(UncancellableWaiter())
+            damaged_gate.visits += 1
+            damaged_gate.reached.set()
+            await UncancellableFuture()
         await gate()
 
-    options = {"drain_timeout": timedelta(0), "max_concurrency": 2}
-    replica = await mesh.replica(Scripted("agent", start), **options)
-    bad = await boss.ask("agent", "odd")
-    await odd.reach()
-    good = await boss.ask("agent", "good")
-    await gate.reach()
-    return replica, bad, good, gate
+    options: dict[str, Any] = {"drain_timeout": timedelta(0), "max_concurrency": 2}
+    replica = await mesh.replica(ScriptedAgent("agent", start), **options)
+    bad_id = await client.ask("agent", "odd")
+    await damaged_gate.wait_reached()
+    good_id = await client.ask("agent", "good")
+    await gate.wait_reached()
+    return replica, bad_id, good_id, gate
 
 
-async def test_a_drain_stops_all_code(mesh: Mesh, boss: Puppet) -> None:
-    replica, _, _, gate = await two_tasks(mesh, boss)
+async def test_a_drain_stops_all_code(mesh: Mesh, client: FakePeer) -> None:
+    replica, _, _, gate = await start_damaged_and_healthy(mesh, client)
     await replica.drain()
     assert gate.cancelled == 1
-    assert replica.worker.segments.live == {}
+    assert replica.worker.tasks.segments == {}
     assert (mesh.unacked("agent"), mesh.waiting("agent")) == (0, 2)
 
 
-async def test_a_cancel_ends_the_task(mesh: Mesh, boss: Puppet) -> None:
-    _, bad, _, gate = await two_tasks(mesh, boss)
-    await boss.cancel("agent", bad)
-    reply = await boss.reply(bad)
+async def test_a_cancel_ends_the_task(mesh: Mesh, client: FakePeer) -> None:
+    _, bad, _, gate = await start_damaged_and_healthy(mesh, client)
+    await client.cancel("agent", bad)
+    reply = await client.reply(bad)
     assert isinstance(reply, Failed)
     assert reply.kind is FailureKind.CANCELLED
-    await mesh.settle()
+    await mesh.idle()
     assert mesh.dead_letters("agent") == []
     assert gate.cancelled == 0
 
 
-async def test_a_lost_lease_stops_the_code(mesh: Mesh, boss: Puppet) -> None:
-    replica, bad, _, _ = await two_tasks(mesh, boss)
-    segments = replica.worker.segments
-    (segment,) = [each for each in segments.live.values() if each.run.task_id == bad]
-    segments.lose(segment.run)
-    await segment.left.wait()
-    assert boss.replies() == []
+async def test_a_lost_lease_stops_the_code(mesh: Mesh, client: FakePeer) -> None:
+    replica, bad, _, _ = await start_damaged_and_healthy(mesh, client)
+    tasks = replica.worker.tasks
+    (segment,) = [item for item in tasks.segments.values() if item.run.task_id == bad]
+    tasks.stop_lost(segment.run)
+    await segment.removed.wait()
+    assert client.replies() == []
 
 
 @pytest.mark.parametrize(
@@ -97,46 +102,73 @@ async def test_a_lost_lease_stops_the_code(mesh: Mesh, boss: Puppet) -> None:
         ("progress", None),
     ],
 )
-async def test_what_the_runtime_uses_of_a_context_cannot_be_replaced(
-    mesh: Mesh, boss: Puppet, name: str, value: Any
+async def test_runtime_methods_of_a_context_cannot_be_replaced(
+    mesh: Mesh, client: FakePeer, name: str, value: Any
 ) -> None:
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
         setattr(ctx, name, value)
         return Done("replaced")
 
-    await mesh.replica(Scripted("agent", start))
-    reply = await boss.reply(await boss.ask("agent", 1))
+    await mesh.replica(ScriptedAgent("agent", start))
+    reply = await client.reply(await client.ask("agent", 1))
     assert isinstance(reply, Failed)
     assert name in reply.message
 
 
-@pytest.mark.parametrize("name", ["run_subtasks_with", "remember_with"])
-async def test_a_context_whose_methods_are_replaced_does_not_stop_the_replica(
-    mesh: Mesh, boss: Puppet, name: str
+@pytest.mark.parametrize("name", ["_runtime", "subtask", "save_progress", "status"])
+async def test_a_context_whose_attributes_are_replaced_does_not_stop_the_replica(
+    mesh: Mesh, client: FakePeer, name: str
 ) -> None:
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
         if request == "replace":
             setattr(ctx, name, None)
         return Done("done")
 
-    replica = await mesh.replica(Scripted("agent", start), max_concurrency=1)
-    assert await boss.reply(await boss.ask("agent", "replace")) == Ok("done")
-    assert await boss.reply(await boss.ask("agent", "go on")) == Ok("done")
+    replica = await mesh.replica(ScriptedAgent("agent", start), max_concurrency=1)
+    assert await client.reply(await client.ask("agent", "replace")) == Ok("done")
+    assert await client.reply(await client.ask("agent", "go on")) == Ok("done")
     await replica.drain()
 
 
-async def test_usage_holds_counts(mesh: Mesh, boss: Puppet) -> None:
+async def test_memory_ends_with_the_segment_even_if_the_runtime_was_replaced(
+    mesh: Mesh, client: FakePeer
+) -> None:
+    kept: list[AgentMemory] = []
+
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
-        ctx.token_usage.total = None  # type: ignore[assignment]
+        kept.append(ctx.memory)
+        ctx._runtime = ContextRuntime()
+        return Done("done")
+
+    await mesh.replica(ScriptedAgent("agent", start))
+    assert await client.reply(await client.ask("agent", 1)) == Ok("done")
+    await mesh.idle()
+    with pytest.raises(AgentMisbehaved, match="only in a running segment"):
+        await kept[0].get("key")
+
+
+async def test_a_method_of_the_runtime_cannot_be_replaced(mesh: Mesh, client: FakePeer) -> None:
+    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
+        ctx._runtime.skip_subtask_calls = None  # type: ignore[method-assign,assignment]
+
+    await mesh.replica(ScriptedAgent("agent", start))
+    reply = await client.reply(await client.ask("agent", 1))
+    assert isinstance(reply, Failed)
+    assert "read-only" in reply.message
+
+
+async def test_usage_holds_counts(mesh: Mesh, client: FakePeer) -> None:
+    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
+        ctx.token_usage.total = None  # type: ignore[assignment]  # wrong on purpose
         return Done("replaced")
 
-    await mesh.replica(Scripted("agent", start))
-    reply = await boss.reply(await boss.ask("agent", 1))
+    await mesh.replica(ScriptedAgent("agent", start))
+    reply = await client.reply(await client.ask("agent", 1))
     assert isinstance(reply, Failed)
     assert "ValidationError" in reply.message
 
 
-async def test_a_subject_can_be_stored(mesh: Mesh, boss: Puppet) -> None:
+async def test_a_subject_can_be_stored(mesh: Mesh, client: FakePeer) -> None:
     subjects: list[str | None] = []
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
@@ -144,13 +176,13 @@ async def test_a_subject_can_be_stored(mesh: Mesh, boss: Puppet) -> None:
         subjects.append(ctx.subject)
         return Done("done")
 
-    await mesh.replica(Scripted("agent", start))
-    assert await boss.reply(await boss.ask("agent", 1)) == Ok("done")
+    await mesh.replica(ScriptedAgent("agent", start))
+    assert await client.reply(await client.ask("agent", 1)) == Ok("done")
     assert subjects == ["a\N{REPLACEMENT CHARACTER}\\ud800"]
 
 
-async def test_an_input_that_the_code_changes_is_still_the_same_request(
-    mesh: Mesh, boss: Puppet, peer: Puppet
+async def test_an_input_mutated_by_the_code_does_not_change_the_request(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
 ) -> None:
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
         return Paused([Call("call", "peer", request.pop("cities").pop())], b"")
@@ -158,13 +190,13 @@ async def test_an_input_that_the_code_changes_is_still_the_same_request(
     async def resume(*_: Any) -> Any:
         return Done("done")
 
-    await mesh.replica(Scripted("agent", start, resume))
-    request = boss.request({"cities": ["Oslo"]})
-    await boss.send("agent", request)
-    call = await peer.request_number()
-    await mesh.settle()
-    await boss.send("agent", request)
-    await mesh.settle()
-    assert boss.replies() == []
+    await mesh.replica(ScriptedAgent("agent", start, resume))
+    request = client.request({"cities": ["Oslo"]})
+    await client.send("agent", request)
+    call = await peer.wait_for_request()
+    await mesh.idle()
+    await client.send("agent", request)
+    await mesh.idle()
+    assert client.replies() == []
     await peer.respond(call, 1)
-    assert await boss.reply(request.correlation_id) == Ok("done")
+    assert await client.reply(request.correlation_id) == Ok("done")

@@ -4,38 +4,42 @@ from __future__ import annotations
 
 import pytest
 
-from meshpoint.engine import receive
-from meshpoint.model.checkpoint import CancelNotice
-from meshpoint.model.envelopes import cancel_letter
+from fake_peer import FakePeer
+from meshpoint.engine import parsing
+from meshpoint.model.envelopes import cancel_envelope
 from meshpoint.model.ids import AgentName, TaskId, resumed_id
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, Ok
+from meshpoint.model.tasks import CancelNotice
 
 from .agents import Gate, gated
 from .mesh import Mesh
-from .puppet import Puppet
 
 
 @pytest.mark.parametrize("retry", [None, 2])
-def test_a_cancel_says_for_which_attempt_it_speaks(retry: int | None) -> None:
+def test_a_cancel_names_the_attempt_it_belongs_to(retry: int | None) -> None:
     child, parent = TaskId("child"), TaskId("parent")
-    kept = child if retry is None else resumed_id(child, retry)
-    _, message = cancel_letter(CancelNotice(AgentName("boss"), parent, kept, AgentName("peer")))
-    spoken_for = parent if retry is None else resumed_id(parent, retry)
-    assert receive.cancelled_task(message, Options()) == (child, spoken_for)
+    child_id = child if retry is None else resumed_id(child, retry)
+    _, message = cancel_envelope(
+        CancelNotice(AgentName("client"), parent, child_id, AgentName("peer"))
+    )
+    parent_id = parent if retry is None else resumed_id(parent, retry)
+    assert parsing.parse_cancel(message, Options()) == (child, parent_id)
 
 
 @pytest.mark.parametrize("durable", [True, False])
-@pytest.mark.parametrize(("parent", "heeded"), [("boss-task", True), (None, True), ("boss-task~resume-1", False)])
-async def test_only_the_attempt_that_asked_may_cancel(
-    mesh: Mesh, boss: Puppet, durable: bool, parent: str | None, heeded: bool
+@pytest.mark.parametrize(
+    ("parent", "heeded"), [("client-task", True), (None, True), ("client-task~resume-1", False)]
+)
+async def test_only_the_requesting_attempt_can_cancel(
+    mesh: Mesh, client: FakePeer, durable: bool, parent: str | None, heeded: bool
 ) -> None:
     gate = Gate()
     await mesh.replica(gated("agent", gate), durable=durable)
-    task_id = await boss.ask("agent", 1, parent_task="boss-task")
-    await gate.reach()
-    await boss.cancel("agent", task_id, parent=parent)
-    await mesh.settle()
+    task_id = await client.ask("agent", 1, parent_task="client-task")
+    await gate.wait_reached()
+    await client.cancel("agent", task_id, parent=parent)
+    await mesh.idle()
     gate.opened.set()
-    reply = await boss.reply(task_id)
+    reply = await client.reply(task_id)
     assert isinstance(reply, Failed) if heeded else reply == Ok("done")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fake_peer import FakePeer
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
@@ -11,39 +12,38 @@ from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Ok
 
 from .mesh import Mesh
-from .puppet import Puppet
 
-asked = Peer("peer", int, int)
+int_peer = Peer("peer", int, int)
 
 
-class Surviving(InProcessWorkingMemory):
+class DurableMemory(InProcessWorkingMemory):
     """Working memory that outlives replicas, as Redis does."""
 
     @property
-    def survives(self) -> bool:
+    def durable(self) -> bool:
         return True
 
 
 @pytest.fixture(params=["local", "surviving"])
 def l1(request: pytest.FixtureRequest, mesh: Mesh) -> InProcessWorkingMemory | None:
-    return Surviving(mesh.clock) if request.param == "surviving" else None
+    return DurableMemory(mesh.clock) if request.param == "surviving" else None
 
 
-async def test_what_was_counted_before_a_pause_is_counted_once(
-    mesh: Mesh, boss: Puppet, l1: InProcessWorkingMemory | None
+async def test_memory_writes_before_a_pause_are_applied_once(
+    mesh: Mesh, client: FakePeer, l1: InProcessWorkingMemory | None
 ) -> None:
-    peer = await mesh.puppet("peer")
+    peer = await mesh.fake_peer("peer")
 
     @agent("agent")
-    async def counting(ctx: TaskExecutionContext, rounds: int) -> list[int]:
+    async def count_rounds(ctx: TaskExecutionContext, rounds: int) -> list[int]:
         seen = []
         for number in range(rounds):
             seen.append(await ctx.memory.incr("count"))
-            await ctx.call(asked(number))
+            await ctx.call(int_peer(number))
         return [*seen, await ctx.memory.incr("count", 0)]
 
-    await mesh.replica(counting, l1=l1)
-    task_id = await boss.ask("agent", 3)
+    await mesh.replica(count_rounds, l1=l1)
+    task_id = await client.ask("agent", 3)
     for number in range(3):
-        await peer.respond(await peer.request_number(number + 1), 7)
-    assert await boss.reply(task_id) == Ok([1, 2, 3, 3])
+        await peer.respond(await peer.wait_for_request(number + 1), 7)
+    assert await client.reply(task_id) == Ok([1, 2, 3, 3])

@@ -11,28 +11,27 @@ from typing import Any
 
 import pytest
 
+from fake_peer import FakePeer
 from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
-from meshpoint.agents.replies import Replies
-from meshpoint.agents.stateful import StatefulAgent
+from meshpoint.agents.stateful import Replies, StatefulAgent
 from meshpoint.errors import MemoryUnavailable
-from meshpoint.model.checkpoint import TaskState
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.model.tasks import TaskState
 
 from .agents import Gate
-from .memories import Places
+from .memories import MemoryTiers
 from .mesh import Mesh
-from .puppet import Puppet
-from .resuming import result_of, resumed
-from .test_crash_points import crash_at
+from .resuming import resume_and_sweep, stored_outcome
+from .test_crash_points import crash_replica_at
 
 KINDS = pytest.mark.parametrize("kind", ["local", "surviving"])
-asked = Peer("peer", int, int)
+int_peer = Peer("peer", int, int)
 
 
-class Turns:
+class Breakpoints:
     """At a named place in agent code, waits at a gate or fails.
 
     Callable, so that digests of closures ignore its contents.
@@ -40,56 +39,56 @@ class Turns:
 
     def __init__(self) -> None:
         self.gates: dict[str, Gate] = {}
-        self.failing: set[str] = set()
+        self.failing_at: set[str] = set()
 
-    async def __call__(self, place: str) -> None:
-        if place in self.failing:
-            raise ValueError(f"failed {place}")
-        if place in self.gates:
-            await self.gates[place]()
+    async def __call__(self, breakpoint_name: str) -> None:
+        if breakpoint_name in self.failing_at:
+            raise ValueError(f"failed {breakpoint_name}")
+        if breakpoint_name in self.gates:
+            await self.gates[breakpoint_name]()
 
-    def gate(self, place: str) -> Gate:
-        return self.gates.setdefault(place, Gate())
+    def gate(self, breakpoint_name: str) -> Gate:
+        return self.gates.setdefault(breakpoint_name, Gate())
 
 
-async def _inside(ctx: TaskExecutionContext, turns: Turns, name: str) -> int:
+async def _write_inside(ctx: TaskExecutionContext, breakpoints: Breakpoints, name: str) -> int:
     async def inside() -> int:
         count = await ctx.memory.incr("inside")
-        await turns(f"in {name}")
+        await breakpoints(f"in {name}")
         await ctx.memory.rpush("names", name)
         return count
 
     return await ctx.subtask(name, inside)
 
 
-async def _half(ctx: TaskExecutionContext, turns: Turns, half: str) -> None:
+async def _run_half(ctx: TaskExecutionContext, breakpoints: Breakpoints, half: str) -> None:
     """Half of the agent's work: writes before, in, between and after two subtasks."""
     await ctx.memory.incr("outside")
-    await _inside(ctx, turns, f"{half}1")
+    await _write_inside(ctx, breakpoints, f"{half}1")
     await ctx.memory.rpush("log", half)
-    await turns(f"between {half}")
-    await _inside(ctx, turns, f"{half}2")
+    await breakpoints(f"between {half}")
+    await _write_inside(ctx, breakpoints, f"{half}2")
     await ctx.memory.incr("outside")
-    await turns(f"after {half}")
+    await breakpoints(f"after {half}")
 
 
-async def _found(ctx: TaskExecutionContext) -> list[Any]:
+async def _read_contents(ctx: TaskExecutionContext) -> list[Any]:
     counts = [await ctx.memory.incr(key, 0) for key in ("outside", "inside")]
     lists = [await ctx.memory.lrange(key) for key in ("log", "names")]
-    return [*counts, *([each.decode() for each in elements] for elements in lists)]
+    return [*counts, *([element_list.decode() for element_list in elements] for elements in lists)]
 
 
-DONE_ONCE = [4, 4, ["a", "b"], ["a1", "a2", "b1", "b2"]]
+EXPECTED = [4, 4, ["a", "b"], ["a1", "a2", "b1", "b2"]]
 
 
-def function_agent(turns: Turns) -> Any:
+def function_agent(breakpoints: Breakpoints) -> Any:
     @agent("agent", version="1")
     async def working(ctx: TaskExecutionContext, number: int) -> list[Any]:
-        await _half(ctx, turns, "a")
-        await ctx.call(asked(number))
-        await _half(ctx, turns, "b")
-        await ctx.call(asked(number + 1))
-        return await _found(ctx)
+        await _run_half(ctx, breakpoints, "a")
+        await ctx.call(int_peer(number))
+        await _run_half(ctx, breakpoints, "b")
+        await ctx.call(int_peer(number + 1))
+        return await _read_contents(ctx)
 
     return working
 
@@ -97,70 +96,72 @@ def function_agent(turns: Turns) -> Any:
 class Handlers(StatefulAgent[int, int, list[Any]]):
     name = "agent"
 
-    def __init__(self, turns: Turns) -> None:
-        self.turns = turns
+    def __init__(self, breakpoints: Breakpoints) -> None:
+        self.turns = breakpoints
 
     async def on_request(self, ctx: TaskExecutionContext, number: int) -> Any:
-        await _half(ctx, self.turns, "a")
-        return self.ask(number, {"more": asked(number)}, then=self.on_more)
+        await _run_half(ctx, self.turns, "a")
+        return self.ask(number, {"more": int_peer(number)}, then=self.on_more)
 
     async def on_more(self, ctx: TaskExecutionContext, number: int, replies: Replies) -> Any:
-        await _half(ctx, self.turns, "b")
-        return self.ask(number, {"more": asked(number + 1)}, then=self.on_last)
+        await _run_half(ctx, self.turns, "b")
+        return self.ask(number, {"more": int_peer(number + 1)}, then=self.on_last)
 
     async def on_last(self, ctx: TaskExecutionContext, number: int, replies: Replies) -> Any:
-        return self.done(await _found(ctx))
+        return self.done(await _read_contents(ctx))
 
 
-FORMS = pytest.mark.parametrize("form", [function_agent, Handlers])
+AGENT_KINDS = pytest.mark.parametrize("form", [function_agent, Handlers])
 
 
-async def answered(mesh: Mesh, boss: Puppet, peer: Puppet, task_id: str, before: int = 0) -> Any:
+async def answer_all(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, task_id: str, before: int = 0
+) -> Any:
     """Answer all calls after the first `before`, advance the clock, and return the result."""
     for _ in range(60):
         for request in peer.requests[before:]:
             await peer.respond(request, 7)
         before = len(peer.requests)
         await mesh.advance(1)
-        if boss.replies(task_id):
-            return boss.replies(task_id)[0]
+        if client.replies(task_id):
+            return client.replies(task_id)[0]
     return None
 
 
-PLACES = [f"{where} {half}" for half in "ab" for where in ("between", "after")]
-PLACES += [f"in {half}{number}" for half in "ab" for number in (1, 2)]
+BREAKPOINTS = [f"{position} {half}" for half in "ab" for position in ("between", "after")]
+BREAKPOINTS += [f"in {half}{number}" for half in "ab" for number in (1, 2)]
 
 
 @KINDS
-@FORMS
-async def test_writes_in_and_outside_of_subtasks_are_done_once_over_pauses(
-    mesh: Mesh, boss: Puppet, peer: Puppet, kind: str, form: Any
+@AGENT_KINDS
+async def test_writes_in_and_outside_subtasks_are_applied_once_across_pauses(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, kind: str, form: Any
 ) -> None:
-    places = Places(mesh, kind)
-    await mesh.replica(form(Turns()), **places())
-    assert await answered(mesh, boss, peer, await boss.ask("agent", 1)) == Ok(DONE_ONCE)
+    tiers = MemoryTiers(mesh, kind)
+    await mesh.replica(form(Breakpoints()), **tiers())
+    assert await answer_all(mesh, client, peer, await client.ask("agent", 1)) == Ok(EXPECTED)
 
 
 @KINDS
-@FORMS
-@pytest.mark.parametrize("how", ["crash", "drain"])
-@pytest.mark.parametrize("place", PLACES)
-async def test_a_replica_ends_anywhere_and_another_writes_once(
-    mesh: Mesh, boss: Puppet, peer: Puppet, kind: str, form: Any, place: str, how: str
+@AGENT_KINDS
+@pytest.mark.parametrize("end", ["crash", "drain"])
+@pytest.mark.parametrize("place", BREAKPOINTS)
+async def test_writes_are_applied_once_wherever_a_replica_crashes(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, kind: str, form: Any, place: str, end: str
 ) -> None:
-    places, turns = Places(mesh, kind), Turns()
-    gate = turns.gate(place)
-    first = await mesh.replica(form(turns), **places(), drain_timeout=timedelta(0))
-    task_id = await boss.ask("agent", 1)
+    tiers, breakpoints = MemoryTiers(mesh, kind), Breakpoints()
+    gate = breakpoints.gate(place)
+    first = await mesh.replica(form(breakpoints), **tiers(), drain_timeout=timedelta(0))
+    task_id = await client.ask("agent", 1)
     if place.split()[1].startswith("b"):
-        await peer.respond(await peer.request_number(), 7)
-    await gate.reach()
-    await (first.crash() if how == "crash" else first.drain())
-    turns.gates.clear()
+        await peer.respond(await peer.wait_for_request(), 7)
+    await gate.wait_reached()
+    await (first.crash() if end == "crash" else first.drain())
+    breakpoints.gates.clear()
     gate.opened.set()
     before = len(peer.requests)
-    await mesh.replica(form(turns), **places())
-    assert await answered(mesh, boss, peer, task_id, before) == Ok(DONE_ONCE)
+    await mesh.replica(form(breakpoints), **tiers())
+    assert await answer_all(mesh, client, peer, task_id, before) == Ok(EXPECTED)
 
 
 CRASHES = [
@@ -178,72 +179,79 @@ CRASHES = [
 
 
 @KINDS
-@FORMS
+@AGENT_KINDS
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(("step", "phase"), CRASHES)
-async def test_a_crash_between_any_two_steps(
-    mesh: Mesh, boss: Puppet, peer: Puppet, kind: str, form: Any, step: Step, phase: Phase, later: bool
+async def test_writes_are_applied_once_after_a_crash_between_any_two_steps(
+    mesh: Mesh,
+    client: FakePeer,
+    peer: FakePeer,
+    kind: str,
+    form: Any,
+    step: Step,
+    phase: Phase,
+    later: bool,
 ) -> None:
-    places = Places(mesh, kind)
-    first = await mesh.replica(form(Turns()), **places())
+    tiers = MemoryTiers(mesh, kind)
+    first = await mesh.replica(form(Breakpoints()), **tiers())
     if later:
-        task_id = await boss.ask("agent", 1)
-        await peer.request_number()
-        await mesh.settle()
-    crash_at(mesh, first, step, phase)
+        task_id = await client.ask("agent", 1)
+        await peer.wait_for_request()
+        await mesh.idle()
+    crash_replica_at(mesh, first, step, phase)
     if not later:
-        task_id = await boss.ask("agent", 1)
-        await mesh.settle()
+        task_id = await client.ask("agent", 1)
+        await mesh.idle()
     else:
         await peer.respond(peer.requests[0], 7)
-        await mesh.settle()
+        await mesh.idle()
     await first.crash()
-    await mesh.replica(form(Turns()), **places())
-    assert await answered(mesh, boss, peer, task_id, int(later)) == Ok(DONE_ONCE)
+    await mesh.replica(form(Breakpoints()), **tiers())
+    assert await answer_all(mesh, client, peer, task_id, int(later)) == Ok(EXPECTED)
 
 
 @KINDS
-@FORMS
-async def test_a_resumed_operation_has_what_it_had_when_it_failed(
-    mesh: Mesh, boss: Puppet, peer: Puppet, kind: str, form: Any
+@AGENT_KINDS
+async def test_a_resumed_operation_has_the_memory_it_failed_with(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, kind: str, form: Any
 ) -> None:
-    places, turns = Places(mesh, kind), Turns()
-    turns.failing.add("after b")
-    await mesh.replica(form(turns), **places())
-    task_id = await boss.ask("agent", 1)
-    assert isinstance(await answered(mesh, boss, peer, task_id), Failed)
-    assert await places.in_sql(task_id) is not None, "memory must be kept after a failure"
-    if places.survives:
-        assert places.l1.values(task_id)["outside"] == b"4"
-    turns.failing.clear()
-    await resumed(mesh, task_id)
-    await answered_again(mesh, peer, task_id)
-    assert await result_of(mesh, task_id) == Ok(DONE_ONCE)
+    tiers, breakpoints = MemoryTiers(mesh, kind), Breakpoints()
+    breakpoints.failing_at.add("after b")
+    await mesh.replica(form(breakpoints), **tiers())
+    task_id = await client.ask("agent", 1)
+    assert isinstance(await answer_all(mesh, client, peer, task_id), Failed)
+    assert await tiers.sql_snapshot(task_id) is not None, "memory must be kept after a failure"
+    if tiers.durable:
+        assert tiers.l1.contents(task_id)["outside"] == b"4"
+    breakpoints.failing_at.clear()
+    await resume_and_sweep(mesh, task_id)
+    await answer_after_resume(mesh, peer, task_id)
+    assert await stored_outcome(mesh, task_id) == Ok(EXPECTED)
 
 
 @KINDS
-@FORMS
-async def test_a_resumed_operation_has_what_it_had_when_it_was_cancelled(
-    mesh: Mesh, boss: Puppet, peer: Puppet, kind: str, form: Any
+@AGENT_KINDS
+async def test_a_resumed_operation_has_the_memory_it_was_cancelled_with(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, kind: str, form: Any
 ) -> None:
-    places, turns = Places(mesh, kind), Turns()
-    gate = turns.gate("after b")
-    await mesh.replica(form(turns), **places())
-    task_id = await boss.ask("agent", 1)
-    await peer.respond(await peer.request_number(), 7)
-    await gate.reach()
-    await boss.cancel("agent", task_id)
-    reply = await boss.reply(task_id)
+    tiers, breakpoints = MemoryTiers(mesh, kind), Breakpoints()
+    gate = breakpoints.gate("after b")
+    await mesh.replica(form(breakpoints), **tiers())
+    task_id = await client.ask("agent", 1)
+    await peer.respond(await peer.wait_for_request(), 7)
+    await gate.wait_reached()
+    await client.cancel("agent", task_id)
+    reply = await client.reply(task_id)
     assert isinstance(reply, Failed)
     assert reply.kind is FailureKind.CANCELLED
-    await mesh.settle()
-    turns.gates.clear()
-    await resumed(mesh, task_id)
-    await answered_again(mesh, peer, task_id)
-    assert await result_of(mesh, task_id) == Ok(DONE_ONCE)
+    await mesh.idle()
+    breakpoints.gates.clear()
+    await resume_and_sweep(mesh, task_id)
+    await answer_after_resume(mesh, peer, task_id)
+    assert await stored_outcome(mesh, task_id) == Ok(EXPECTED)
 
 
-async def answered_again(mesh: Mesh, peer: Puppet, task_id: str, before: int = 1) -> None:
+async def answer_after_resume(mesh: Mesh, peer: FakePeer, task_id: str, before: int = 1) -> None:
     for _ in range(20):
         for request in peer.requests[before:]:
             await peer.respond(request, 7)
@@ -253,8 +261,10 @@ async def answered_again(mesh: Mesh, peer: Puppet, task_id: str, before: int = 1
 
 
 @KINDS
-async def test_nothing_is_fetched_twice_that_memory_has(mesh: Mesh, boss: Puppet, peer: Puppet, kind: str) -> None:
-    places, fetched = Places(mesh, kind), []
+async def test_pages_cached_in_memory_are_not_fetched_twice(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, kind: str
+) -> None:
+    tiers, fetched = MemoryTiers(mesh, kind), []
 
     @agent("agent", version="1")
     async def caching(ctx: TaskExecutionContext, pages: int) -> list[str]:
@@ -265,22 +275,26 @@ async def test_nothing_is_fetched_twice_that_memory_has(mesh: Mesh, boss: Puppet
                 page = f"text {number}".encode()
                 await ctx.memory.set(f"page:{number}", page)
             found.append(page.decode())
-            await ctx.call(asked(number))
+            await ctx.call(int_peer(number))
         return found
 
-    await mesh.replica(caching, **places())
-    task_id = await boss.ask("agent", 4)
-    assert await answered(mesh, boss, peer, task_id) == Ok([f"text {number}" for number in range(4)])
+    await mesh.replica(caching, **tiers())
+    task_id = await client.ask("agent", 4)
+    assert await answer_all(mesh, client, peer, task_id) == Ok(
+        [f"text {number}" for number in range(4)]
+    )
     assert fetched == [0, 1, 2, 3]
 
 
 @KINDS
-async def test_reads_find_what_was_written_before(mesh: Mesh, boss: Puppet, peer: Puppet, kind: str) -> None:
+async def test_reads_after_a_pause_see_earlier_writes(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, kind: str
+) -> None:
     """Covers every kind of key, across a pause."""
-    places = Places(mesh, kind)
+    tiers = MemoryTiers(mesh, kind)
 
     @agent("agent", version="1")
-    async def keeping(ctx: TaskExecutionContext, number: int) -> list[Any]:
+    async def write_and_read(ctx: TaskExecutionContext, number: int) -> list[Any]:
         memory = ctx.memory
         await memory.set("bytes", bytes(range(256)))
         await memory.hset("hash", {"f": b"\xff", "g": ""})
@@ -288,7 +302,7 @@ async def test_reads_find_what_was_written_before(mesh: Mesh, boss: Puppet, peer
         await memory.zadd("zset", {"m": 0.1, "n": -1e300})
         await memory.rpush("list", "1", "2", "1")
         await memory.delete("never")
-        await ctx.call(asked(1))
+        await ctx.call(int_peer(1))
         return [
             await memory.get("bytes") == bytes(range(256)),
             await memory.hgetall("hash") == {b"f": b"\xff", b"g": b""},
@@ -298,34 +312,38 @@ async def test_reads_find_what_was_written_before(mesh: Mesh, boss: Puppet, peer
             await memory.keys(),
         ]
 
-    await mesh.replica(keeping, **places())
-    task_id = await boss.ask("agent", 1)
-    assert await answered(mesh, boss, peer, task_id) == Ok([*[True] * 5, ["bytes", "hash", "list", "set", "zset"]])
+    await mesh.replica(write_and_read, **tiers())
+    task_id = await client.ask("agent", 1)
+    assert await answer_all(mesh, client, peer, task_id) == Ok(
+        [*[True] * 5, ["bytes", "hash", "list", "set", "zset"]]
+    )
 
 
 @KINDS
-async def test_a_memory_cleared_before_a_pause_is_not_cleared_again_after_it(
-    mesh: Mesh, boss: Puppet, peer: Puppet, kind: str
+async def test_a_clear_before_a_pause_is_not_repeated_after_it(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, kind: str
 ) -> None:
-    places = Places(mesh, kind)
+    tiers = MemoryTiers(mesh, kind)
 
     @agent("agent", version="1")
     async def clearing(ctx: TaskExecutionContext, number: int) -> list[str]:
         await ctx.memory.clear()
         await ctx.memory.set("first", "1")
-        await ctx.call(asked(1))
+        await ctx.call(int_peer(1))
         await ctx.memory.clear()
         await ctx.memory.set("second", "2")
-        await ctx.call(asked(2))
+        await ctx.call(int_peer(2))
         return await ctx.memory.keys()
 
-    await mesh.replica(clearing, **places())
-    assert await answered(mesh, boss, peer, await boss.ask("agent", 1)) == Ok(["second"])
+    await mesh.replica(clearing, **tiers())
+    assert await answer_all(mesh, client, peer, await client.ask("agent", 1)) == Ok(["second"])
 
 
-async def test_a_memory_is_cleared_beside_subtasks_that_are_saved(mesh: Mesh, boss: Puppet) -> None:
+async def test_a_memory_can_be_cleared_while_subtasks_are_saved(
+    mesh: Mesh, client: FakePeer
+) -> None:
     """A checkpoint locks the operation and then the memory; clearing must wait for neither."""
-    places, saving = Places(mesh, "surviving"), Gate()
+    tiers, save_gate = MemoryTiers(mesh, "surviving"), Gate()
 
     @agent("agent", version="1")
     async def busy(ctx: TaskExecutionContext, number: int) -> list[str]:
@@ -334,74 +352,78 @@ async def test_a_memory_is_cleared_beside_subtasks_that_are_saved(mesh: Mesh, bo
         async def first() -> None:
             await asyncio.sleep(0)
 
-        async def while_first_is_saved() -> None:
-            await saving.reach()
+        async def wait_for_first_save() -> None:
+            await save_gate.wait_reached()
 
         async def clear() -> None:
-            await saving.reach()
-            await mesh.settle()
+            await save_gate.wait_reached()
+            await mesh.idle()
             clearing = asyncio.create_task(ctx.memory.clear())
-            await mesh.settle()
-            saving.opened.set()
+            await mesh.idle()
+            save_gate.opened.set()
             await clearing
 
-        await asyncio.gather(ctx.subtask("one", first), ctx.subtask("two", while_first_is_saved), clear())
+        await asyncio.gather(
+            ctx.subtask("one", first), ctx.subtask("two", wait_for_first_save), clear()
+        )
         return await ctx.memory.keys()
 
-    replica = await mesh.replica(busy, **places())
-    replica.store.before["save"] = saving
-    assert await boss.reply(await boss.ask("agent", 1)) == Ok([])
+    replica = await mesh.replica(busy, **tiers())
+    replica.store.before["save"] = save_gate
+    assert await client.reply(await client.ask("agent", 1)) == Ok([])
 
 
-async def test_a_write_whose_waiter_was_cancelled_is_noted_all_the_same(
-    mesh: Mesh, boss: Puppet, peer: Puppet
+async def test_a_write_whose_caller_was_cancelled_is_still_recorded(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
 ) -> None:
-    places, gate = Places(mesh, "surviving"), Gate()
+    tiers, gate = MemoryTiers(mesh, "surviving"), Gate()
 
     @agent("agent", version="1")
-    async def hasty(ctx: TaskExecutionContext, number: int) -> int:
+    async def cancelling_writer(ctx: TaskExecutionContext, number: int) -> int:
         writing = asyncio.create_task(ctx.memory.incr("n"))
         if not gate.opened.is_set():
-            await gate.reach()
+            await gate.wait_reached()
             writing.cancel()
             gate.opened.set()
         await asyncio.wait([writing])
-        await ctx.call(asked(1))
+        await ctx.call(int_peer(1))
         return await ctx.memory.incr("n", 0)
 
-    places.l1.after["execute"] = gate
-    await mesh.replica(hasty, **places())
-    assert await answered(mesh, boss, peer, await boss.ask("agent", 1)) == Ok(1)
+    tiers.l1.after["execute"] = gate
+    await mesh.replica(cancelling_writer, **tiers())
+    assert await answer_all(mesh, client, peer, await client.ask("agent", 1)) == Ok(1)
 
 
 @KINDS
-async def test_a_write_in_doubt_is_in_the_next_checkpoint(mesh: Mesh, boss: Puppet, peer: Puppet, kind: str) -> None:
-    places = Places(mesh, kind)
+async def test_a_write_in_doubt_is_in_the_next_checkpoint(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, kind: str
+) -> None:
+    tiers = MemoryTiers(mesh, kind)
 
     class Trying(StatefulAgent[int, int, str]):
         name = "agent"
 
         async def on_request(self, ctx: TaskExecutionContext, number: int) -> Any:
             await ctx.memory.set("x", "0")
-            return self.ask(0, {"more": asked(1)}, then=self.on_more)
+            return self.ask(0, {"more": int_peer(1)}, then=self.on_more)
 
         async def on_more(self, ctx: TaskExecutionContext, state: int, replies: Replies) -> Any:
             assert await ctx.memory.get("x") == b"0"
             with pytest.raises(MemoryUnavailable):
                 await ctx.memory.set("x", "1")
-            return self.ask(0, {"more": asked(2)}, then=self.on_last)
+            return self.ask(0, {"more": int_peer(2)}, then=self.on_last)
 
         async def on_last(self, ctx: TaskExecutionContext, state: int, replies: Replies) -> Any:
             return self.done((await ctx.memory.get("x") or b"").decode())
 
-    await mesh.replica(Trying(), **places())
-    task_id = await boss.ask("agent", 1)
-    request = await peer.request_number()
-    await mesh.settle()
-    places.l1.in_doubt = 1
+    await mesh.replica(Trying(), **tiers())
+    task_id = await client.ask("agent", 1)
+    request = await peer.wait_for_request()
+    await mesh.idle()
+    tiers.l1.writes_in_doubt = 1
     await peer.respond(request, 1)
-    request = await peer.request_number(2)
-    await mesh.settle()
-    places.l1.empty()
+    request = await peer.wait_for_request(2)
+    await mesh.idle()
+    tiers.l1.empty()
     await peer.respond(request, 1)
-    assert await boss.reply(task_id) == Ok("1")
+    assert await client.reply(task_id) == Ok("1")

@@ -8,106 +8,158 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from fake_peer import FakePeer
 from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
-from meshpoint.agents.replies import Replies
-from meshpoint.agents.stateful import StatefulAgent
-from meshpoint.model.checkpoint import TaskState
+from meshpoint.agents.stateful import Replies, StatefulAgent
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
-from meshpoint.model.ids import TaskId
+from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.operations import OperationStatus
-from meshpoint.model.options import AckPolicy
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.model.tasks import TaskState
+from run_log import RunLog
 
-from .agents import Gate, Ran, Steps, doubler, in_a_row
-from .mesh import Mesh, Running
-from .puppet import Puppet
-from .test_crash_points import crash_at
+from .agents import Gate, Steps, doubler, sequential_agent
+from .mesh import Mesh, RunningReplica
+from .test_crash_points import crash_replica_at
 
-HOMES = pytest.mark.parametrize("durable", [True, False])
-asked = Peer("peer", int, int)
+BACKENDS = pytest.mark.parametrize("durable", [True, False])
+int_peer = Peer("peer", int, int)
 
 
-def writes(running: Running, durable: bool = True) -> list[str]:
+def write_calls(replica: RunningReplica, durable: bool = True) -> list[str]:
     """Calls of the worker's store, without the queries of the sweeper."""
-    store = running.store if durable else running.memory
-    looks = {"open", "due", "take", "expire", "take_over", "unsent", "keep_alives", "renew", "purge", "close"}
-    return [name for name in store.calls if name not in looks]
+    store = replica.store if durable else replica.memory
+    read_methods = {
+        "open",
+        "due",
+        "acquire",
+        "expire",
+        "rescue",
+        "unsent",
+        "keep_alives",
+        "renew",
+        "purge",
+        "close",
+    }
+    return [name for name in store.calls if name not in read_methods]
 
 
-async def test_the_first_subtask_writes_the_task_and_acks_its_request(mesh: Mesh, boss: Puppet) -> None:
+@pytest.mark.parametrize("built", ["Subtasks", "TaskMemory"])
+async def test_a_task_builds_neither_subtasks_nor_memory_unless_it_uses_them(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, built: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It pauses, resumes and ends without them."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError(built)
+
+    @agent("caller")
+    async def caller(ctx: TaskExecutionContext, number: int) -> int:
+        return await ctx.call(int_peer(number))
+
+    monkeypatch.setattr(f"meshpoint.engine.segment.{built}", refuse)
+    await mesh.replica(caller)
+    task_id = await client.ask("caller", 1)
+    await peer.respond(await peer.wait_for_request(), Ok(2))
+    assert await client.reply(task_id) == Ok(2)
+
+
+async def test_the_first_subtask_writes_the_task_and_acks_its_request(
+    mesh: Mesh, client: FakePeer
+) -> None:
     steps = Steps()
     gate = steps.gate("a")
-    replica = await mesh.replica(in_a_row(steps, "a", "b", subtasks=["a", "b"], type="sums"))
-    task_id = await boss.ask("agent", 1)
-    await gate.reach()
-    await mesh.settle()
+    replica = await mesh.replica(
+        sequential_agent(steps, "a", "b", subtasks=["a", "b"], type="sums")
+    )
+    task_id = await client.ask("agent", 1)
+    await gate.wait_reached()
+    await mesh.idle()
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
     assert await mesh.state(task_id) is TaskState.RUNNING
     operation = await mesh.store.operation(task_id)
     assert operation is not None
-    assert (operation.status, operation.type, operation.parameters) == (OperationStatus.RUNNING, "sums", 1)
+    assert (operation.status, operation.type, operation.parameters) == (
+        OperationStatus.RUNNING,
+        "sums",
+        1,
+    )
     assert operation.owner == replica.id
     assert operation.checkpoint is None
     gate.opened.set()
-    assert await boss.reply(task_id) == Ok(3)
-    await mesh.settle()
-    assert writes(replica) == ["lookup", "begin", "save", "save", "end", "mark_sent"]
+    assert await client.reply(task_id) == Ok(3)
+    await mesh.idle()
+    assert write_calls(replica) == ["lookup", "begin", "save", "save", "end", "confirm_sent"]
     assert await mesh.store.history(task_id) == [], "a completed operation keeps no history"
-    assert mesh.events.story(task_id, Step.BEGIN, Step.ACK, Step.SUBTASK, Step.SAVE, Step.END, Step.REPLY) == [
+    assert mesh.events.timeline(
+        task_id, Step.BEGIN, Step.ACK, Step.SUBTASK, Step.SAVE, Step.END, Step.REPLY
+    ) == [
         *("begin before", "begin after", "ack before", "ack after"),
         *("subtask before", "subtask after", "save before", "save after") * 2,
         *("end before", "end after", "reply before", "reply after"),
     ]
 
 
-async def test_in_memory_the_request_stays_unacked(mesh: Mesh, boss: Puppet) -> None:
+async def test_an_in_process_request_with_subtasks_stays_unacked(
+    mesh: Mesh, client: FakePeer
+) -> None:
     steps = Steps()
     gate = steps.gate("b")
-    replica = await mesh.replica(in_a_row(steps, "a", "b"), durable=False)
-    task_id = await boss.ask("agent", 1)
-    await gate.reach()
+    replica = await mesh.replica(sequential_agent(steps, "a", "b"), durable=False)
+    task_id = await client.ask("agent", 1)
+    await gate.wait_reached()
     assert mesh.unacked("agent") == 1
     gate.opened.set()
-    assert await boss.reply(task_id) == Ok(3)
-    await mesh.settle()
+    assert await client.reply(task_id) == Ok(3)
+    await mesh.idle()
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
-    assert writes(replica, durable=False) == ["lookup", "begin", "save", "save", "end", "lookup", "mark_sent"]
-    assert writes(replica) == []
+    assert write_calls(replica, durable=False) == [
+        "lookup",
+        "begin",
+        "save",
+        "save",
+        "end",
+        "lookup",
+        "confirm_sent",
+    ]
+    assert write_calls(replica) == []
 
 
-async def test_a_task_without_subtasks_writes_nothing(mesh: Mesh, boss: Puppet) -> None:
+async def test_a_task_without_subtasks_writes_nothing(mesh: Mesh, client: FakePeer) -> None:
     replica = await mesh.replica(doubler)
-    assert await boss.reply(await boss.ask("doubler", 1)) == Ok(2)
-    await mesh.settle()
-    assert writes(replica) == ["lookup"]
+    assert await client.reply(await client.ask("doubler", 1)) == Ok(2)
+    await mesh.idle()
+    assert write_calls(replica) == ["lookup"]
     assert await mesh.store.operations() == []
 
 
-async def test_a_task_that_has_a_row_only_becomes_an_operation(mesh: Mesh, boss: Puppet) -> None:
-    replica = await mesh.replica(in_a_row(Steps(), "a"), ack_policy=AckPolicy.ON_RECEIPT)
-    assert await boss.reply(await boss.ask("agent", 1)) == Ok(2)
-    await mesh.settle()
-    assert writes(replica) == ["lookup", "begin", "track", "save", "end", "mark_sent"]
+async def test_a_task_with_a_row_becomes_an_operation(mesh: Mesh, client: FakePeer) -> None:
+    replica = await mesh.replica(sequential_agent(Steps(), "a"), ack_policy="on_receipt")
+    assert await client.reply(await client.ask("agent", 1)) == Ok(2)
+    await mesh.idle()
+    assert write_calls(replica) == ["lookup", "begin", "track", "save", "end", "confirm_sent"]
 
 
-async def test_a_request_that_comes_again_meanwhile_is_acked(mesh: Mesh, boss: Puppet) -> None:
+async def test_a_duplicate_during_a_subtask_is_acked(mesh: Mesh, client: FakePeer) -> None:
     steps = Steps()
     gate = steps.gate("a")
-    await mesh.replica(in_a_row(steps, "a"))
-    request = boss.request(1)
-    await boss.send("agent", request)
-    await gate.reach()
-    await boss.send("agent", request)
-    await mesh.settle()
+    await mesh.replica(sequential_agent(steps, "a"))
+    request = client.request(1)
+    await client.send("agent", request)
+    await gate.wait_reached()
+    await client.send("agent", request)
+    await mesh.idle()
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
     gate.opened.set()
-    assert await boss.reply(request.correlation_id) == Ok(2)
-    assert steps.ran.names == ["a"]
+    assert await client.reply(request.correlation_id) == Ok(2)
+    assert steps.started.names == ["a"]
 
 
-async def test_two_first_segments_of_one_request_begin_one_task(mesh: Mesh, boss: Puppet) -> None:
+async def test_concurrent_first_segments_of_one_request_begin_one_task(
+    mesh: Mesh, client: FakePeer
+) -> None:
     """Both replicas have the request: the row of the first subtask decides which run stops."""
     steps, before = Steps(), Gate()
 
@@ -117,23 +169,25 @@ async def test_two_first_segments_of_one_request_begin_one_task(mesh: Mesh, boss
         return await steps(ctx, "a", number)
 
     first, second = await mesh.replica(slow), await mesh.replica(slow)
-    both = Gate()
-    first.store.after["lookup"] = second.store.after["lookup"] = both
-    request = boss.request(1)
-    await boss.send("agent", request)
-    await boss.send("agent", request)
-    await both.reach(2)
-    both.opened.set()
-    await before.reach(2)
+    begin_gate = Gate()
+    first.store.after["lookup"] = second.store.after["lookup"] = begin_gate
+    request = client.request(1)
+    await client.send("agent", request)
+    await client.send("agent", request)
+    await begin_gate.wait_reached(2)
+    begin_gate.opened.set()
+    await before.wait_reached(2)
     before.opened.set()
-    assert await boss.reply(request.correlation_id) == Ok(2)
-    await mesh.settle()
-    assert steps.ran.names == ["a"]
-    assert len(mesh.events.of(Step.FENCED)) == 1
+    assert await client.reply(request.correlation_id) == Ok(2)
+    await mesh.idle()
+    assert steps.started.names == ["a"]
+    assert len(mesh.events.matching(Step.FENCED)) == 1
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
 
 
-async def test_a_cancel_that_came_first_stops_the_first_subtask(mesh: Mesh, boss: Puppet) -> None:
+async def test_an_earlier_cancel_stops_the_first_subtask(
+    mesh: Mesh, client: FakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps, before = Steps(), Gate()
 
     @agent("agent", version="1")
@@ -142,72 +196,81 @@ async def test_a_cancel_that_came_first_stops_the_first_subtask(mesh: Mesh, boss
         return await steps(ctx, "a", number)
 
     replica = await mesh.replica(slow)
-    replica.worker.segments.cancel = lambda task_id: False  # type: ignore[method-assign]  # its broadcast is lost
-    task_id = await boss.ask("agent", 1)
-    await before.reach()
-    await boss.cancel("agent", task_id)
-    await mesh.settle()
+    # The broadcast of the cancel is lost.
+    monkeypatch.setattr(replica.worker.tasks, "cancel", lambda task_id: False)
+    task_id = await client.ask("agent", 1)
+    await before.wait_reached()
+    await client.cancel("agent", task_id)
+    await mesh.idle()
     before.opened.set()
-    reply = await boss.reply(task_id)
+    reply = await client.reply(task_id)
     assert isinstance(reply, Failed)
     assert reply.kind is FailureKind.CANCELLED
-    assert steps.ran.names == []
+    assert steps.started.names == []
     assert mesh.unacked("agent") == 0
 
 
-def pausing(ran: Ran, subtasks: int = 2) -> Any:
+def pausing_agent(run_log: RunLog, subtasks: int = 2) -> Any:
     """Each subtask calls `peer` before it ends; the agent then calls `peer` once more."""
 
     @agent("agent", version="1")
     async def pausing(ctx: TaskExecutionContext, number: int) -> list[int]:
-        async def ask_inside(name: str, of: int) -> int:
-            ran(f"{name} begins")
-            answer = await ctx.call(asked(of))
-            ran(f"{name} ends")
+        async def call_in_subtask(name: str, number_: int) -> int:
+            run_log(f"{name} begins")
+            answer = await ctx.call(int_peer(number_))
+            run_log(f"{name} ends")
             return answer
 
-        ran("top")
-        answers = [await ctx.subtask(f"s{n}", ask_inside, f"s{n}", number + n) for n in range(subtasks)]
-        return [*answers, await ctx.call(asked(99))]
+        run_log("top")
+        answers = [
+            await ctx.subtask(f"s{n}", call_in_subtask, f"s{n}", number + n)
+            for n in range(subtasks)
+        ]
+        return [*answers, await ctx.call(int_peer(99))]
 
     return pausing
 
 
-@HOMES
-async def test_a_subtask_may_pause_and_later_replays_skip_what_it_asked(
-    mesh: Mesh, boss: Puppet, peer: Puppet, durable: bool
+@BACKENDS
+async def test_a_subtask_can_pause_and_replays_skip_its_calls(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, durable: bool
 ) -> None:
-    ran = Ran()
-    await mesh.replica(pausing(ran), durable=durable)
-    task_id = await boss.ask("agent", 1)
+    run_log = RunLog()
+    await mesh.replica(pausing_agent(run_log), durable=durable)
+    task_id = await client.ask("agent", 1)
     for count in (1, 2, 3):
-        request = await peer.request_number(count)
-        await mesh.settle()
+        request = await peer.wait_for_request(count)
+        await mesh.idle()
         await peer.respond(request, 10 * count)
-    assert await boss.reply(task_id) == Ok([10, 20, 30])
-    assert ran.names == [
+    assert await client.reply(task_id) == Ok([10, 20, 30])
+    assert run_log.names == [
         *("top", "s0 begins"),
         *("top", "s0 begins", "s0 ends", "s1 begins"),
         *("top", "s1 begins", "s1 ends"),
         "top",
     ]
     assert len(peer.requests) == 3
-    reused = mesh.events.of(Step.SUBTASK_REUSED)
+    reused = mesh.events.matching(Step.SUBTASK_REUSED)
     assert [event.detail["subtask"] for event in reused] == ["s0", "s0", "s1"]
 
 
-async def test_calls_of_a_subtask_belong_to_it(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    await mesh.replica(pausing(Ran(), 1))
-    task_id = await boss.ask("agent", 1)
+async def test_calls_of_a_subtask_belong_to_it(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    await mesh.replica(pausing_agent(RunLog(), 1))
+    task_id = await client.ask("agent", 1)
     for count in (1, 2):
-        request = await peer.request_number(count)
-        await mesh.settle()
+        request = await peer.wait_for_request(count)
+        await mesh.idle()
         operation = await mesh.store.operation(task_id)
         assert operation is not None
         await peer.respond(request, 0)
-        await mesh.settle()
+        await mesh.idle()
+    assert operation is not None
     assert [child.subtask for child in operation.children] == ["s0", None]
-    assert [child.id for child in operation.children] == [request.correlation_id for request in peer.requests]
+    assert [child.id for child in operation.children] == [
+        request.correlation_id for request in peer.requests
+    ]
 
 
 class Kept(BaseModel):
@@ -226,93 +289,115 @@ class Stateful(StatefulAgent[int, Kept, int]):
 
     async def on_request(self, ctx: TaskExecutionContext, number: int) -> Any:
         number = await self.steps(ctx, self.names[0], number)
-        return self.ask(Kept(number=number), {"more": asked(number)}, then=self.on_more)
+        return self.ask(Kept(number=number), {"more": int_peer(number)}, then=self.on_more)
 
     async def on_more(self, ctx: TaskExecutionContext, state: Kept, replies: Replies) -> Any:
-        number = await self.steps(ctx, self.names[1], state.number + replies.value("more", asked))
-        return self.ask(Kept(number=number), {"last": asked(number)}, then=self.on_last)
+        number = await self.steps(
+            ctx, self.names[1], state.number + replies.value("more", int_peer)
+        )
+        return self.ask(Kept(number=number), {"last": int_peer(number)}, then=self.on_last)
 
     async def on_last(self, ctx: TaskExecutionContext, state: Kept, replies: Replies) -> Any:
-        return self.done(await self.steps(ctx, self.names[2], state.number + replies.value("last", asked)))
+        return self.done(
+            await self.steps(ctx, self.names[2], state.number + replies.value("last", int_peer))
+        )
 
 
-@HOMES
-async def test_handlers_with_subtasks(mesh: Mesh, boss: Puppet, peer: Puppet, durable: bool) -> None:
+@BACKENDS
+async def test_handlers_can_run_subtasks(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, durable: bool
+) -> None:
     steps = Steps()
     replica = await mesh.replica(Stateful(steps), durable=durable)
-    task_id = await boss.ask("agent", 1)
+    task_id = await client.ask("agent", 1)
     for count in (1, 2):
-        await peer.respond(await peer.request_number(count), 10)
-    assert await boss.reply(task_id) == Ok(24)
-    assert steps.ran.names == ["s0", "s1", "s2"]
-    await mesh.settle()
-    saved = [args[0].checkpoint for name, args in _store(replica, durable).arguments if name == "save"]
-    assert [[each.generation for each in checkpoint.subtasks] for checkpoint in saved] == [[0], [0, 1], [0, 1, 2]]
+        await peer.respond(await peer.wait_for_request(count), 10)
+    assert await client.reply(task_id) == Ok(24)
+    assert steps.started.names == ["s0", "s1", "s2"]
+    await mesh.idle()
+    saved = [
+        args[0].checkpoint
+        for name, args in task_store(replica, durable).arguments
+        if name == "save"
+    ]
+    assert [[record.generation for record in checkpoint.subtasks] for checkpoint in saved] == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+    ]
     assert [checkpoint.progress.percent for checkpoint in saved] == [33.33, 66.67, 100.0]
 
 
-def _store(replica: Running, durable: bool) -> Any:
+def task_store(replica: RunningReplica, durable: bool) -> Any:
     return replica.store if durable else replica.memory
 
 
-async def test_a_handler_that_runs_again_reuses_its_subtask(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+async def test_a_rerun_handler_reuses_its_subtask(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
     steps = Steps()
     first = await mesh.replica(Stateful(steps))
-    crash_at(mesh, first, Step.CHECKPOINT, Phase.BEFORE)  # of the pause after the first subtask
-    task_id = await boss.ask("agent", 1)
-    await mesh.settle()
+    crash_replica_at(
+        mesh, first, Step.CHECKPOINT, Phase.BEFORE
+    )  # of the pause after the first subtask
+    task_id = await client.ask("agent", 1)
+    await mesh.idle()
     await first.crash()
     second = await mesh.replica(Stateful(steps))
     await mesh.advance(17)
-    request = await peer.request_number()
-    crash_at(mesh, second, Step.CHECKPOINT, Phase.BEFORE)
+    request = await peer.wait_for_request()
+    crash_replica_at(mesh, second, Step.CHECKPOINT, Phase.BEFORE)
     await peer.respond(request, 10)
-    await mesh.settle()
+    await mesh.idle()
     await second.crash()
     await mesh.replica(Stateful(steps))
     await mesh.advance(17)
-    await peer.respond(await peer.request_number(2), 10)
-    assert await boss.reply(task_id) == Ok(24)
-    assert steps.ran.names == ["s0", "s1", "s2"]
+    await peer.respond(await peer.wait_for_request(2), 10)
+    assert await client.reply(task_id) == Ok(24)
+    assert steps.started.names == ["s0", "s1", "s2"]
 
 
-async def test_one_name_in_two_handlers_is_refused(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+async def test_one_name_in_two_handlers_is_refused(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
     await mesh.replica(Stateful(Steps(), "s0", "s0", "s2"))
-    task_id = await boss.ask("agent", 1)
-    await peer.respond(await peer.request_number(), 10)
-    reply = await boss.reply(task_id)
+    task_id = await client.ask("agent", 1)
+    await peer.respond(await peer.wait_for_request(), 10)
+    reply = await client.reply(task_id)
     assert isinstance(reply, Failed)
     assert "two subtasks of this run are called 's0'" in reply.message
 
 
-@HOMES
-async def test_a_tool_of_a_framework_begins_subtasks_in_tasks_of_its_own(
-    mesh: Mesh, boss: Puppet, peer: Puppet, durable: bool
+@BACKENDS
+async def test_subtasks_can_begin_in_asyncio_tasks_of_a_framework(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, durable: bool
 ) -> None:
     steps = Steps()
 
     @agent("agent", version="1")
     async def framework(ctx: TaskExecutionContext, number: int) -> list[int]:
         async with asyncio.TaskGroup() as tools:
-            made = [tools.create_task(steps(ctx, name, number)) for name in ("left", "right")]
-        await ctx.call(asked(number))
-        return [each.result() for each in made]
+            subtask_tasks = [
+                tools.create_task(steps(ctx, name, number)) for name in ("left", "right")
+            ]
+        await ctx.call(int_peer(number))
+        return [task.result() for task in subtask_tasks]
 
     await mesh.replica(framework, durable=durable)
-    task_id = await boss.ask("agent", 1)
-    await peer.respond(await peer.request_number(), 10)
-    assert await boss.reply(task_id) == Ok([2, 2])
-    assert steps.ran.names == ["left", "right"]
+    task_id = await client.ask("agent", 1)
+    await peer.respond(await peer.wait_for_request(), 10)
+    assert await client.reply(task_id) == Ok([2, 2])
+    assert steps.started.names == ["left", "right"]
 
 
-async def test_a_subtask_that_failed_and_was_caught_fails_in_the_same_way_after_a_pause(
-    mesh: Mesh, boss: Puppet, peer: Puppet
+async def test_a_caught_subtask_failure_is_raised_again_after_a_pause(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
 ) -> None:
     """The recorded error is raised again; a second run could succeed and take another path."""
-    ran = Ran()
+    run_log = RunLog()
 
     def failing() -> int:
-        ran("failing")
+        run_log("failing")
         raise ConnectionError("no")
 
     @agent("agent", version="1")
@@ -320,14 +405,14 @@ async def test_a_subtask_that_failed_and_was_caught_fails_in_the_same_way_after_
         try:
             number = await ctx.subtask("fetch", failing)
         except ConnectionError:
-            number = await ctx.call(asked(number))
+            number = await ctx.call(int_peer(number))
         return number
 
     await mesh.replica(careful)
-    task_id = await boss.ask("agent", 1)
-    await peer.respond(await peer.request_number(), 10)
-    assert await boss.reply(task_id) == Ok(10)
-    assert ran.names == ["failing"]
+    task_id = await client.ask("agent", 1)
+    await peer.respond(await peer.wait_for_request(), 10)
+    assert await client.reply(task_id) == Ok(10)
+    assert run_log.names == ["failing"]
 
 
 CRASHES = [
@@ -342,32 +427,32 @@ CRASHES = [
         Step.CHECKPOINT: 1,
         Step.END: 1,
         Step.REPLY: 1,
-        Step.MARK: 2,
+        Step.CONFIRM_SENT: 2,
     }.items()
     for skip in range(skips)
     for phase in (Phase.BEFORE, Phase.AFTER)
 ]
 
 
-def three_steps(steps: Steps) -> Any:
+def three_step_agent(steps: Steps) -> Any:
     """Two subtasks, a pause, then a third subtask."""
 
     @agent("agent", version="1")
-    async def three(ctx: TaskExecutionContext, number: int) -> int:
+    async def run_three(ctx: TaskExecutionContext, number: int) -> int:
         number = await steps(ctx, "a", number)
         number = await steps(ctx, "b", number)
-        return await steps(ctx, "c", number + await ctx.call(asked(number)))
+        return await steps(ctx, "c", number + await ctx.call(int_peer(number)))
 
-    return three
+    return run_three
 
 
 @pytest.mark.parametrize(("step", "phase", "skip"), CRASHES)
-async def test_a_crash_at_any_step(
-    mesh: Mesh, boss: Puppet, peer: Puppet, step: Step, phase: Phase, skip: int
+async def test_subtasks_run_once_despite_a_crash_at_any_step(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, step: Step, phase: Phase, skip: int
 ) -> None:
     """Another replica continues the task, and saved subtasks do not run again."""
     steps = Steps()
-    first = await mesh.replica(three_steps(steps))
+    first = await mesh.replica(three_step_agent(steps))
     saved: list[str] = []
 
     def watch(event: Any) -> None:
@@ -377,81 +462,87 @@ async def test_a_crash_at_any_step(
             assert event.detail["subtask"] not in saved, "a saved subtask runs again"
 
     mesh.events.hooks.append(watch)
-    _crash_at(mesh, first, step, phase, skip)
-    task_id = await boss.ask("agent", 1)
-    await mesh.settle()
+    crash_replica_at_repeat(mesh, first, step, phase, skip)
+    task_id = await client.ask("agent", 1)
+    await mesh.idle()
     if peer.requests:
         await peer.respond(peer.requests[0], 10)
-        await mesh.settle()
+        await mesh.idle()
     await first.crash()
-    await mesh.replica(three_steps(steps))
+    await mesh.replica(three_step_agent(steps))
     await mesh.advance(25)
-    answered = len(peer.requests) > 1 or not mesh.events.of(Step.CLAIM, Phase.AFTER)
+    answered = len(peer.requests) > 1 or not mesh.events.matching(Step.CLAIM, Phase.AFTER)
     if answered:
         await peer.respond(peer.requests[-1], 10)
     await mesh.advance(25)
-    assert set(map(str, boss.replies(task_id))) == {str(Ok(14))}
+    assert set(map(str, client.replies(task_id))) == {str(Ok(14))}
     assert len({request.correlation_id for request in peer.requests}) == 1
     assert saved == ["a", "b", "c"]
     assert await mesh.state(task_id) is TaskState.COMPLETED
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
-    assert await mesh.store.unsent("agent", 100) == []  # type: ignore[arg-type]
+    assert await mesh.store.unsent(AgentName("agent"), 100) == []
 
 
-def _crash_at(mesh: Mesh, replica: Running, step: Step, phase: Phase, skip: int) -> None:
-    """Like `crash_at`, but ignore the first `skip` matching events."""
+def crash_replica_at_repeat(
+    mesh: Mesh, replica: RunningReplica, step: Step, phase: Phase, skip: int
+) -> None:
+    """Like `crash_replica_at`, but ignore the first `skip` matching events."""
     if skip == 0:
-        crash_at(mesh, replica, step, phase)
+        crash_replica_at(mesh, replica, step, phase)
         return
 
-    def at(event: Any) -> None:
+    def crash_on_event(event: Any) -> None:
         if (event.step, event.phase, event.replica) == (step, phase, replica.id):
-            mesh.events.hooks.remove(at)
-            _crash_at(mesh, replica, step, phase, skip - 1)
+            mesh.events.hooks.remove(crash_on_event)
+            crash_replica_at_repeat(mesh, replica, step, phase, skip - 1)
 
-    mesh.events.hooks.append(at)
+    mesh.events.hooks.append(crash_on_event)
 
 
-async def _until_visited(mesh: Mesh, gate: Gate, visits: int) -> None:
+async def wait_until_visited(mesh: Mesh, gate: Gate, visits: int) -> None:
     while gate.visits < visits:
         await mesh.advance(1)
 
 
-async def test_a_save_is_a_step_forward(mesh: Mesh, boss: Puppet) -> None:
+async def test_a_save_resets_the_rescue_count(mesh: Mesh, client: FakePeer) -> None:
     """A task with more subtasks than attempts completes even if each subtask is killed once."""
     names = [f"s{n}" for n in range(6)]
     steps = Steps()
     task_id = TaskId("")
     for name in names:
-        replica = await mesh.replica(in_a_row(steps, *names), max_attempts=2)
-        task_id = task_id or await boss.ask("agent", 0)
+        replica = await mesh.replica(sequential_agent(steps, *names), max_attempts=2)
+        task_id = task_id or await client.ask("agent", 0)
         gate = steps.gate(name)
-        await _until_visited(mesh, gate, 1)
+        await wait_until_visited(mesh, gate, 1)
         await replica.crash()
         gate.opened.set()
-    await mesh.replica(in_a_row(steps, *names), max_attempts=2)
+    await mesh.replica(sequential_agent(steps, *names), max_attempts=2)
     await mesh.advance(17)
-    assert await boss.reply(task_id) == Ok(6)
-    assert steps.ran.names == [name for name in names for _ in range(2)]
+    assert await client.reply(task_id) == Ok(6)
+    assert steps.started.names == [name for name in names for _ in range(2)]
     assert steps.ended.names == names
 
 
-async def test_a_subtask_that_kills_its_process_ends_its_task(mesh: Mesh, boss: Puppet) -> None:
+async def test_a_subtask_that_kills_its_process_ends_its_task(
+    mesh: Mesh, client: FakePeer
+) -> None:
     """The task fails with its recorded subtasks as the last checkpoint."""
     steps = Steps()
     gate = steps.gate("b")
     task_id = TaskId("")
     for attempt in range(1, 4):
-        replica = await mesh.replica(in_a_row(steps, "a", "b"), max_attempts=3)
-        task_id = task_id or await boss.ask("agent", 0)
-        await _until_visited(mesh, gate, attempt)
+        replica = await mesh.replica(sequential_agent(steps, "a", "b"), max_attempts=3)
+        task_id = task_id or await client.ask("agent", 0)
+        await wait_until_visited(mesh, gate, attempt)
         await replica.crash()
-    await mesh.replica(in_a_row(steps, "a", "b"), max_attempts=3)
+    await mesh.replica(sequential_agent(steps, "a", "b"), max_attempts=3)
     await mesh.advance(17)
-    reply = await boss.reply(task_id)
+    reply = await client.reply(task_id)
     assert isinstance(reply, Failed)
-    told = "its segment was run 3 times and no run came to its end; checkpoint available: resume with"
-    assert reply.message == f"{told} `meshpoint tasks resume {task_id}`"
+    error_message = (
+        "its segment was run 3 times and no run came to its end; checkpoint available: resume with"
+    )
+    assert reply.message == f"{error_message} `meshpoint tasks resume {task_id}`"
     last = await mesh.store.latest(task_id)
     assert last is not None
     assert last.failure_reason == reply.message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from meshpoint.cli import main
+from command_result import run_main
 
-KEEPING = """
+MEMORY_FLOW = """
 from meshpoint import agent
 
 
@@ -41,39 +40,43 @@ Exec = Callable[..., tuple[int, Any]]
 
 
 @pytest.fixture
-def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Exec:
+def run_flow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Exec:
     """Runs `meshpoint exec` on the agent with input 3; returns exit code and printed JSON."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    (tmp_path / "tested_keeping.py").write_text(KEEPING)
+    (tmp_path / "tested_keeping.py").write_text(MEMORY_FLOW)
 
     def run(*arguments: str) -> tuple[int, Any]:
         sys.modules.pop("tested_keeping", None)
         importlib.invalidate_caches()
-        with pytest.raises(SystemExit) as exited:
-            main(("exec", "tested_keeping:keeping", "--json", "--input", "3", *arguments))
-        return int(exited.value.code or 0), json.loads(capsys.readouterr().out)
+        command = ("exec", "tested_keeping:keeping", "--json", "--input", "3", *arguments)
+        result = run_main(command, capsys)
+        return result.code, result.json
 
     return run
 
 
-def mend(folder: Path) -> None:
+def mend_flow(folder: Path) -> None:
     """Let the agent succeed from now on. Its subtasks do not change, so their records count."""
-    (folder / "tested_keeping.py").write_text(KEEPING.replace("FAILS = True", "FAILS = False"))
+    (folder / "tested_keeping.py").write_text(MEMORY_FLOW.replace("FAILS = True", "FAILS = False"))
 
 
-def test_a_resumed_session_has_the_memory_that_it_had(keeping: Exec, tmp_path: Path) -> None:
-    assert keeping()[0] == 4
-    mend(tmp_path)
-    code, done = keeping("--resume")
+def test_a_resumed_session_has_its_memory(run_flow: Exec, tmp_path: Path) -> None:
+    assert run_flow()[0] == 4
+    mend_flow(tmp_path)
+    code, done = run_flow("--resume")
     assert (code, done["output"]) == (0, ["1", "sql", True, False])
 
 
-@pytest.mark.parametrize("where", [[], ["--home", "elsewhere"]], ids=["here", "elsewhere"])
-def test_a_file_has_no_memory_and_the_agent_is_told_so(keeping: Exec, tmp_path: Path, where: list[str]) -> None:
-    assert keeping("--export", "kept.json", "--include-outputs")[0] == 4
-    mend(tmp_path)
-    code, done = keeping("--resume-from", "kept.json", *where)
+@pytest.mark.parametrize("home_option", [[], ["--home", "elsewhere"]], ids=["here", "elsewhere"])
+def test_a_session_resumed_from_a_file_reports_that_its_memory_is_missing(
+    run_flow: Exec, tmp_path: Path, home_option: list[str]
+) -> None:
+    assert run_flow("--export", "kept.json", "--include-outputs")[0] == 4
+    mend_flow(tmp_path)
+    code, done = run_flow("--resume-from", "kept.json", *home_option)
     assert [step["status"] for step in done["steps"]] == ["reused", "completed"]
     assert (code, done["output"]) == (0, [None, "none", False, True])

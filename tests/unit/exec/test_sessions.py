@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from meshpoint.errors import (
     OperationNotFound,
     SessionLocked,
 )
+from meshpoint.exec.flow_versions import FlowVersions
 from meshpoint.exec.locks import FileLock, read_holder
 from meshpoint.exec.report import StepReport, StepStatus
 from meshpoint.exec.session import AttemptStatus, ExecInput, Session, SessionSpec
@@ -26,19 +29,25 @@ from meshpoint.model.ids import AgentName
 STEPS = [StepReport(name="fetch", status=StepStatus.COMPLETED, seconds=0.5)]
 
 
-def wanted(value: object = 3, *, entrypoint: str = "flow:flow", ttl: timedelta = timedelta(days=7)) -> SessionSpec:
-    given = None if value is None else ExecInput(value)  # type: ignore[arg-type]
-    return SessionSpec(entrypoint=entrypoint, agent=AgentName("flow"), input=given, ttl=ttl)
+def create_spec(
+    value: Any = 3, *, entrypoint: str = "flow:flow", ttl: timedelta = timedelta(days=7)
+) -> SessionSpec:
+    input_ = None if value is None else ExecInput(value)
+    return SessionSpec(entrypoint=entrypoint, agent=AgentName("flow"), input=input_, ttl=ttl)
 
 
-def ended(held: LockedSession, ending: AttemptStatus = AttemptStatus.FAILED) -> Session:
-    with held:
-        held.begin_attempt()
-        held.end_attempt(ending, "it broke" if ending is AttemptStatus.FAILED else None, STEPS)
-    return held.session
+def end_attempt(
+    locked_session: LockedSession, ending: AttemptStatus = AttemptStatus.FAILED
+) -> Session:
+    with locked_session:
+        locked_session.begin_attempt()
+        locked_session.end_attempt(
+            ending, "it broke" if ending is AttemptStatus.FAILED else None, STEPS
+        )
+    return locked_session.session
 
 
-def age(sessions: SessionStore, session: Session) -> None:
+def make_old(sessions: SessionStore, session: Session) -> None:
     session.expires_at = datetime.now(UTC) - timedelta(seconds=1)
     sessions.save_session(session)
 
@@ -49,10 +58,12 @@ def sessions(tmp_path: Path) -> SessionStore:
 
 
 def test_attempts_are_logged_and_read_back(sessions: SessionStore) -> None:
-    session = ended(sessions.create(wanted()))
-    ended(sessions.open_latest(wanted()), AttemptStatus.CANCELLED)
+    session = end_attempt(sessions.create(create_spec()))
+    end_attempt(sessions.open_latest(create_spec()), AttemptStatus.CANCELLED)
     read = sessions.get_session(session.id)
-    assert [(each.number, each.ending, each.error, each.pid) for each in read.attempts] == [
+    assert [
+        (attempt.number, attempt.ending, attempt.error, attempt.pid) for attempt in read.attempts
+    ] == [
         (1, AttemptStatus.FAILED, "it broke", os.getpid()),
         (2, AttemptStatus.CANCELLED, None, os.getpid()),
     ]
@@ -61,13 +72,15 @@ def test_attempts_are_logged_and_read_back(sessions: SessionStore) -> None:
     assert sessions.list_all() == [read]
 
 
-def test_an_attempt_that_never_told_its_end_was_killed(sessions: SessionStore) -> None:
-    held = sessions.create(wanted())
-    held.begin_attempt()
-    held.release()
-    assert sessions.get_session(held.session.id).last_status is None
-    ended(sessions.open_latest(wanted()))
-    assert [each.ending for each in sessions.get_session(held.session.id).attempts] == [
+def test_an_attempt_without_a_recorded_end_counts_as_killed(sessions: SessionStore) -> None:
+    locked_session = sessions.create(create_spec())
+    locked_session.begin_attempt()
+    locked_session.release()
+    assert sessions.get_session(locked_session.session.id).last_status is None
+    end_attempt(sessions.open_latest(create_spec()))
+    assert [
+        attempt.ending for attempt in sessions.get_session(locked_session.session.id).attempts
+    ] == [
         AttemptStatus.KILLED,
         AttemptStatus.FAILED,
     ]
@@ -75,112 +88,132 @@ def test_an_attempt_that_never_told_its_end_was_killed(sessions: SessionStore) -
 
 def test_the_newest_session_of_the_same_agent_and_input_is_resumed(sessions: SessionStore) -> None:
     first, second = (
-        ended(sessions.create(wanted({"a": 1, "b": 2.0}))),
-        ended(sessions.create(wanted({"b": 2, "a": 1}))),
+        end_attempt(sessions.create(create_spec({"a": 1, "b": 2.0}))),
+        end_attempt(sessions.create(create_spec({"b": 2, "a": 1}))),
     )
-    ended(sessions.create(wanted({"a": 1})))
-    ended(sessions.create(wanted({"a": 1, "b": 2}, entrypoint="flow:other")))
-    assert ended(sessions.open_latest(wanted({"a": 1, "b": 2}))).id == second.id
-    ended(sessions.open_or_create(first.id, wanted(None)))
-    assert ended(sessions.open_latest(wanted({"a": 1, "b": 2}))).id == first.id, "its last attempt is the newest"
+    end_attempt(sessions.create(create_spec({"a": 1})))
+    end_attempt(sessions.create(create_spec({"a": 1, "b": 2}, entrypoint="flow:other")))
+    assert end_attempt(sessions.open_latest(create_spec({"a": 1, "b": 2}))).id == second.id
+    end_attempt(sessions.open_or_create(first.id, create_spec(None)))
+    assert end_attempt(sessions.open_latest(create_spec({"a": 1, "b": 2}))).id == first.id, (
+        "its last attempt is the newest"
+    )
 
 
-def test_without_an_earlier_run_there_is_nothing_to_resume(sessions: SessionStore) -> None:
-    ended(sessions.create(wanted(4)))
-    with pytest.raises(OperationNotFound, match=r"flow:flow has no session with this input in .*; run it without"):
-        sessions.open_latest(wanted(3))
+def test_a_resume_without_an_earlier_run_is_refused(sessions: SessionStore) -> None:
+    end_attempt(sessions.create(create_spec(4)))
+    with pytest.raises(
+        OperationNotFound, match=r"flow:flow has no session with this input in .*; run it without"
+    ):
+        sessions.open_latest(create_spec(3))
 
 
-def test_what_has_completed_is_not_resumed(sessions: SessionStore) -> None:
-    ended(sessions.create(wanted()), AttemptStatus.COMPLETED)
+def test_a_completed_session_is_not_resumed(sessions: SessionStore) -> None:
+    end_attempt(sessions.create(create_spec()), AttemptStatus.COMPLETED)
     for _ in range(2):  # a refusal must release the lock
         with pytest.raises(OperationCompleted, match="has completed; run it without --resume"):
-            sessions.open_latest(wanted())
+            sessions.open_latest(create_spec())
 
 
-def test_a_named_session_goes_on_and_begins_anew_when_it_has_completed(sessions: SessionStore) -> None:
-    first = ended(sessions.open_or_create("rome", wanted()))
-    second = ended(sessions.open_or_create("rome", wanted(None)), AttemptStatus.COMPLETED)
-    third = ended(sessions.open_or_create("rome", wanted(5)))
+def test_a_named_session_is_resumed_and_restarts_once_completed(sessions: SessionStore) -> None:
+    first = end_attempt(sessions.open_or_create("rome", create_spec()))
+    second = end_attempt(
+        sessions.open_or_create("rome", create_spec(None)), AttemptStatus.COMPLETED
+    )
+    third = end_attempt(sessions.open_or_create("rome", create_spec(5)))
     assert first.operation_id == second.operation_id != third.operation_id
     assert (second.input, third.input, len(third.attempts)) == (3, 5, 3)
 
 
-def test_a_named_session_belongs_to_one_agent_and_begins_with_an_input(sessions: SessionStore) -> None:
-    ended(sessions.open_or_create("rome", wanted()))
+def test_a_named_session_belongs_to_one_agent_and_begins_with_an_input(
+    sessions: SessionStore,
+) -> None:
+    end_attempt(sessions.open_or_create("rome", create_spec()))
     with pytest.raises(ConfigurationError, match="session rome belongs to flow:flow"):
-        sessions.open_or_create("rome", wanted(entrypoint="flow:other"))
+        sessions.open_or_create("rome", create_spec(entrypoint="flow:other"))
     with pytest.raises(ConfigurationError, match="--input: a new session needs an input"):
-        sessions.open_or_create("oslo", wanted(None))
+        sessions.open_or_create("oslo", create_spec(None))
     with pytest.raises(ConfigurationError, match="is not a valid session id"):
-        sessions.open_or_create("../rome", wanted())
-    ended(sessions.open_or_create("rome", wanted()))
+        sessions.open_or_create("../rome", create_spec())
+    end_attempt(sessions.open_or_create("rome", create_spec()))
 
 
-def test_one_process_at_a_time_has_a_session(sessions: SessionStore) -> None:
-    held = sessions.open_or_create("rome", wanted())
-    with pytest.raises(SessionLocked, match=rf"rome is in use by pid {os.getpid()} on \S+ since .*; wait for it"):
-        sessions.open_or_create("rome", wanted())
-    held.begin_attempt()
-    for choose in (lambda: sessions.open_or_create("rome", wanted()), lambda: sessions.open_latest(wanted())):
+def test_only_one_process_can_hold_a_session(sessions: SessionStore) -> None:
+    locked_session = sessions.open_or_create("rome", create_spec())
+    with pytest.raises(
+        SessionLocked, match=rf"rome is in use by pid {os.getpid()} on \S+ since .*; wait for it"
+    ):
+        sessions.open_or_create("rome", create_spec())
+    locked_session.begin_attempt()
+    choose: Callable[[], object]
+    for choose in (
+        lambda: sessions.open_or_create("rome", create_spec()),
+        lambda: sessions.open_latest(create_spec()),
+    ):
         with pytest.raises(SessionLocked):
             choose()
     with pytest.raises(SessionLocked):
         sessions.delete_session("rome")
-    holder = sessions.lock_holder("rome")
-    assert holder is not None
-    assert holder.pid == os.getpid()
-    held.release()
+    assert (sessions.lock_holder("rome") or "").startswith(f"pid {os.getpid()} on ")
+    locked_session.release()
     assert sessions.lock_holder("rome") is None
-    assert ended(sessions.open_latest(wanted())).id == "rome"
+    assert end_attempt(sessions.open_latest(create_spec())).id == "rome"
 
 
-def test_what_was_read_before_the_lock_is_read_again(sessions: SessionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_is_read_again_after_it_is_locked(
+    sessions: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The holder of the lock completes after the resuming attempt chose the session."""
-    held = sessions.open_or_create("rome", wanted())
-    held.begin_attempt()
+    locked_session = sessions.open_or_create("rome", create_spec())
+    locked_session.begin_attempt()
     stale = sessions.list_all()
 
-    def all_and_then_it_completes() -> list[Session]:
-        held.end_attempt(AttemptStatus.COMPLETED, None, [])
-        held.release()
+    def list_then_complete() -> list[Session]:
+        locked_session.end_attempt(AttemptStatus.COMPLETED, None, [])
+        locked_session.release()
         return stale
 
-    monkeypatch.setattr(sessions, "list_all", all_and_then_it_completes)
+    monkeypatch.setattr(sessions, "list_all", list_then_complete)
     with pytest.raises(OperationCompleted):
-        sessions.open_latest(wanted())
+        sessions.open_latest(create_spec())
 
 
-def test_an_expired_session_goes_with_its_rows_but_not_while_it_runs(sessions: SessionStore) -> None:
-    over, kept = ended(sessions.create(wanted(1))), ended(sessions.create(wanted(2)))
+def test_an_expired_session_is_deleted_with_its_rows_unless_it_runs(
+    sessions: SessionStore,
+) -> None:
+    expired, live = (
+        end_attempt(sessions.create(create_spec(1))),
+        end_attempt(sessions.create(create_spec(2))),
+    )
     with sqlite3.connect(sessions.store_file) as db:
         db.execute("CREATE TABLE agent_operations (operation_id, agent_name)")
         db.executemany(
-            "INSERT INTO agent_operations VALUES (?, ?)", [("a", f"exec-{over.id}/flow"), ("b", "exec-x/flow")]
+            "INSERT INTO agent_operations VALUES (?, ?)",
+            [("a", f"exec-{expired.id}/flow"), ("b", "exec-x/flow")],
         )
     db.close()
-    age(sessions, over)
-    running = sessions.open_or_create(over.id, wanted(1))
+    make_old(sessions, expired)
+    running = sessions.open_or_create(expired.id, create_spec(1))
     assert sessions.delete_expired() == []
     running.release()
-    assert sessions.delete_expired() == [over.id]
-    assert [each.id for each in sessions.list_all()] == [kept.id]
-    assert not list(sessions.home_dir.glob(f"sessions/{over.id}*"))
+    assert sessions.delete_expired() == [expired.id]
+    assert [session.id for session in sessions.list_all()] == [live.id]
+    assert not list(sessions.home_dir.glob(f"sessions/{expired.id}*"))
     with sqlite3.connect(sessions.store_file) as db:
         assert db.execute("SELECT operation_id FROM agent_operations").fetchall() == [("b",)]
     db.close()
 
 
-def test_a_session_that_was_killed_before_its_first_attempt_leaves_nothing(sessions: SessionStore) -> None:
-    held = sessions.open_or_create("rome", wanted())
+def test_a_session_killed_before_its_first_attempt_leaves_nothing(sessions: SessionStore) -> None:
+    locked_session = sessions.open_or_create("rome", create_spec())
     assert sessions.delete_expired() == []
-    held.release()
+    locked_session.release()
     assert sessions.delete_expired() == ["rome"]
     assert not list(sessions.home_dir.glob("sessions/rome*"))
 
 
-def test_removing(sessions: SessionStore) -> None:
-    session = ended(sessions.create(wanted()))
+def test_a_removed_session_is_deleted_with_its_rows(sessions: SessionStore) -> None:
+    session = end_attempt(sessions.create(create_spec()))
     sessions.delete_session(session.id)
     assert sessions.list_all() == []
     for ask in (sessions.get_session, sessions.delete_session):
@@ -188,20 +221,128 @@ def test_removing(sessions: SessionStore) -> None:
             ask(session.id)
 
 
-def test_a_broken_file_is_named_and_hides_no_other(sessions: SessionStore) -> None:
-    good, bad = ended(sessions.create(wanted(1))), ended(sessions.create(wanted(2)))
+def test_a_broken_session_file_is_named_and_hides_no_other_session(sessions: SessionStore) -> None:
+    good, bad = (
+        end_attempt(sessions.create(create_spec(1))),
+        end_attempt(sessions.create(create_spec(2))),
+    )
     file = sessions.home_dir / f"sessions/{bad.id}.json"
     file.write_text(file.read_text().replace("meshpoint-session/1", "meshpoint-session/2"))
-    assert [each.id for each in sessions.list_all()] == [good.id]
-    with pytest.raises(MeshpointError, match=f"{bad.id} cannot be read: .*`meshpoint sessions rm {bad.id}`"):
+    assert [session.id for session in sessions.list_all()] == [good.id]
+    with pytest.raises(
+        MeshpointError, match=f"{bad.id} cannot be read: .*`meshpoint sessions rm {bad.id}`"
+    ):
         sessions.get_session(bad.id)
     sessions.delete_expired()
     sessions.delete_session(bad.id)
     assert not file.exists()
 
 
-def test_sessions_are_for_their_owner_only(sessions: SessionStore) -> None:
-    session = ended(sessions.create(wanted()))
+def write_session_file(
+    sessions: SessionStore, name: str, template: Session, **changes: object
+) -> Path:
+    """Write an expired session with other contents into a file with this name."""
+    fields = {**template.model_dump(mode="json"), "expires_at": "2000-01-01T00:00:00Z", **changes}
+    file = sessions.home_dir / "sessions" / name
+    file.write_text(json.dumps(fields))
+    return file
+
+
+@pytest.mark.parametrize("id_", ["../..", "..", ".", "", "/tmp", "other"])
+def test_an_id_in_a_file_of_another_name_deletes_nothing(sessions: SessionStore, id_: str) -> None:
+    neighbour = sessions.home_dir.parent / "code.py"
+    neighbour.write_text("x = 1")
+    good = end_attempt(sessions.create(create_spec()))
+    expired = end_attempt(sessions.create(create_spec(2)))
+    make_old(sessions, expired)
+    file = write_session_file(sessions, "forged.json", good, id=id_)
+    warnings: list[str] = []
+    assert sessions.delete_expired(warn=warnings.append) == [expired.id]
+    (warning,) = warnings
+    assert f"{file} has the id of another session" in warning
+    assert "`meshpoint sessions rm forged`" in warning
+    assert neighbour.exists()
+    assert [session.id for session in sessions.list_all()] == [good.id]
+    with pytest.raises(MeshpointError, match="session forged cannot be read: "):
+        sessions.get_session("forged")
+    sessions.delete_session("forged")
+    assert not file.exists()
+    assert neighbour.exists()
+
+
+@pytest.mark.parametrize("name", ["...lock", "...json", "..lock", "a b.lock", "x" * 52 + ".lock"])
+def test_files_without_a_valid_id_are_no_sessions(sessions: SessionStore, name: str) -> None:
+    good = end_attempt(sessions.create(create_spec()))
+    file = write_session_file(sessions, name, good, id=Path(name).stem)
+    warnings: list[str] = []
+    assert sessions.delete_expired(warn=warnings.append) == warnings == []
+    assert [session.id for session in sessions.list_all()] == [good.id]
+    assert file.exists()
+    assert sessions.store_file.parent.exists()
+
+
+def test_a_bad_lock_or_a_time_without_zone_stops_no_other_session(sessions: SessionStore) -> None:
+    good = end_attempt(sessions.create(create_spec()))
+    write_session_file(sessions, "naive.json", good, id="naive", expires_at="2000-01-01T00:00:00")
+    write_session_file(sessions, "locked.json", good, id="locked")
+    folder = sessions.home_dir / "sessions"
+    (folder / "locked.lock").mkdir()
+    victim = sessions.home_dir.parent / "victim"
+    victim.write_text("precious")
+    (folder / "linked.lock").symlink_to(victim)
+    write_session_file(sessions, "old.json", good, id="old")
+    warnings: list[str] = []
+    assert sessions.delete_expired(warn=warnings.append) == ["old"]
+    assert [warning.split(":")[0] for warning in warnings] == [
+        "session linked cannot be locked",
+        "session locked cannot be locked",
+        "session naive cannot be read",
+    ]
+    assert sessions.lock_holder("locked") is None
+    with pytest.raises(MeshpointError, match=r"locked\.lock: .*; delete this file"):
+        sessions.open_or_create("locked", create_spec())
+    with pytest.raises(MeshpointError, match="cannot be locked"):
+        sessions.open_or_create("linked", create_spec())
+    assert victim.read_text() == "precious"
+    assert {session.id for session in sessions.list_all()} == {good.id, "locked"}
+
+
+def test_flow_versions_follow_no_link_out_of_the_folder(sessions: SessionStore) -> None:
+    session = end_attempt(sessions.create(create_spec()))
+    outside = sessions.home_dir.parent / "outside"
+    outside.mkdir()
+    (outside / "code.py").write_text("x = 1")
+    versions = sessions.flow_versions(session.id)
+    assert versions.record({"flow.py": "y = 2"}) == 1
+    folder = sessions.home_dir / "sessions" / session.id
+    (folder / "v7").symlink_to(outside)
+    linked = sessions.home_dir / "sessions" / "linked"
+    linked.symlink_to(outside)
+    versions.delete()
+    sessions.flow_versions("linked").delete()
+    assert not folder.exists()
+    assert not linked.is_symlink()
+    assert (outside / "code.py").exists()
+
+
+@pytest.mark.parametrize("id_", ["..", "", "a/b", "/", "x" * 52])
+def test_flow_versions_need_a_valid_id(tmp_path: Path, id_: str) -> None:
+    with pytest.raises(ConfigurationError, match="is not a valid session id"):
+        FlowVersions(tmp_path, id_)
+
+
+def test_only_folders_named_after_a_number_are_versions(tmp_path: Path) -> None:
+    versions = FlowVersions(tmp_path, "rome")
+    assert versions.record({"flow.py": "x = 1"}) == 1
+    for name in ("v²", "v0", "v01", "v٣", "w2", f"v{'9' * 200}"):
+        (tmp_path / "rome" / name).mkdir()
+    assert versions.numbers() == [1]
+    assert versions.read(10**300) == versions.read(-1) == {}
+    assert versions.record({"flow.py": "x = 2"}) == 2
+
+
+def test_session_files_are_private_to_their_owner(sessions: SessionStore) -> None:
+    session = end_attempt(sessions.create(create_spec()))
     assert sessions.home_dir.stat().st_mode & 0o077 == 0
     assert (sessions.home_dir / f"sessions/{session.id}.json").stat().st_mode & 0o077 == 0
     assert (sessions.home_dir / ".gitignore").read_text() == "*\n"
@@ -217,7 +358,7 @@ def test_a_lock_excludes_other_handles_and_a_dead_holder_does_not_block(tmp_path
     path.write_text(json.dumps({"pid": 1, "host": "elsewhere", "since": "long ago"}))
     second = FileLock.try_acquire(path, record_holder=False)
     assert second is not None
-    assert str(read_holder(path)) == "pid 1 on elsewhere since long ago"
+    assert read_holder(path) == "pid 1 on elsewhere since long ago"
     second.release()
     path.write_text("")
     assert read_holder(path) is None

@@ -5,25 +5,27 @@ from __future__ import annotations
 import gc
 import sys
 
-from meshpoint.model.bodies import A2AMessage, Part, RequestBody, parse
+from meshpoint.model.bodies import A2AMessage, Part, RequestBody, parse_body
 from meshpoint.model.ids import new_id
 
 
-def test_ids_that_come_once_are_not_kept() -> None:
-    bodies = [_body() for _ in range(4000)]
+def test_ids_used_once_are_not_cached() -> None:
+    bodies = [_response_body() for _ in range(4000)]
     for body in bodies[:2000]:
-        parse(RequestBody, body)
-    kept = _kept()
+        parse_body(RequestBody, body)
+    cached = _cached_strings()
     for body in bodies[2000:]:
-        parse(RequestBody, body)
-    assert _kept() - kept < 200
+        parse_body(RequestBody, body)
+    assert _cached_strings() - cached < 200
 
 
-def _body() -> bytes:
-    message = A2AMessage(role="ROLE_USER", parts=[Part(data=1)], task_id=new_id())
+def _response_body() -> bytes:
+    message = A2AMessage(
+        message_id=new_id(), role="ROLE_USER", parts=[Part(data=1)], task_id=new_id()
+    )
     return RequestBody(message=message).to_bytes()
 
 
-def _kept() -> int:
+def _cached_strings() -> int:
     gc.collect()
     return sys.getallocatedblocks()

@@ -11,16 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue, ValidationError
 
+from json_strategies import json_dicts, json_values, texts
 from meshpoint.errors import IncompatibleState, NotJson
 from meshpoint.model.context import A2AContext, TaskExecutionContext
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.usage import Tokens, TokenUsage
 
-texts = st.text(st.characters(codec="utf-8"), max_size=20)
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
-json_values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=10)
-json_dicts = st.dictionaries(texts, json_values, max_size=4)
 zones = st.integers(-12 * 60, 14 * 60).map(lambda minutes: timezone(timedelta(minutes=minutes)))
 instants = st.datetimes(datetime(1900, 1, 1), datetime(2999, 1, 1), timezones=zones)  # noqa: DTZ001
 durations = st.timedeltas(timedelta(), timedelta(days=10_000))
@@ -40,7 +37,10 @@ a2a_contexts = st.builds(
 )
 tokens = st.builds(Tokens, input=st.integers(0), output=st.integers(0), cached=st.integers(0))
 usages = st.builds(
-    TokenUsage, total=tokens, by_model=st.dictionaries(texts, tokens), by_source=st.dictionaries(texts, tokens)
+    TokenUsage,
+    total=tokens,
+    by_model=st.dictionaries(texts, tokens),
+    by_source=st.dictionaries(texts, tokens),
 )
 contexts = st.builds(
     TaskExecutionContext,
@@ -54,7 +54,7 @@ contexts = st.builds(
     token_usage=usages,
     trace_context=json_dicts,
 )
-KEPT = [
+STORED_FIELDS = [
     "task_id",
     "a2a_context",
     "response_buffer",
@@ -67,28 +67,56 @@ KEPT = [
 ]
 
 
-def a_context(**values: Any) -> TaskExecutionContext:
+PUBLIC_NAMES = {
+    *STORED_FIELDS,
+    "call",
+    "cancelled",
+    "from_checkpoint_dict",
+    "gather",
+    "gather_outcomes",
+    "memory",
+    "outcome",
+    "progress",
+    "replaying",
+    "save_progress",
+    "saved_progress",
+    "status",
+    "subject",
+    "subtask",
+    "to_checkpoint_dict",
+}
+
+
+def create_context(**values: Any) -> TaskExecutionContext:
     return TaskExecutionContext(TaskId("t"), **values)
 
 
+def test_a_context_offers_only_what_agents_use() -> None:
+    assert {name for name in dir(create_context()) if not name.startswith("_")} == PUBLIC_NAMES
+
+
 @given(contexts)
-def test_what_is_kept_survives_a_database(context: TaskExecutionContext) -> None:
-    kept = context.to_checkpoint_dict()
-    restored = TaskExecutionContext.from_checkpoint_dict(json.loads(json.dumps(kept, allow_nan=False)))
-    assert list(kept) == KEPT
-    for name in KEPT:
+def test_stored_fields_survive_a_database_round_trip(context: TaskExecutionContext) -> None:
+    stored = context.to_checkpoint_dict()
+    restored = TaskExecutionContext.from_checkpoint_dict(
+        json.loads(json.dumps(stored, allow_nan=False))
+    )
+    assert list(stored) == STORED_FIELDS
+    for name in STORED_FIELDS:
         assert getattr(restored, name) == getattr(context, name)
-    assert restored.to_checkpoint_dict() == kept
+    assert restored.to_checkpoint_dict() == stored
 
 
-def test_the_cancellation_is_rebuilt_and_not_kept() -> None:
-    context = a_context()
+def test_the_cancellation_is_rebuilt_rather_than_stored() -> None:
+    context = create_context()
     context.cancelled.set()
-    assert not TaskExecutionContext.from_checkpoint_dict(context.to_checkpoint_dict()).cancelled.is_set()
+    assert not TaskExecutionContext.from_checkpoint_dict(
+        context.to_checkpoint_dict()
+    ).cancelled.is_set()
 
 
-def test_later_mutation_however_deep_does_not_reach_the_checkpoint() -> None:
-    context = a_context(
+def test_later_deep_mutation_does_not_change_the_checkpoint() -> None:
+    context = create_context(
         a2a_context=A2AContext(metadata={"a": {"b": []}}, user_config={"a": {}}),
         flags={"a": {"b": [{}]}},
         produced_artifacts=[{"parts": []}],
@@ -96,8 +124,8 @@ def test_later_mutation_however_deep_does_not_reach_the_checkpoint() -> None:
         security_context={"a": {}},
         artifact_signals_to_return=[[]],
     )
-    kept = context.to_checkpoint_dict()
-    before = json.dumps(kept)
+    stored = context.to_checkpoint_dict()
+    before = json.dumps(stored)
     live: Any = context
     live.a2a_context.metadata["a"]["b"].append(1)
     live.a2a_context.user_config["a"]["b"] = 1
@@ -109,20 +137,20 @@ def test_later_mutation_however_deep_does_not_reach_the_checkpoint() -> None:
     live.security_context["a"]["b"] = 1
     live.response_buffer += "more"
     live.token_usage.record(Tokens(input=1), model="m")
-    assert json.dumps(kept) == before
+    assert json.dumps(stored) == before
     assert json.dumps(context.to_checkpoint_dict()) != before
 
 
-def test_mutating_the_checkpoint_does_not_reach_the_context() -> None:
-    kept: Any = a_context(flags={"a": {}}).to_checkpoint_dict()
-    context = TaskExecutionContext.from_checkpoint_dict(kept)
-    kept["flags"]["a"]["late"] = True
+def test_mutating_the_checkpoint_does_not_change_the_context() -> None:
+    stored: Any = create_context(flags={"a": {}}).to_checkpoint_dict()
+    context = TaskExecutionContext.from_checkpoint_dict(stored)
+    stored["flags"]["a"]["late"] = True
     assert context.flags == {"a": {}}
 
 
 @pytest.mark.parametrize("name", ["flags", "security_context", "trace_context"])
 def test_a_value_that_is_not_json_is_refused_when_set_with_its_key(name: str) -> None:
-    context = a_context()
+    context = create_context()
     with pytest.raises(NotJson, match=rf"^{name}\.when: date is not JSON"):
         getattr(context, name)["when"] = date(2026, 1, 1)
     with pytest.raises(NotJson, match=rf"^{name}\.deep\.when: date is not JSON"):
@@ -130,8 +158,8 @@ def test_a_value_that_is_not_json_is_refused_when_set_with_its_key(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["produced_artifacts", "artifact_signals_to_return"])
-def test_a_list_refuses_what_is_not_json_with_its_place(name: str) -> None:
-    context = a_context()
+def test_a_list_refuses_non_json_and_names_the_path(name: str) -> None:
+    context = create_context()
     with pytest.raises(NotJson, match=rf"^{name}\[0\]\.when: date is not JSON"):
         getattr(context, name).append({"when": date(2026, 1, 1)})
     with pytest.raises(NotJson, match=rf"^{name}\[0\]: date is not JSON"):
@@ -139,7 +167,7 @@ def test_a_list_refuses_what_is_not_json_with_its_place(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["metadata", "user_config"])
-def test_the_a2a_context_refuses_what_is_not_json(name: str) -> None:
+def test_the_a2a_context_refuses_non_json_values(name: str) -> None:
     a2a = A2AContext()
     with pytest.raises(NotJson, match=rf"^a2a_context\.{name}\.when: date is not JSON"):
         getattr(a2a, name)["when"] = date(2026, 1, 1)
@@ -148,14 +176,14 @@ def test_the_a2a_context_refuses_what_is_not_json(name: str) -> None:
 
 
 def test_a_response_buffer_is_text() -> None:
-    context = a_context()
+    context = create_context()
     with pytest.raises(NotJson, match="response_buffer: bytes is not a string"):
-        context.response_buffer = b"bytes"  # type: ignore[assignment]
+        context.response_buffer = b"bytes"  # type: ignore[assignment]  # wrong on purpose
     with pytest.raises(NotJson, match="response_buffer"):
         context.response_buffer = "\ud800"
 
 
-def test_a_deadline_is_kept_in_utc_and_must_be_aware() -> None:
+def test_a_deadline_is_stored_in_utc_and_must_be_aware() -> None:
     noon = datetime(2026, 7, 1, 12, tzinfo=timezone(timedelta(hours=2)))
     deadline = A2AContext(deadline=noon).deadline
     assert deadline == noon
@@ -175,32 +203,32 @@ def test_a_deadline_is_kept_in_utc_and_must_be_aware() -> None:
         {},
     ],
 )
-def test_a_checkpoint_that_would_lose_something_here_is_for_another_replica(kept: Any) -> None:
+def test_a_checkpoint_with_unknown_fields_is_incompatible(kept: Any) -> None:
     with pytest.raises(IncompatibleState, match="cannot be read here"):
         TaskExecutionContext.from_checkpoint_dict(kept)
 
 
-def test_what_an_earlier_version_did_not_keep_is_empty() -> None:
+def test_fields_missing_from_an_earlier_version_are_empty() -> None:
     context = TaskExecutionContext.from_checkpoint_dict({"task_id": "t"})
-    assert context.to_checkpoint_dict() == a_context().to_checkpoint_dict()
+    assert context.to_checkpoint_dict() == create_context().to_checkpoint_dict()
 
 
-async def test_status_reports_a_checked_copy() -> None:
+async def test_status_reports_a_validated_copy() -> None:
     reported: list[JsonValue] = []
 
     async def report(data: JsonValue) -> None:
         reported.append(data)
 
-    context = a_context(report=report)
+    context = create_context(report=report)
     await context.status({"step": 1})
     with pytest.raises(NotJson, match=r"^status\.when"):
-        await context.status({"when": object()})  # type: ignore[dict-item]
+        await context.status({"when": object()})  # type: ignore[dict-item]  # wrong on purpose
     assert reported == [{"step": 1}]
 
 
 async def test_status_without_a_listener_does_nothing() -> None:
-    await a_context().status("fine")
+    await create_context().status("fine")
 
 
 def test_secrets_are_not_in_the_repr() -> None:
-    assert "hunter2" not in repr(a_context(security_context={"password": "hunter2"}))
+    assert "hunter2" not in repr(create_context(security_context={"password": "hunter2"}))

@@ -15,28 +15,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from json_strategies import json_values, texts
 from meshpoint.errors import NotJson
-from meshpoint.model.json_values import MAX_DEPTH, JsonDict, JsonList, check_json, without_iterators
-from meshpoint.model.typed import DoesNotFit, Typed
+from meshpoint.model.declared_type import DeclaredType, TypeMismatch
+from meshpoint.model.json_values import (
+    MAX_DEPTH,
+    JsonDict,
+    JsonList,
+    check_json,
+    copy_containers,
+)
 
-texts = st.text(st.characters(codec="utf-8"))
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
-json_values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=20)
-
-NOT_JSON = [object(), date(2026, 1, 1), b"bytes", {1, 2}, (1, 2), float("nan"), float("inf"), "\ud800", {1: "one"}]
+NOT_JSON = [
+    object(),
+    date(2026, 1, 1),
+    b"bytes",
+    {1, 2},
+    (1, 2),
+    float("nan"),
+    float("inf"),
+    "\ud800",
+    {1: "one"},
+]
 
 
 @given(st.dictionaries(texts, json_values), st.lists(json_values))
-def test_json_is_kept_as_it_is(mapping: dict[str, Any], sequence: list[Any]) -> None:
+def test_json_is_stored_unchanged(mapping: dict[str, Any], sequence: list[Any]) -> None:
     assert json.loads(json.dumps(JsonDict(mapping).to_plain())) == mapping
     assert json.loads(json.dumps(JsonList(sequence))) == sequence
-    assert copy.deepcopy(JsonDict(mapping)) == pickle.loads(pickle.dumps(JsonDict(mapping))) == mapping
+    assert (
+        copy.deepcopy(JsonDict(mapping))
+        == pickle.loads(pickle.dumps(JsonDict(mapping)))
+        == mapping
+    )
 
 
 @pytest.mark.parametrize("value", NOT_JSON, ids=lambda value: type(value).__name__)
-def test_every_way_to_set_a_dicts_value_refuses_what_is_not_json(value: Any) -> None:
+def test_every_dict_mutation_refuses_non_json(value: Any) -> None:
     flags = JsonDict({"kept": 1}, name="flags")
-    ways: list[Callable[[], object]] = [
+    operations: list[Callable[[], object]] = [
         lambda: flags.__setitem__("bad", value),
         lambda: flags.update({"fine": 2, "bad": value}),
         lambda: flags.update([("bad", value)]),
@@ -45,16 +62,16 @@ def test_every_way_to_set_a_dicts_value_refuses_what_is_not_json(value: Any) -> 
         lambda: flags.__ior__({"bad": value}),
         lambda: JsonDict({"bad": value}, name="flags"),
     ]
-    for way in ways:
+    for operation in operations:
         with pytest.raises(NotJson, match=r"flags\.bad"):
-            way()
+            operation()
     assert flags == {"kept": 1}
 
 
 @pytest.mark.parametrize("value", NOT_JSON, ids=lambda value: type(value).__name__)
-def test_every_way_to_set_a_lists_value_refuses_what_is_not_json(value: Any) -> None:
+def test_every_list_mutation_refuses_non_json(value: Any) -> None:
     items = JsonList([1], name="items")
-    ways: list[tuple[Callable[[], object], int]] = [
+    operations: list[tuple[Callable[[], object], int]] = [
         (lambda: items.append(value), 1),
         (lambda: items.insert(0, value), 0),
         (lambda: items.extend([2, value]), 2),
@@ -63,9 +80,9 @@ def test_every_way_to_set_a_lists_value_refuses_what_is_not_json(value: Any) -> 
         (lambda: items.__setitem__(slice(0, 1), [value]), 0),
         (lambda: JsonList([value], name="items"), 0),
     ]
-    for way, where in ways:
-        with pytest.raises(NotJson, match=rf"items\[{where}\]"):
-            way()
+    for operation, index in operations:
+        with pytest.raises(NotJson, match=rf"items\[{index}\]"):
+            operation()
     assert items == [1]
 
 
@@ -81,20 +98,20 @@ def test_a_change_deep_inside_is_refused_with_its_full_path() -> None:
         flags["trip"]["plan"] = {"days": [1, object()]}
 
 
-def test_a_key_that_is_not_a_string_is_refused_with_its_place() -> None:
+def test_a_key_that_is_not_a_string_is_refused_with_its_path() -> None:
     flags: Any = JsonDict({"deep": {}}, name="flags")
     with pytest.raises(NotJson, match=r"^flags\.deep: the key 1 is not a string"):
         flags["deep"].update({1: 2})
 
 
-def test_what_is_set_is_copied() -> None:
-    mine: dict[str, Any] = {"legs": [1]}
-    flags: Any = JsonDict({"trip": mine})
-    mine["legs"].append(object())
+def test_a_value_is_copied_when_set() -> None:
+    source: dict[str, Any] = {"legs": [1]}
+    flags: Any = JsonDict({"trip": source})
+    source["legs"].append(object())
     assert flags == {"trip": {"legs": [1]}}
 
 
-def test_a_plain_copy_is_plain_and_not_reached_by_later_changes() -> None:
+def test_a_plain_copy_is_plain_and_independent() -> None:
     flags: Any = JsonDict({"trip": {"legs": [{}]}})
     plain: Any = flags.to_plain()
     flags["trip"]["legs"][0]["late"] = True
@@ -102,54 +119,59 @@ def test_a_plain_copy_is_plain_and_not_reached_by_later_changes() -> None:
     assert (type(plain["trip"]), type(plain["trip"]["legs"])) == (dict, list)
 
 
-def test_subclasses_of_scalars_become_what_a_restore_would_give() -> None:
+def test_subclasses_of_scalars_become_plain_scalars() -> None:
     class Colour(StrEnum):
         RED = "red"
 
     assert type(JsonDict({"colour": Colour.RED})["colour"]) is str
 
 
-def test_repeated_elements_are_no_twins() -> None:
+def test_repeated_elements_become_separate_copies() -> None:
     rows: Any = JsonList([{}])
     rows *= 2
     rows[0]["x"] = 1
     assert rows == [{"x": 1}, {}]
 
 
-def test_a_container_that_holds_itself_is_refused() -> None:
+def test_a_container_that_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(NotJson, match=f"flags: nested more than {MAX_DEPTH} deep"):
         JsonDict({"endless": endless}, name="flags")
 
 
-def test_a_wrapped_container_may_be_set_inside_itself_as_a_copy() -> None:
+def test_a_container_set_inside_itself_is_copied() -> None:
     flags = JsonDict({"a": 1})
     flags["before"] = flags
     assert flags == {"a": 1, "before": {"a": 1}}
 
 
-def test_a_checked_value_is_a_plain_copy() -> None:
+def test_a_validated_value_is_a_plain_copy() -> None:
     assert check_json([{"a": 1}], "status") == [{"a": 1}]
     with pytest.raises(NotJson, match=r"^status\[0\]\.a: object is not JSON"):
         check_json([{"a": object()}], "status")
 
 
 def test_iterators_become_lists_at_any_depth() -> None:
-    value = {"a": (each for each in (1, iter([2]))), "b": [map(str, [3])], "c": (zip([4], [5], strict=True),), "d": 6}
-    assert without_iterators(value) == {"a": [1, [2]], "b": [["3"]], "c": ([(4, 5)],), "d": 6}
+    value = {
+        "a": (item for item in (1, iter([2]))),
+        "b": [map(str, [3])],
+        "c": (zip([4], [5], strict=True),),
+        "d": 6,
+    }
+    assert copy_containers(value) == {"a": [1, [2]], "b": [["3"]], "c": ([(4, 5)],), "d": 6}
 
 
-def test_what_contains_itself_is_left_to_the_serializer() -> None:
+def test_a_self_containing_value_is_left_to_the_serializer() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    assert without_iterators(endless) is endless
+    assert copy_containers(endless) is endless
 
 
 @pytest.mark.parametrize("declared", [Any, list[int], dict[str, Any]])
-def test_an_iterator_without_an_end_does_not_fit(declared: Any) -> None:
+def test_an_endless_iterator_is_refused(declared: Any) -> None:
     value = {"numbers": count()} if declared == dict[str, Any] else count()
     with pytest.raises(NotJson, match="more than 100000 values"):
-        without_iterators(value)
-    with pytest.raises(DoesNotFit, match="more than 100000 values"):
-        Typed(declared, "result").write(value)
+        copy_containers(value)
+    with pytest.raises(TypeMismatch, match="more than 100000 values"):
+        DeclaredType(declared, "result").write(value)

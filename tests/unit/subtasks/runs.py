@@ -7,11 +7,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from meshpoint.model.checkpoint import Run
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Event, Step
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, SubtaskRecord
+from meshpoint.model.tasks import Run
 from meshpoint.ports.agent import Plan
 from meshpoint.ports.observer import Steps
 from meshpoint.subtasks.runner import OperationAttempt, Subtasks
@@ -19,25 +19,11 @@ from meshpoint.subtasks.runner import OperationAttempt, Subtasks
 TASK, AGENT = TaskId("task"), AgentName("analyst")
 
 
-class Visits:
-    """Names of the code that ran. Callable, so that digests of closures ignore its contents."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def __call__(self, name: str) -> None:
-        self.names.append(name)
-
-    def since(self) -> list[str]:
-        """Names recorded since the previous call."""
-        names, self.names = self.names, []
-        return names
-
-
-class Recorder:
-    """Stands in for the recorder of a function agent, and lists the subtasks that were skipped."""
+class FakeCallRecorder:
+    """A function agent's recorder that lists the subtasks that were skipped."""
 
     replaying = False
+    position = 0
 
     def __init__(self) -> None:
         self.skipped: list[str] = []
@@ -45,11 +31,11 @@ class Recorder:
     async def ask(self, calls: Any, join: Any) -> Any:
         raise AssertionError("these tests make no peer calls")
 
-    def skip(self, subtask: str) -> None:
+    def skip_subtask(self, subtask: str) -> None:
         self.skipped.append(subtask)
 
 
-class Book:
+class FakeSubtaskLog:
     """A ledger that calls `before_save` before each write, or raises `stop` instead of writing."""
 
     def __init__(self) -> None:
@@ -59,34 +45,36 @@ class Book:
         self.before_save: Callable[[str], Any] | None = None
         self.stop: BaseException | None = None
 
-    async def open(self, operation: Operation) -> None:
-        self._stop()
+    async def open_operation(self, operation: Operation) -> None:
+        self._raise_if_stopped()
         self.operations.append(operation)
 
-    async def save(self, checkpoint: AgentCheckpoint, subtask: str, *, progressed: bool) -> None:
+    async def save_checkpoint(
+        self, checkpoint: AgentCheckpoint, subtask: str, *, progressed: bool
+    ) -> None:
         if self.before_save is not None:
             await self.before_save(subtask)
-        self._stop()
+        self._raise_if_stopped()
         self.saved.append(checkpoint)
         self.progressed.append(progressed)
 
-    def _stop(self) -> None:
+    def _raise_if_stopped(self) -> None:
         if self.stop is not None:
             raise self.stop
 
 
-class Life:
+class AttemptHarness:
     """The runs of one task. The first run starts at once.
 
-    `again` starts another run of the same attempt, from the last saved checkpoint. `resume` starts
+    `rerun` starts another run of the same attempt, from the last saved checkpoint. `resume` starts
     a new attempt, from the failed attempt's final checkpoint.
     """
 
     def __init__(self, plan: Plan | None = None, *, handlers: bool = False) -> None:
-        self.book, self.events = Book(), list[Event]()
+        self.subtask_log, self.events = FakeSubtaskLog(), list[Event]()
         self._plan, self._handlers = plan or Plan(version="1"), handlers
         self.retry = self.generation = 0
-        self.recorder = Recorder()
+        self.recorder = FakeCallRecorder()
         self.begin(None)
 
     @property
@@ -98,54 +86,75 @@ class Life:
         self.events.clear()
         self.context = TaskExecutionContext(TASK)
         if not self._handlers:
-            self.recorder = Recorder()
-            self.context.record_with(self.recorder)
+            self.recorder = FakeCallRecorder()
+            self.context._runtime.recorder = self.recorder
         run = Run(TASK, AGENT, RunId("run"), fence=1, generation=self.generation)
         self.runner = Subtasks(
             self.context,
+            self.context._runtime,
             self._plan,
             OperationAttempt(run, self.retry, restored.seq if restored else 0, {"input": 1}),
             restored,
-            self.book,
+            self.subtask_log,
             Steps(self, AGENT, ReplicaId("replica")),
             lambda: datetime(2026, 1, 1, tzinfo=UTC),
-            is_operation=bool(self.book.operations),
+            is_operation=bool(self.subtask_log.operations),
         )
-        self.context.run_subtasks_with(self.runner)
+        self.context._runtime.tools = self
         return self.context
 
-    def again(self, *, paused: bool = False) -> TaskExecutionContext:
+    def use_subtasks(self) -> Subtasks:
+        return self.runner
+
+    def use_memory(self) -> None:
+        raise AssertionError("these tests use no memory")
+
+    def rerun(self, *, paused: bool = False) -> TaskExecutionContext:
         """The next run of this attempt, after a crash or after a pause."""
         self.generation += paused
-        return self.begin(self.book.saved[-1] if self.book.saved else None)
+        return self.begin(self.subtask_log.saved[-1] if self.subtask_log.saved else None)
 
     def resume(self, plan: Plan | None = None) -> TaskExecutionContext:
-        """The next attempt, after this one failed."""
-        last = self.runner.final_checkpoint("it failed", None)
+        """The next attempt, after this one failed. It starts with the tokens of this one."""
+        final_checkpoint = self.runner.final_checkpoint("it failed", None)
+        usage = self.ctx.token_usage.snapshot()
         self.retry, self.generation = self.retry + 1, 0
         self._plan = plan or self._plan
-        return self.begin(last)
+        ctx = self.begin(final_checkpoint)
+        ctx.token_usage.add(usage)
+        return ctx
 
     def emit(self, event: Event) -> None:
         self.events.append(event)
 
-    def told(self, step: Step) -> dict[str, Any]:
+    def reasons(self, step: Step) -> dict[str, Any]:
         """The reason in the latest event of this kind for each subtask. Clears all events."""
-        told = {str(event.detail["subtask"]): event.detail.get("why") for event in self.events if event.step is step}
+        reason_by_subtask = {
+            str(event.detail["subtask"]): event.detail.get("why")
+            for event in self.events
+            if event.step is step
+        }
         self.events.clear()
-        return told
+        return reason_by_subtask
 
     def record(self, name: str, checkpoint: AgentCheckpoint | None = None) -> SubtaskRecord:
         """The record of a subtask in the last saved checkpoint."""
-        (found,) = [each for each in (checkpoint or self.book.saved[-1]).subtasks if each.name == name]
-        return found
+        (record,) = [
+            candidate
+            for candidate in (checkpoint or self.subtask_log.saved[-1]).subtasks
+            if candidate.name == name
+        ]
+        return record
 
     def statuses(self, checkpoint: AgentCheckpoint | None = None) -> dict[str, str]:
         """The status of each subtask, in order."""
-        return {each.name: each.status.value for each in (checkpoint or self.book.saved[-1]).subtasks}
+        return {
+            record.name: record.status.value
+            for record in (checkpoint or self.subtask_log.saved[-1]).subtasks
+        }
 
 
-async def cancelled(task: asyncio.Task[Any]) -> bool:
+async def was_cancelled(task: asyncio.Task[Any]) -> bool:
     """Whether `task` was cancelled; waits until it is done."""
     await asyncio.gather(task, return_exceptions=True)
     return task.cancelled()

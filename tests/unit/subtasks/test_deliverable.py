@@ -13,16 +13,25 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NewType, NotRequir
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field, JsonValue, RootModel, SecretStr, computed_field, field_serializer
+from pydantic import (
+    BaseModel,
+    Field,
+    JsonValue,
+    RootModel,
+    SecretStr,
+    computed_field,
+    field_serializer,
+)
 from typing_extensions import TypedDict
 
+from json_strategies import json_values
 from meshpoint.errors import SubtaskRefused
+from meshpoint.model.declared_type import TypeMismatch
 from meshpoint.model.secrets import Secret
-from meshpoint.model.typed import DoesNotFit
 from meshpoint.subtasks.deliverable import DeliverableCodec
 
 if TYPE_CHECKING:
-    from somewhere import Unknown  # type: ignore[import-not-found]
+    from somewhere import Unknown  # type: ignore[import-not-found]  # there is no such module
 
 
 class Ratios(BaseModel, extra="forbid", frozen=True):
@@ -31,7 +40,7 @@ class Ratios(BaseModel, extra="forbid", frozen=True):
     notes: tuple[str, ...] = ()
     industry: str = Field(default="", alias="sector")
 
-    @computed_field  # type: ignore[prop-decorator]
+    @computed_field  # type: ignore[prop-decorator]  # mypy has no support for it
     @property
     def healthy(self) -> bool:
         return self.current > 1
@@ -43,10 +52,12 @@ class Statement:
     tags: set[str] = field(default_factory=set)
 
 
-RATIOS = Ratios(current=Decimal("1.50"), at=datetime(2024, 5, 1, tzinfo=UTC), notes=("a",), sector="steel")
+RATIOS = Ratios(
+    current=Decimal("1.50"), at=datetime(2024, 5, 1, tzinfo=UTC), notes=("a",), sector="steel"
+)
 
 
-def returning(annotation: Any) -> DeliverableCodec:
+def annotated_step(annotation: Any) -> DeliverableCodec:
     def step() -> None: ...
 
     step.__annotations__["return"] = annotation
@@ -54,7 +65,7 @@ def returning(annotation: Any) -> DeliverableCodec:
 
 
 def round_trip(annotation: Any, value: object) -> Any:
-    form = returning(annotation)
+    form = annotated_step(annotation)
     return form.read(form.write("x", value)[0])
 
 
@@ -77,59 +88,61 @@ def round_trip(annotation: Any, value: object) -> Any:
         (str, "zero \0, line separator \u2028, wide 😀"),
     ],
 )
-def test_a_value_comes_back_as_its_annotation_says(annotation: Any, value: object) -> None:
-    back = round_trip(annotation, value)
-    assert back == value
-    assert type(back) is type(value)
+def test_a_value_is_restored_as_annotated(annotation: Any, value: object) -> None:
+    restored = round_trip(annotation, value)
+    assert restored == value
+    assert type(restored) is type(value)
 
 
 def test_the_text_is_exact() -> None:
     def step() -> dict[str, object]:
         raise NotImplementedError
 
-    text, secrets = DeliverableCodec.for_function(step).write("x", {"b": "ä", "a": [1e16, 0.1, 10**20, "\0"]})
+    text, secrets = DeliverableCodec.for_function(step).write(
+        "x", {"b": "ä", "a": [1e16, 0.1, 10**20, "\0"]}
+    )
     assert text == '{"b":"ä","a":[1e+16,0.1,100000000000000000000,"\\u0000"]}'
     assert secrets == ()
 
 
-@given(st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(exclude_categories=["Cs"])),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
-    max_leaves=8,
-))  # fmt: skip
-def test_plain_json_comes_back_as_it_was(value: JsonValue) -> None:
-    back = round_trip(Any, value)
-    assert json.dumps(back) == json.dumps(value)
+@given(json_values)
+def test_plain_json_is_restored_unchanged(value: JsonValue) -> None:
+    restored = round_trip(Any, value)
+    assert json.dumps(restored) == json.dumps(value)
 
 
 @given(
     st.builds(
         Statement,
-        rows=st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False)),
+        rows=st.dictionaries(
+            st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False)
+        ),
         tags=st.sets(st.text(max_size=3)),
     )
 )
-def test_an_annotated_dataclass_comes_back_equal(value: Statement) -> None:
+def test_an_annotated_dataclass_is_restored_equal(value: Statement) -> None:
     assert round_trip(Statement, value) == value
 
 
-def test_without_an_annotation_it_comes_back_as_plain_json() -> None:
-    def step():  # type: ignore[no-untyped-def]
+def test_an_unannotated_value_is_restored_as_plain_json() -> None:
+    def step():  # type: ignore[no-untyped-def]  # what is tested
         ...
 
     form = DeliverableCodec.for_function(step)
-    assert form.read(form.write("x", ((1, 2), {"at": RATIOS.at}))[0]) == [[1, 2], {"at": "2024-05-01T00:00:00Z"}]
+    assert form.read(form.write("x", ((1, 2), {"at": RATIOS.at}))[0]) == [
+        [1, 2],
+        {"at": "2024-05-01T00:00:00Z"},
+    ]
     assert form.read(form.write("x", Statement({"a": 1.0}))[0]) == {"rows": {"a": 1.0}, "tags": []}
 
 
-def test_an_annotation_that_cannot_be_used_is_none() -> None:
+def test_an_unusable_annotation_is_ignored() -> None:
     def unresolvable() -> Unknown: ...
 
     class Table:
         """A type that pydantic cannot handle."""
 
-    def unknown() -> Table: ...  # type: ignore[empty-body]
+    def unknown() -> Table: ...  # type: ignore[empty-body]  # never called
 
     assert round_trip("Nowhere", (1,)) == [1]
     assert DeliverableCodec.for_function(unresolvable).read('{"a":1}') == {"a": 1}
@@ -137,15 +150,18 @@ def test_an_annotation_that_cannot_be_used_is_none() -> None:
     assert DeliverableCodec.for_function(unknown).read("[1]") == [1]
 
 
-def test_a_parameter_that_cannot_be_resolved_is_no_obstacle() -> None:
-    def step(filing: Unknown) -> Ratios: ...  # type: ignore[empty-body]
+def test_an_unresolvable_parameter_annotation_is_ignored() -> None:
+    def step(filing: Unknown) -> Ratios: ...  # type: ignore[empty-body]  # never called
 
     assert (
-        DeliverableCodec.for_function(step).read(DeliverableCodec.for_function(step).write("x", RATIOS)[0]) == RATIOS
+        DeliverableCodec.for_function(step).read(
+            DeliverableCodec.for_function(step).write("x", RATIOS)[0]
+        )
+        == RATIOS
     )
 
 
-def test_partials_methods_and_callable_objects_return_what_their_function_does() -> None:
+def test_partials_methods_and_callables_use_their_functions_annotation() -> None:
     class Parser:
         def parse(self) -> Ratios:
             return RATIOS
@@ -156,32 +172,38 @@ def test_partials_methods_and_callable_objects_return_what_their_function_does()
     for function in (Parser().parse, partial(Parser().parse), Parser(), Ratios):
         form = DeliverableCodec.for_function(function)
         assert form.read(form.write("x", RATIOS)[0]) == RATIOS
-    assert DeliverableCodec.for_function(Parser().parse) is DeliverableCodec.for_function(Parser().parse)
+    assert DeliverableCodec.for_function(Parser().parse) is DeliverableCodec.for_function(
+        Parser().parse
+    )
 
 
-def nested(depth: int) -> Any:
+def nested_list(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):
         value = [value]
     return value
 
 
-def endless() -> Any:
+def endless_list() -> Any:
     value: list[Any] = []
     value.append(value)
     return value
 
 
-def generated() -> Iterator[int]:
+def generate_values() -> Iterator[int]:
     yield 1
 
 
-async def streamed() -> AsyncIterator[int]:
+async def stream_values() -> AsyncIterator[int]:
     yield 1
 
 
-REFUSED: list[tuple[Any, Callable[[], object], str]] = [
-    (Ratios, lambda: {"current": "x"}, "a dict that cannot be recorded: Ratios: current: Input should be"),
+REFUSED_VALUES: list[tuple[Any, Callable[[], object], str]] = [
+    (
+        Ratios,
+        lambda: {"current": "x"},
+        "a dict that cannot be recorded: Ratios: current: Input should be",
+    ),
     (int, lambda: "many", "a str that cannot be recorded: int: Input should be a valid integer"),
     (None, lambda: 1, "a int that cannot be recorded"),
     (Any, object, "a object that cannot be recorded"),
@@ -193,25 +215,33 @@ REFUSED: list[tuple[Any, Callable[[], object], str]] = [
     (Statement, lambda: Statement({"a": float("inf")}), r"Statement.rows.a: inf is not JSON"),
     (float, lambda: float("nan"), "nan is not JSON"),
     (Any, lambda: {"a": "\ud800"}, "that cannot be recorded"),
-    (Any, lambda: nested(101), "nested more than 100 deep"),
-    (Any, lambda: nested(5000), "that cannot be recorded"),
-    (Any, endless, "that cannot be recorded"),
-    (Any, generated, "a generator that cannot be recorded: it can be iterated only once; return a list"),
-    (Iterator[int], generated, "a generator that cannot be recorded: it can be iterated only once"),
-    (Any, streamed, "can be iterated only once"),
+    (Any, lambda: nested_list(101), "nested more than 100 deep"),
+    (Any, lambda: nested_list(5000), "that cannot be recorded"),
+    (Any, endless_list, "that cannot be recorded"),
+    (
+        Any,
+        generate_values,
+        "a generator that cannot be recorded: it can be iterated only once; return a list",
+    ),
+    (
+        Iterator[int],
+        generate_values,
+        "a generator that cannot be recorded: it can be iterated only once",
+    ),
+    (Any, stream_values, "can be iterated only once"),
     (int, lambda: 10**5000, "that cannot be recorded"),
 ]
 
 
-@pytest.mark.parametrize(("annotation", "value", "problem"), REFUSED)
-def test_what_cannot_be_kept_is_refused_with_the_place(
+@pytest.mark.parametrize(("annotation", "value", "problem"), REFUSED_VALUES)
+def test_a_value_that_cannot_be_stored_is_refused_with_its_path(
     annotation: Any, value: Callable[[], object], problem: str
 ) -> None:
     with pytest.raises(SubtaskRefused, match=f"subtask 'ratios' returned .*{problem}"):
-        returning(annotation).write("ratios", value())
+        annotated_step(annotation).write("ratios", value())
 
 
-def test_what_would_not_come_back_is_refused_before_it_is_kept() -> None:
+def test_a_value_that_cannot_be_restored_is_refused() -> None:
     class OneWay(BaseModel):
         rate: int
 
@@ -220,16 +250,16 @@ def test_what_would_not_come_back_is_refused_before_it_is_kept() -> None:
             return f"{rate} %"
 
     with pytest.raises(SubtaskRefused, match="OneWay: rate: Input should be a valid integer"):
-        returning(OneWay).write("x", OneWay(rate=1))
+        annotated_step(OneWay).write("x", OneWay(rate=1))
 
 
 def test_a_text_of_another_annotation_does_not_fit() -> None:
-    with pytest.raises(DoesNotFit, match="int: "):
-        returning(int).read('"many"')
+    with pytest.raises(TypeMismatch, match="int: "):
+        annotated_step(int).read('"many"')
 
 
 SecretText = Annotated[str, Secret]
-Named = NewType("Named", SecretText)  # type: ignore[valid-newtype]
+Named = NewType("Named", SecretText)
 
 
 class Login(BaseModel):
@@ -260,7 +290,9 @@ class Logins(RootModel[list[Login]]):
     pass
 
 
-LOGIN = Login.model_validate({"user": "u", "pass/word": "p", "others": ["q"], "by_host": {"a~b": "r", "none": None}})
+LOGIN = Login.model_validate(
+    {"user": "u", "pass/word": "p", "others": ["q"], "by_host": {"a~b": "r", "none": None}}
+)
 IN_LOGIN = ("/pass~1word", "/others/0", "/by_host/a~0b")
 
 
@@ -283,7 +315,11 @@ IN_LOGIN = ("/pass~1word", "/others/0", "/by_host/a~0b")
         (Session, Session("t", LOGIN), ("/token", *(f"/login{place}" for place in IN_LOGIN))),
         (list[Session | int], [1, Session("t")], ("/1/token",)),
         (frozenset[Pair], frozenset([Pair("a", "b")]), ("",)),
-        (Headers, {"name": "n", "authorization": "a", "cookie": "c"}, ("/authorization", "/cookie")),
+        (
+            Headers,
+            {"name": "n", "authorization": "a", "cookie": "c"},
+            ("/authorization", "/cookie"),
+        ),
         (Headers, {"name": "n", "cookie": "c"}, ("/cookie",)),
         (Pair, Pair("a", "b"), ("/1",)),
         (Any, [LOGIN], tuple(f"/0{place}" for place in IN_LOGIN)),
@@ -293,14 +329,16 @@ IN_LOGIN = ("/pass~1word", "/others/0", "/by_host/a~0b")
         (str, "s", ()),
     ],
 )
-def test_the_secret_places_are_found(annotation: Any, value: object, places: tuple[str, ...]) -> None:
-    form = returning(annotation)
+def test_the_paths_of_secrets_are_found(
+    annotation: Any, value: object, places: tuple[str, ...]
+) -> None:
+    form = annotated_step(annotation)
     text, found = form.write("x", value)
     assert found == places
     assert "***" not in text
 
 
-def test_a_secret_whose_place_is_not_known_hides_what_holds_it() -> None:
+def test_a_secret_at_an_unknown_path_masks_its_container() -> None:
     class Reshaped(BaseModel):
         token: SecretText
 
@@ -320,26 +358,29 @@ def test_a_secret_whose_place_is_not_known_hides_what_holds_it() -> None:
         def flat(self, session: Session) -> str:
             return f"session {session.token}"
 
-    assert returning(Reshaped).write("x", Reshaped(token="t"))[1] == ("/token",)
-    assert returning(Packed).write("x", Packed(Reshaped(token="t")))[1] == ("/token",)
-    form = returning(Any)
+    assert annotated_step(Reshaped).write("x", Reshaped(token="t"))[1] == ("/token",)
+    assert annotated_step(Packed).write("x", Packed(Reshaped(token="t")))[1] == ("/token",)
+    form = annotated_step(Any)
     assert form.write("x", [Renamed(session=Session("t"))])[1] == ("/0/session",)
 
 
-@pytest.mark.parametrize("annotation", [Any, SecretStr, list[SecretStr], "unresolvable", dict[str, Any]])
-def test_secrets_whose_json_is_stars_are_refused(annotation: Any) -> None:
+@pytest.mark.parametrize(
+    "annotation", [Any, SecretStr, list[SecretStr], "unresolvable", dict[str, Any]]
+)
+def test_secrets_that_serialize_as_asterisks_are_refused(annotation: Any) -> None:
     value: object = SecretStr("s")
     if annotation == list[SecretStr]:
         value = [value]
     if annotation == dict[str, Any]:
         value = {"key": value}
     with pytest.raises(
-        SubtaskRefused, match=r"is a SecretStr, whose JSON is only stars; use Annotated\[str, Secret\]"
+        SubtaskRefused,
+        match=r"is a SecretStr, whose JSON is only stars; use Annotated\[str, Secret\]",
     ):
-        returning(annotation).write("x", value)
+        annotated_step(annotation).write("x", value)
 
 
-def test_a_wrapped_secret_that_its_model_writes_out_is_a_secret_place() -> None:
+def test_a_secret_serialized_by_its_model_is_a_secret_path() -> None:
     class Key(BaseModel):
         key: SecretStr
 
@@ -347,7 +388,7 @@ def test_a_wrapped_secret_that_its_model_writes_out_is_a_secret_place() -> None:
         def shown(self, key: SecretStr) -> str:
             return key.get_secret_value()
 
-    form = returning(Key)
-    text, places = form.write("x", Key(key=SecretStr("k")))
-    assert places == ("/key",)
+    form = annotated_step(Key)
+    text, tiers = form.write("x", Key(key=SecretStr("k")))
+    assert tiers == ("/key",)
     assert form.read(text).key.get_secret_value() == "k"

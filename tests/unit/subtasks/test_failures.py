@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from meshpoint.errors import SubtaskFailed
-from meshpoint.model.error_text import MAX_ERROR_TEXT
+from meshpoint.errors import PeerFailed, SubtaskFailed
+from meshpoint.model.error_text import MAX_ERROR_TEXT_LENGTH
+from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.subtasks.failures import rebuild_error, serialize_error
 
 
@@ -16,32 +17,34 @@ class Refused(ValueError):
     """An error class of the application."""
 
 
-class Picky(Exception):
+class PickyError(Exception):
     def __init__(self) -> None:
         super().__init__("it takes no arguments")
 
 
-class Mute(Exception):
+class MuteError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("it has no text")
 
 
-def forged(type_: str, *args: object, message: str = "x") -> str:
+def forged_error(type_: str, *args: object, message: str = "x") -> str:
     return json.dumps({"type": type_, "args": list(args), "message": message})
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), Refused("x", 1), OSError(2, "x")])
-def test_an_error_of_a_loaded_type_is_made_again(error: Exception) -> None:
-    again = rebuild_error("fetch", serialize_error(error))
-    assert type(again) is type(error)
-    assert again.args == error.args
+@pytest.mark.parametrize(
+    "error", [ValueError("x"), KeyError("x"), Refused("x", 1), OSError(2, "x")]
+)
+def test_an_error_of_a_loaded_type_is_rebuilt(error: Exception) -> None:
+    rebuilt = rebuild_error("fetch", serialize_error(error))
+    assert type(rebuilt) is type(error)
+    assert rebuilt.args == error.args
 
 
-def test_a_long_error_is_made_again_cut() -> None:
-    again = rebuild_error("fetch", serialize_error(Refused("x" * 1_000_000)))
-    assert type(again) is Refused
-    assert str(again).startswith("x" * MAX_ERROR_TEXT + "…")
-    assert len(str(again)) < MAX_ERROR_TEXT + 100
+def test_a_long_error_is_rebuilt_truncated() -> None:
+    rebuilt = rebuild_error("fetch", serialize_error(Refused("x" * 1_000_000)))
+    assert type(rebuilt) is Refused
+    assert str(rebuilt).startswith("x" * MAX_ERROR_TEXT_LENGTH + "…")
+    assert len(str(rebuilt)) < MAX_ERROR_TEXT_LENGTH + 100
 
 
 def test_the_configured_secrets_of_an_error_are_masked() -> None:
@@ -50,13 +53,13 @@ def test_the_configured_secrets_of_an_error_are_masked() -> None:
     assert "hunter2" not in text
 
 
-def test_an_error_whose_message_cannot_be_read_is_kept() -> None:
-    assert isinstance(rebuild_error("fetch", serialize_error(Mute())), SubtaskFailed)
+def test_an_error_with_an_unreadable_message_is_recorded() -> None:
+    assert isinstance(rebuild_error("fetch", serialize_error(MuteError())), SubtaskFailed)
 
 
 def test_a_record_imports_nothing() -> None:
     assert "antigravity" not in sys.modules
-    assert isinstance(rebuild_error("fetch", forged("antigravity:Error")), SubtaskFailed)
+    assert isinstance(rebuild_error("fetch", forged_error("antigravity:Error")), SubtaskFailed)
     assert "antigravity" not in sys.modules
 
 
@@ -76,10 +79,26 @@ def test_a_record_imports_nothing() -> None:
     ],
 )
 def test_only_a_loaded_exception_class_is_called(type_: str) -> None:
-    assert isinstance(rebuild_error("fetch", forged(type_, "x")), SubtaskFailed)
+    assert isinstance(rebuild_error("fetch", forged_error(type_, "x")), SubtaskFailed)
 
 
-def test_an_error_that_wants_other_arguments_is_a_failed_subtask() -> None:
-    again = rebuild_error("fetch", serialize_error(Picky()))
-    assert isinstance(again, SubtaskFailed)
-    assert "it takes no arguments" in str(again)
+def test_an_error_with_other_arguments_is_rebuilt_as_a_failed_subtask() -> None:
+    rebuilt = rebuild_error("fetch", serialize_error(PickyError()))
+    assert isinstance(rebuilt, SubtaskFailed)
+    assert "it takes no arguments" in str(rebuilt)
+
+
+def test_a_failed_peer_call_is_rebuilt_with_its_outcome() -> None:
+    error = PeerFailed("flights", Failed(FailureKind.TIMEOUT, "late, password=hunter2"))
+    rebuilt = rebuild_error("fetch", serialize_error(error))
+    assert isinstance(rebuilt, PeerFailed)
+    assert rebuilt.peer == "flights"
+    assert rebuilt.outcome == Failed(FailureKind.TIMEOUT, "late, password=***")
+
+
+@pytest.mark.parametrize("failure", [["flights", "odd", "x"], ["flights"], 1, {}])
+def test_a_damaged_record_of_a_peer_call_is_a_failed_subtask(failure: object) -> None:
+    record = json.loads(serialize_error(PeerFailed("flights", Failed(FailureKind.TIMEOUT))))
+    assert isinstance(
+        rebuild_error("fetch", json.dumps({**record, "peer_failure": failure})), SubtaskFailed
+    )

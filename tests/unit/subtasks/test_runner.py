@@ -12,16 +12,18 @@ from uuid import uuid4
 
 import pytest
 from pydantic import BaseModel
-from runs import Life, Visits
+from runs import AttemptHarness
 
-from meshpoint.errors import SubtaskFailed, SubtaskRefused
+from meshpoint.errors import IncompatibleState, SubtaskFailed, SubtaskRefused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.ids import TaskId
 from meshpoint.model.subtasks import SubtaskStatus
 from meshpoint.model.usage import Tokens
 from meshpoint.ports.agent import Plan
+from meshpoint.subtasks import runner
 from meshpoint.subtasks.versions import subtask
+from run_log import RunLog
 
 
 class Ratios(BaseModel):
@@ -33,126 +35,157 @@ def ratios(margin: float) -> Ratios:
     return Ratios(margin=margin, at=datetime(2026, 1, 1, tzinfo=UTC))
 
 
-async def doubled(number: int) -> int:
+async def double(number: int) -> int:
     return 2 * number
 
 
 async def test_a_deliverable_is_recorded_before_it_is_returned() -> None:
-    life, seen = Life(), list[str]()
+    harness, seen = AttemptHarness(), list[str]()
 
     async def saving(name: str) -> None:
         seen.append("saved")
 
-    life.book.before_save = saving
-    assert await life.ctx.subtask("double", doubled, 4) == 8
+    harness.subtask_log.before_save = saving
+    assert await harness.ctx.subtask("double", double, 4) == 8
     seen.append("returned")
     assert seen == ["saved", "returned"]
-    record = life.record("double")
-    assert (record.status, record.result, record.retry, record.generation) == (SubtaskStatus.COMPLETED, "8", 0, 0)
+    record = harness.record("double")
+    assert (record.status, record.result, record.retry, record.generation) == (
+        SubtaskStatus.COMPLETED,
+        "8",
+        0,
+        0,
+    )
 
 
-@pytest.mark.parametrize("how", ["crashed", "paused", "resumed"])
-async def test_what_is_recorded_does_not_run_again(how: str) -> None:
-    life, visits = Life(), Visits()
+@pytest.mark.parametrize("end", ["crashed", "paused", "resumed"])
+async def test_a_recorded_subtask_does_not_run_again(end: str) -> None:
+    harness, visits = AttemptHarness(), RunLog()
 
     async def step(number: int) -> int:
         visits("step")
         return number + len(visits.names)
 
-    first = await life.ctx.subtask("step", step, 4)
-    ctx = life.resume() if how == "resumed" else life.again(paused=how == "paused")
+    first = await harness.ctx.subtask("step", step, 4)
+    ctx = harness.resume() if end == "resumed" else harness.rerun(paused=end == "paused")
     assert await ctx.subtask("step", step, 4) == first == 5
     assert visits.names == ["step"]
-    assert life.recorder.skipped == ["step"]
-    assert len(life.book.saved) == 1
-    (reused,) = [event for event in life.events if event.step is Step.SUBTASK_REUSED]
+    assert harness.recorder.skipped == ["step"]
+    assert len(harness.subtask_log.saved) == 1
+    (reused,) = [event for event in harness.events if event.step is Step.SUBTASK_REUSED]
     assert reused.detail["subtask"] == "step"
+
+
+async def test_a_record_that_holds_needs_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, versions = AttemptHarness(), RunLog()
+    await harness.ctx.subtask("double", double, 4)
+    recorded = harness.record("double")
+
+    def count(function: Callable[..., Any]) -> str:
+        versions("version")
+        return str(recorded.function)
+
+    monkeypatch.setattr(runner, "version_with_uses", count)
+    assert await harness.rerun().subtask("double", double, 4) == 8
+    assert versions.names == []
+    assert await harness.resume().subtask("double", double, 4) == 8
+    assert versions.names == ["version"]
+
+
+def test_a_task_without_subtasks_is_no_operation() -> None:
+    runner = AttemptHarness(Plan(version="1", subtasks=("a",))).runner
+    assert (runner.is_operation, runner.has_unsaved) == (False, False)
+    assert (runner.progress.current, runner.progress.pending) == ("a", ("a",))
 
 
 async def test_the_task_becomes_an_operation_once() -> None:
     plan = Plan(version="1", type="analysis", exclusive=True, preserve=True)
-    life = Life(plan)
-    assert not life.runner.is_operation
-    life.ctx.subject = "ACME"
-    await life.ctx.subtask("a", doubled, 1)
-    await life.ctx.subtask("b", doubled, 1)
-    ctx = life.again()
-    await ctx.subtask("c", doubled, 1)
-    (operation,) = life.book.operations
-    assert (operation.type, operation.subject, operation.parameters) == ("analysis", "ACME", {"input": 1})
+    harness = AttemptHarness(plan)
+    assert not harness.runner.is_operation
+    harness.ctx.subject = "ACME"
+    await harness.ctx.subtask("a", double, 1)
+    await harness.ctx.subtask("b", double, 1)
+    ctx = harness.rerun()
+    await ctx.subtask("c", double, 1)
+    (operation,) = harness.subtask_log.operations
+    assert (operation.type, operation.subject, operation.parameters) == (
+        "analysis",
+        "ACME",
+        {"input": 1},
+    )
     assert operation.exclusive
     assert operation.preserve
 
 
-async def test_the_checkpoint_says_what_the_agent_is() -> None:
+async def test_the_checkpoint_describes_the_agent() -> None:
     plan = Plan(version="7", subtasks=("a", "b"), type="analysis")
-    life = Life(plan)
-    life.ctx.subject = "ACME"
-    await life.ctx.subtask("a", doubled, 1)
-    (saved,) = life.book.saved
+    harness = AttemptHarness(plan)
+    harness.ctx.subject = "ACME"
+    await harness.ctx.subtask("a", double, 1)
+    (saved,) = harness.subtask_log.saved
     assert (saved.operation_id, saved.agent, saved.seq) == ("task", "analyst", 1)
     assert (saved.subject, saved.agent_version, saved.planned) == ("ACME", "7", ("a", "b"))
     assert saved.current_subtask == "b"
     assert saved.agent_config == {"type": "analysis", "exclusive": False, "preserve": False}
 
 
-async def test_each_checkpoint_has_a_number_of_its_own() -> None:
-    life = Life()
-    await life.ctx.subtask("a", doubled, 1)
-    await life.ctx.subtask("b", doubled, 1)
-    ctx = life.again()
-    await ctx.subtask("c", doubled, 1)
-    assert [each.seq for each in life.book.saved] == [1, 2, 3]
-    assert life.runner.final_checkpoint("why", {"type": "ValueError"}).seq == 4
+async def test_each_checkpoint_has_its_own_sequence_number() -> None:
+    harness = AttemptHarness()
+    await harness.ctx.subtask("a", double, 1)
+    await harness.ctx.subtask("b", double, 1)
+    ctx = harness.rerun()
+    await ctx.subtask("c", double, 1)
+    assert [checkpoint.seq for checkpoint in harness.subtask_log.saved] == [1, 2, 3]
+    assert harness.runner.final_checkpoint("why", {"type": "ValueError"}).seq == 4
 
 
-async def test_the_last_checkpoint_has_the_reason() -> None:
-    life = Life()
-    await life.ctx.subtask("a", doubled, 1)
-    last = life.runner.final_checkpoint("out of paper", {"type": "ValueError"})
+async def test_the_final_checkpoint_has_the_reason() -> None:
+    harness = AttemptHarness()
+    await harness.ctx.subtask("a", double, 1)
+    last = harness.runner.final_checkpoint("out of paper", {"type": "ValueError"})
     assert (last.failure_reason, last.error_details) == ("out of paper", {"type": "ValueError"})
-    assert life.statuses(last) == {"a": "completed"}
-    assert life.book.saved[-1].failure_reason is None
+    assert harness.statuses(last) == {"a": "completed"}
+    assert harness.subtask_log.saved[-1].failure_reason is None
 
 
-async def test_nobody_records_in_a_context_of_ones_own() -> None:
+async def test_subtasks_in_a_user_made_context_are_not_recorded() -> None:
     ctx = TaskExecutionContext(TaskId("mine"))
-    assert await ctx.subtask("a", doubled, 4) == 8
+    assert await ctx.subtask("a", double, 4) == 8
     assert await ctx.subtask("a", ratios, 0.5) == ratios(0.5)
     assert (ctx.progress.k, ctx.progress.n, ctx.saved_progress) == (0, 0, None)
 
 
-async def test_a_model_comes_back_as_one() -> None:
-    life = Life()
-    first = await life.ctx.subtask("ratios", ratios, 0.5)
-    second = await life.again().subtask("ratios", ratios, 0.5)
+async def test_a_model_is_restored_as_a_model() -> None:
+    harness = AttemptHarness()
+    first = await harness.ctx.subtask("ratios", ratios, 0.5)
+    second = await harness.rerun().subtask("ratios", ratios, 0.5)
     assert first == second == ratios(0.5)
     assert type(second) is Ratios
 
 
-async def test_without_an_annotation_plain_json_comes_back_the_first_time_as_well() -> None:
-    def bare(number):  # type: ignore[no-untyped-def]
+async def test_without_an_annotation_even_the_first_run_returns_plain_json() -> None:
+    def bare(number):  # type: ignore[no-untyped-def]  # what is tested
         return ratios(number), {1, 2}
 
-    life = Life()
-    first: Any = await life.ctx.subtask("bare", bare, 0.5)
+    harness = AttemptHarness()
+    first: Any = await harness.ctx.subtask("bare", bare, 0.5)
     assert first == [{"margin": 0.5, "at": "2026-01-01T00:00:00Z"}, [1, 2]]
-    assert await life.again().subtask("bare", bare, 0.5) == first
+    assert await harness.rerun().subtask("bare", bare, 0.5) == first
 
 
-async def test_what_is_returned_is_nobody_elses() -> None:
+async def test_a_returned_value_is_a_separate_copy() -> None:
     """A caller that changes the returned value does not change the record."""
-    made: dict[str, int] = {"a": 1}
+    returned: dict[str, int] = {"a": 1}
 
     def make() -> dict[str, int]:
-        return made
+        return returned
 
-    life = Life()
-    got = await life.ctx.subtask("make", make)
+    harness = AttemptHarness()
+    got = await harness.ctx.subtask("make", make)
     got["b"] = 2
-    assert made == {"a": 1}
-    await life.ctx.subtask("next", doubled, 1)
-    assert life.record("make").result == '{"a":1}'
+    assert returned == {"a": 1}
+    await harness.ctx.subtask("next", double, 1)
+    assert harness.record("make").result == '{"a":1}'
 
 
 class Calculator:
@@ -176,10 +209,10 @@ class Halved:
 
 
 CALLABLES: dict[str, tuple[Callable[..., Any], Any]] = {
-    "a coroutine function": (doubled, 8),
+    "a coroutine function": (double, 8),
     "a function": (lambda number: 2 * number, 8),
-    "a lambda that returns an awaitable": (lambda number: doubled(number + 0), 8),
-    "a partial": (functools.partial(doubled), 8),
+    "a lambda that returns an awaitable": (lambda number: double(number + 0), 8),
+    "a partial": (functools.partial(double), 8),
     "a partial of a method": (functools.partial(Calculator(2).times), 8),
     "a bound method": (Calculator(3).times, 12),
     "a callable object": (Calculator(3), 12),
@@ -189,15 +222,15 @@ CALLABLES: dict[str, tuple[Callable[..., Any], Any]] = {
 
 
 @pytest.mark.parametrize(("function", "result"), CALLABLES.values(), ids=CALLABLES)
-async def test_any_callable_will_do(function: Callable[..., Any], result: Any) -> None:
-    life = Life()
-    assert await life.ctx.subtask("step", function, 4) == result
-    assert await life.again().subtask("step", function, 4) == result
-    assert await life.resume().subtask("step", function, 4) == result
-    assert len(life.book.saved) == 1
+async def test_any_callable_can_be_a_subtask(function: Callable[..., Any], result: Any) -> None:
+    harness = AttemptHarness()
+    assert await harness.ctx.subtask("step", function, 4) == result
+    assert await harness.rerun().subtask("step", function, 4) == result
+    assert await harness.resume().subtask("step", function, 4) == result
+    assert len(harness.subtask_log.saved) == 1
 
 
-async def test_a_deliverable_that_no_longer_fits_runs_again_and_so_does_what_came_after() -> None:
+async def test_a_deliverable_that_no_longer_fits_reruns_it_and_later_subtasks() -> None:
     """Its version is unchanged, so the function counts as the same, but its annotation is new."""
 
     @subtask(version="1")
@@ -208,18 +241,35 @@ async def test_a_deliverable_that_no_longer_fits_runs_again_and_so_does_what_cam
     def new() -> Ratios:
         return ratios(0.5)
 
-    life = Life()
-    await life.ctx.subtask("step", old)
-    await life.ctx.subtask("next", doubled, 1)
-    ctx = life.resume()
+    harness = AttemptHarness()
+    await harness.ctx.subtask("step", old)
+    await harness.ctx.subtask("next", double, 1)
+    ctx = harness.resume()
     assert await ctx.subtask("step", new) == ratios(0.5)
-    await ctx.subtask("next", doubled, 1)
-    told = life.told(Step.SUBTASK_AGAIN)
-    assert told["step"].startswith("its deliverable no longer fits: Ratios: ")
-    assert told["next"] == "after 'step', which runs again"
+    await ctx.subtask("next", double, 1)
+    reasons = harness.reasons(Step.SUBTASK_RERUN)
+    assert reasons["step"].startswith("its deliverable no longer fits: Ratios: ")
+    assert reasons["next"] == "after 'step', which runs again"
 
 
-async def everything(ctx: TaskExecutionContext) -> str:
+async def test_a_deliverable_that_no_longer_fits_within_an_attempt_needs_another_version() -> None:
+    def old() -> int:
+        return 1
+
+    def new() -> Ratios:
+        raise AssertionError("a recorded subtask runs again")
+
+    harness = AttemptHarness()
+    await harness.ctx.subtask("step", old)
+    ctx = harness.rerun()
+    for name in ("step", "next"):
+        with pytest.raises(IncompatibleState, match="'step': its recorded result no longer fits"):
+            await ctx.subtask(name, new)
+    assert harness.runner.mismatch is not None
+    assert await harness.rerun().subtask("step", old) == 1
+
+
+async def set_all_fields(ctx: TaskExecutionContext) -> str:
     ctx.flags["parsed"] = {"pages": 3}
     ctx.produced_artifacts.append({"name": "report"})
     ctx.artifact_signals_to_return.append({"artifact": "report"})
@@ -228,7 +278,7 @@ async def everything(ctx: TaskExecutionContext) -> str:
     return "done"
 
 
-def state_of(ctx: TaskExecutionContext) -> list[Any]:
+def context_state(ctx: TaskExecutionContext) -> list[Any]:
     return [
         ctx.flags.to_plain(),
         ctx.produced_artifacts.to_plain(),
@@ -238,18 +288,18 @@ def state_of(ctx: TaskExecutionContext) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("how", ["crashed", "resumed"])
-async def test_what_a_subtask_set_on_the_context_is_put_back_once(how: str) -> None:
-    life = Life()
-    life.ctx.flags["before"] = True
-    await life.ctx.subtask("parse", everything, life.ctx)
-    life.ctx.response_buffer += "after. "
-    expected = state_of(life.ctx)
-    ctx = life.resume() if how == "resumed" else life.again()
+@pytest.mark.parametrize("end", ["crashed", "resumed"])
+async def test_context_changes_of_a_subtask_are_restored_once(end: str) -> None:
+    harness = AttemptHarness()
+    harness.ctx.flags["before"] = True
+    await harness.ctx.subtask("parse", set_all_fields, harness.ctx)
+    harness.ctx.response_buffer += "after. "
+    expected = context_state(harness.ctx)
+    ctx = harness.resume() if end == "resumed" else harness.rerun()
     ctx.flags["before"] = True
-    assert await ctx.subtask("parse", everything, ctx) == "done"
+    assert await ctx.subtask("parse", set_all_fields, ctx) == "done"
     ctx.response_buffer += "after. "
-    assert state_of(ctx) == expected
+    assert context_state(ctx) == expected
     assert ctx.token_usage.total.input == 100
 
 
@@ -257,22 +307,23 @@ async def test_two_subtasks_count_their_tokens_once_each() -> None:
     def used(ctx: TaskExecutionContext, tokens: int) -> None:
         ctx.token_usage.record(Tokens(input=tokens), model="small")
 
-    life = Life()
-    for begin in (lambda: life.ctx, life.again, life.again, life.resume):
+    harness = AttemptHarness()
+    begin: Callable[[], TaskExecutionContext]
+    for begin in (lambda: harness.ctx, harness.rerun, harness.rerun, harness.resume):
         ctx = begin()
         await ctx.subtask("a", used, ctx, 10)
         await ctx.subtask("b", used, ctx, 5)
         assert ctx.token_usage.total.input == 15
 
 
-async def test_a_subtask_that_sets_nothing_keeps_nothing_of_the_context() -> None:
-    life = Life()
-    life.ctx.flags["secret plan"] = "no"
-    await life.ctx.subtask("a", doubled, 1)
-    assert life.record("a").context is None
+async def test_a_subtask_that_sets_nothing_records_no_context() -> None:
+    harness = AttemptHarness()
+    harness.ctx.flags["secret plan"] = "no"
+    await harness.ctx.subtask("a", double, 1)
+    assert harness.record("a").context is None
 
 
-async def test_what_side_by_side_set_on_the_context_is_all_put_back() -> None:
+async def test_context_changes_of_concurrent_subtasks_are_all_restored() -> None:
     """The subtask that started last ends first; restoring the context must keep both changes."""
     first_may_end = asyncio.Event()
 
@@ -286,114 +337,129 @@ async def test_what_side_by_side_set_on_the_context_is_all_put_back() -> None:
         ctx.token_usage.record(Tokens(input=5), model="small")
         first_may_end.set()
 
-    life = Life()
-    ctx = life.ctx
+    harness = AttemptHarness()
+    ctx = harness.ctx
     await asyncio.gather(ctx.subtask("first", first, ctx), ctx.subtask("second", second, ctx))
-    expected = state_of(ctx)
+    expected = context_state(ctx)
     assert expected[0] == {"first": 1, "second": 2}
-    ctx = life.resume()
+    ctx = harness.resume()
     await asyncio.gather(ctx.subtask("first", first, ctx), ctx.subtask("second", second, ctx))
-    assert state_of(ctx) == expected
+    assert context_state(ctx) == expected
 
 
 @pytest.mark.parametrize("name", ["", " a", "a ", "a\n", "a\0b", "x" * 101, 7, None])
-async def test_a_name_that_cannot_be_one_is_refused(name: Any) -> None:
-    life = Life()
+async def test_an_invalid_subtask_name_is_refused(name: Any) -> None:
+    harness = AttemptHarness()
     with pytest.raises(SubtaskRefused, match="is not a valid subtask name"):
-        await life.ctx.subtask(name, doubled, 1)
-    assert not life.runner.is_operation
+        await harness.ctx.subtask(name, double, 1)
+    assert not harness.runner.is_operation
 
 
 @pytest.mark.parametrize("name", ["a", "10k parsing", "ß/…", "x" * 100])
-async def test_any_other_name_will_do(name: str) -> None:
-    life = Life()
-    assert await life.ctx.subtask(name, doubled, 1) == 2
-    assert list(life.statuses()) == [name]
+async def test_any_other_subtask_name_is_accepted(name: str) -> None:
+    harness = AttemptHarness()
+    assert await harness.ctx.subtask(name, double, 1) == 2
+    assert list(harness.statuses()) == [name]
 
 
 @pytest.mark.parametrize("reused", [False, True])
-async def test_two_of_one_name_are_refused(reused: bool) -> None:
-    life = Life()
-    await life.ctx.subtask("a", doubled, 1)
+async def test_two_subtasks_of_one_name_are_refused(reused: bool) -> None:
+    harness = AttemptHarness()
+    await harness.ctx.subtask("a", double, 1)
     if reused:
-        await life.again().subtask("a", doubled, 1)
+        await harness.rerun().subtask("a", double, 1)
     with pytest.raises(SubtaskRefused, match=r"two subtasks of this run are called 'a'.*'a-2'"):
-        await life.ctx.subtask("a", doubled, 2)
-    assert await life.ctx.subtask("a-2", doubled, 2) == 4
+        await harness.ctx.subtask("a", double, 2)
+    assert await harness.ctx.subtask("a-2", double, 2) == 4
 
 
-async def test_one_inside_another_is_refused() -> None:
-    life = Life()
+async def test_a_nested_subtask_is_refused() -> None:
+    harness = AttemptHarness()
 
     async def outer() -> int:
-        return await life.ctx.subtask("inner", doubled, 1)
+        return await harness.ctx.subtask("inner", double, 1)
 
     with pytest.raises(SubtaskRefused, match="subtask 'inner' begins inside subtask 'outer'"):
-        await life.ctx.subtask("outer", outer)
+        await harness.ctx.subtask("outer", outer)
 
 
-async def test_one_in_a_child_task_of_another_is_refused() -> None:
-    life = Life()
+async def test_a_nested_subtask_in_a_child_task_is_refused() -> None:
+    harness = AttemptHarness()
 
     async def outer() -> int:
-        return await asyncio.create_task(life.ctx.subtask("inner", doubled, 1))
+        return await asyncio.create_task(harness.ctx.subtask("inner", double, 1))
 
     with pytest.raises(SubtaskRefused, match="begins inside subtask 'outer'"):
-        await life.ctx.subtask("outer", outer)
+        await harness.ctx.subtask("outer", outer)
 
 
-async def test_an_argument_without_a_form_is_refused_before_anything_runs() -> None:
-    life, visits = Life(), Visits()
+async def test_an_unserializable_argument_is_refused_before_anything_runs() -> None:
+    harness, visits = AttemptHarness(), RunLog()
 
     def step(given: Any) -> None:
         visits("step")
 
-    with pytest.raises(SubtaskRefused, match=r"subtask 'step': argument \"given\['client'\]\" is a object"):
-        await life.ctx.subtask("step", step, {"client": object()})
+    with pytest.raises(
+        SubtaskRefused, match=r"subtask 'step': argument \"given\['client'\]\" is a object"
+    ):
+        await harness.ctx.subtask("step", step, {"client": object()})
     assert visits.names == []
-    assert not life.runner.is_operation
+    assert not harness.runner.is_operation
 
 
-@pytest.mark.parametrize("value", [object(), float("nan"), iter([1])], ids=["an object", "nan", "an iterator"])
-async def test_a_deliverable_that_cannot_be_kept_is_refused_and_not_marked_as_done(value: Any) -> None:
-    life = Life()
+@pytest.mark.parametrize(
+    "value", [object(), float("nan"), iter([1])], ids=["an object", "nan", "an iterator"]
+)
+async def test_a_deliverable_that_cannot_be_stored_is_refused(value: Any) -> None:
+    harness = AttemptHarness()
 
-    def step():  # type: ignore[no-untyped-def]
+    def step():  # type: ignore[no-untyped-def]  # what is tested
         return value
 
-    with pytest.raises(SubtaskRefused, match=r"subtask 'step' returned a .* that cannot be recorded"):
-        await life.ctx.subtask("step", step)
-    assert life.book.saved == []
-    last = life.runner.final_checkpoint("why", None)
-    assert life.statuses(last) == {"step": "failed"}
-    assert life.record("step", last).result is None
-    assert life.runner.progress.completed == ()
+    with pytest.raises(
+        SubtaskRefused, match=r"subtask 'step' returned a .* that cannot be recorded"
+    ):
+        await harness.ctx.subtask("step", step)
+    assert harness.subtask_log.saved == []
+    last = harness.runner.final_checkpoint("why", None)
+    assert harness.statuses(last) == {"step": "failed"}
+    assert harness.record("step", last).result is None
+    assert harness.runner.progress.completed == ()
 
 
 async def test_a_deliverable_of_another_type_than_declared_is_refused() -> None:
     def step() -> int:
-        return "seven"  # type: ignore[return-value]
+        return "seven"  # type: ignore[return-value]  # wrong on purpose
 
-    life = Life()
-    with pytest.raises(SubtaskRefused, match="subtask 'step' returned a str that cannot be recorded: int"):
-        await life.ctx.subtask("step", step)
+    harness = AttemptHarness()
+    with pytest.raises(
+        SubtaskRefused, match="subtask 'step' returned a str that cannot be recorded: int"
+    ):
+        await harness.ctx.subtask("step", step)
 
 
-async def test_an_exception_passes_as_it_is_and_the_subtask_is_failed() -> None:
+async def test_an_exception_propagates_unchanged_and_fails_the_subtask() -> None:
     def step() -> None:
         raise KeyError("price")
 
-    life = Life()
+    harness = AttemptHarness()
     with pytest.raises(KeyError, match="price"):
-        await life.ctx.subtask("step", step)
-    assert life.statuses(life.runner.final_checkpoint("why", None)) == {"step": "failed"}
-    assert life.runner.paused_subtask is None
-    (told,) = [event for event in life.events if (event.step, event.phase) == (Step.SUBTASK, Phase.FAILED)]
-    assert told.detail["error"] == "KeyError: 'price'"
+        await harness.ctx.subtask("step", step)
+    assert harness.statuses(harness.runner.final_checkpoint("why", None)) == {"step": "failed"}
+    assert harness.runner.paused_subtask is None
+    (failure,) = [
+        event
+        for event in harness.events
+        if (event.step, event.phase) == (Step.SUBTASK, Phase.FAILED)
+    ]
+    assert (failure.detail["error"], failure.detail["error_type"]) == (
+        "KeyError: 'price'",
+        "KeyError",
+    )
 
 
-async def test_one_that_failed_runs_again_in_the_next_run() -> None:
-    life, visits = Life(), Visits()
+async def test_a_failed_subtask_runs_again_in_the_next_run() -> None:
+    harness, visits = AttemptHarness(), RunLog()
 
     def step() -> int:
         visits("step")
@@ -402,100 +468,103 @@ async def test_one_that_failed_runs_again_in_the_next_run() -> None:
         return 7
 
     with pytest.raises(ConnectionError):
-        await life.ctx.subtask("step", step)
-    assert await life.resume().subtask("step", step) == 7
-    assert life.told(Step.SUBTASK_AGAIN) == {}, "an incomplete subtask is not reported as repeated"
+        await harness.ctx.subtask("step", step)
+    assert await harness.resume().subtask("step", step) == 7
+    assert harness.reasons(Step.SUBTASK_RERUN) == {}, (
+        "an incomplete subtask is not reported as repeated"
+    )
 
 
-CHANCE: dict[str, Callable[[], Any]] = {"now": lambda: datetime.now(UTC), "chance": uuid4}
+RANDOM_SOURCES: dict[str, Callable[[], Any]] = {"now": lambda: datetime.now(UTC), "chance": uuid4}
 
 
-@pytest.mark.parametrize("chance", CHANCE.values(), ids=CHANCE)
-async def test_an_input_that_depends_on_time_or_chance_is_refused_by_its_name(chance: Callable[[], Any]) -> None:
-    life = Life()
+@pytest.mark.parametrize("chance", RANDOM_SOURCES.values(), ids=RANDOM_SOURCES)
+async def test_a_nondeterministic_input_is_reported_by_name(chance: Callable[[], Any]) -> None:
+    harness = AttemptHarness()
 
     def step(asked: int, at: Any) -> int:
         return asked
 
-    await life.ctx.subtask("step", step, 1, at=chance())
-    with pytest.raises(SubtaskRefused, match=r"subtask 'step': input 'at' differs .* depends on time, chance"):
-        await life.again().subtask("step", step, 1, at=chance())
-    assert life.statuses(life.runner.final_checkpoint("why", None)) == {"step": "completed"}
+    await harness.ctx.subtask("step", step, 1, at=chance())
+    assert await harness.rerun().subtask("step", step, 1, at=chance()) == 1
+    assert harness.reasons(Step.SUBTASK_DIFFERS) == {"step": "input 'at' differs"}
+    assert harness.statuses(harness.runner.final_checkpoint("why", None)) == {"step": "completed"}
 
 
-async def test_chance_in_a_subtask_of_its_own_is_fine() -> None:
-    life = Life()
+async def test_a_random_value_from_its_own_subtask_is_accepted() -> None:
+    harness = AttemptHarness()
 
-    def chance() -> str:
+    def random_number() -> str:
         return str(uuid4())
 
     def step(key: str) -> str:
         return key
 
     keys = []
-    for begin in (lambda: life.ctx, life.again, life.again, life.resume):
+    begin: Callable[[], TaskExecutionContext]
+    for begin in (lambda: harness.ctx, harness.rerun, harness.rerun, harness.resume):
         ctx = begin()
-        keys.append(await ctx.subtask("step", step, await ctx.subtask("key", chance)))
+        keys.append(await ctx.subtask("step", step, await ctx.subtask("key", random_number)))
     assert len(set(keys)) == 1
 
 
 async def test_a_name_of_an_earlier_handler_is_refused() -> None:
-    life = Life(handlers=True)
-    await life.ctx.subtask("fetch", doubled, 1)
+    harness = AttemptHarness(handlers=True)
+    await harness.ctx.subtask("fetch", double, 1)
     with pytest.raises(SubtaskRefused, match="two subtasks of this run are called 'fetch'"):
-        await life.again(paused=True).subtask("fetch", doubled, 1)
+        await harness.rerun(paused=True).subtask("fetch", double, 1)
 
 
-async def test_a_handler_that_runs_again_reuses_its_own() -> None:
-    life, visits = Life(handlers=True), Visits()
+async def test_a_rerun_handler_reuses_its_subtasks() -> None:
+    harness, visits = AttemptHarness(handlers=True), RunLog()
 
     def step() -> None:
         visits("step")
 
-    await life.again(paused=True).subtask("step", step)
-    await life.again().subtask("step", step)
+    await harness.rerun(paused=True).subtask("step", step)
+    await harness.rerun().subtask("step", step)
     assert visits.names == ["step"]
 
 
-async def test_in_a_new_attempt_each_handler_reuses_its_own() -> None:
-    life, visits = Life(handlers=True), Visits()
+async def test_in_a_new_attempt_each_handler_reuses_its_subtasks() -> None:
+    harness, visits = AttemptHarness(handlers=True), RunLog()
 
     def step(name: str) -> None:
         visits(name)
 
-    await life.ctx.subtask("first", step, "first")
-    await life.again(paused=True).subtask("second", step, "second")
-    await life.resume().subtask("first", step, "first")
-    life.generation = 1
-    life.begin(life.book.saved[-1])
-    await life.ctx.subtask("second", step, "second")
+    await harness.ctx.subtask("first", step, "first")
+    await harness.rerun(paused=True).subtask("second", step, "second")
+    await harness.resume().subtask("first", step, "first")
+    harness.generation = 1
+    harness.begin(harness.subtask_log.saved[-1])
+    await harness.ctx.subtask("second", step, "second")
     assert visits.names == ["first", "second"]
 
 
-async def crawl(ctx: TaskExecutionContext, epochs: int) -> int:
+async def save_each_epoch(ctx: TaskExecutionContext, epochs: int) -> int:
     for epoch in range(epochs):
         await ctx.save_progress({"epoch": epoch})
     raise ConnectionError("gone")
 
 
-async def test_the_state_that_an_earlier_run_had_saved_is_no_progress() -> None:
+async def test_state_saved_by_an_earlier_run_does_not_count_as_progress() -> None:
     """A run that saves the same state again and crashes must not count as progress."""
-    life = Life()
+    harness = AttemptHarness()
     with pytest.raises(ConnectionError):
-        await life.ctx.subtask("crawl", crawl, life.ctx, 1)
-    assert life.book.progressed == [True]
-    for epochs, further in ((1, [False]), (2, [False, True])):
-        life.book.progressed.clear()
+        await harness.ctx.subtask("crawl", save_each_epoch, harness.ctx, 1)
+    assert harness.subtask_log.progressed == [True]
+    for epochs, later_epochs in ((1, [False]), (2, [False, True])):
+        harness.subtask_log.progressed.clear()
         with pytest.raises(ConnectionError):
-            await life.again().subtask("crawl", crawl, life.ctx, epochs)
-        assert life.book.progressed == further
-    life.book.progressed.clear()
-    await life.again().subtask("doubled", doubled, 1)
-    assert life.book.progressed == [True]
+            await harness.rerun().subtask("crawl", save_each_epoch, harness.ctx, epochs)
+        assert harness.subtask_log.progressed == later_epochs
+    harness.subtask_log.progressed.clear()
+    await harness.rerun().subtask("doubled", double, 1)
+    assert harness.subtask_log.progressed == [True]
 
 
-async def test_an_error_that_was_caught_comes_again_when_a_function_runs_again_after_a_pause() -> None:
-    life, visits = Life(), Visits()
+async def test_a_caught_error_is_raised_again_when_the_function_is_replayed() -> None:
+    harness, visits = AttemptHarness(), RunLog()
 
     class Local(Exception):
         """Cannot be found by its name."""
@@ -505,19 +574,47 @@ async def test_an_error_that_was_caught_comes_again_when_a_function_runs_again_a
         raise {"plain": ConnectionError("refused, password=hunter2"), "local": Local("x")}[error]
 
     with pytest.raises(ConnectionError):
-        await life.ctx.subtask("plain", failing, "plain")
+        await harness.ctx.subtask("plain", failing, "plain")
     with pytest.raises(Local):
-        await life.ctx.subtask("local", failing, "local")
-    assert life.runner.has_unsaved
-    life.book.saved.append(life.runner.next_checkpoint())
-    assert not life.runner.has_unsaved
-    ctx = life.again(paused=True)
+        await harness.ctx.subtask("local", failing, "local")
+    assert harness.runner.has_unsaved
+    harness.subtask_log.saved.append(harness.runner.next_checkpoint())
+    assert not harness.runner.has_unsaved
+    ctx = harness.rerun(paused=True)
     with pytest.raises(ConnectionError, match=r"refused, password=\*\*\*"):
         await ctx.subtask("plain", failing, "plain")
     with pytest.raises(SubtaskFailed, match=r"'local' failed: .*Local: x"):
         await ctx.subtask("local", failing, "local")
     assert visits.names == ["plain", "local"]
-    assert life.recorder.skipped == ["plain", "local"]
+    assert harness.recorder.skipped == ["plain", "local"]
     with pytest.raises(ConnectionError):
-        await life.resume().subtask("plain", failing, "plain")
+        await harness.resume().subtask("plain", failing, "plain")
     assert visits.names == ["plain", "local", "plain"]
+
+
+async def test_a_pause_needs_a_checkpoint_only_if_something_is_unsaved() -> None:
+    def failing() -> None:
+        raise ConnectionError
+
+    def interrupted() -> None:
+        raise asyncio.CancelledError
+
+    harness, unsaved = AttemptHarness(), list[bool]()
+
+    def look() -> None:
+        unsaved.append(harness.runner.has_unsaved)
+
+    look()
+    with pytest.raises(asyncio.CancelledError):
+        await harness.ctx.subtask("stopped", interrupted)
+    look()  # the operation has no checkpoint yet
+    await harness.ctx.subtask("a", double, 1)
+    look()
+    with pytest.raises(ConnectionError):
+        await harness.ctx.subtask("b", failing)
+    look()
+    harness.subtask_log.saved.append(harness.runner.next_checkpoint())
+    look()
+    harness.rerun()
+    look()
+    assert unsaved == [False, True, False, True, False, False]

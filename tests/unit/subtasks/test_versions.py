@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,18 +20,18 @@ import pytest
 from meshpoint.errors import ConfigurationError
 from meshpoint.subtasks.versions import subtask, version_of
 
-PLAIN = """
+PLAIN_SOURCE = """
     def step(ratio: float, digits: int = 2) -> float:
         return round(ratio * 100, digits)
 """
 
 
-def write(path: Path, source: str) -> Path:
+def write_module(path: Path, source: str) -> Path:
     path.write_text(textwrap.dedent(source), encoding="utf-8")
     return path
 
 
-def loaded(path: Path) -> ModuleType:
+def load_module(path: Path) -> ModuleType:
     """The module in the file, loaded without `sys.modules` and without cached bytecode."""
     spec = importlib.util.spec_from_file_location("steps", path)
     assert spec is not None
@@ -46,13 +46,15 @@ def version_in(tmp_path: Path) -> Callable[[str], str]:
     files = iter(range(1000))
 
     def version(source: str) -> str:
-        step = loaded(write(tmp_path / f"steps_{next(files)}.py", source)).step
+        step = load_module(write_module(tmp_path / f"steps_{next(files)}.py", source)).step
         return version_of(step)
 
     return version
 
 
-def test_layout_comments_and_docstrings_do_not_count(version_in: Callable[[str], str]) -> None:
+def test_layout_comments_and_docstrings_do_not_change_the_version(
+    version_in: Callable[[str], str],
+) -> None:
     other = '''
         # The ratio module.
         import math
@@ -65,28 +67,32 @@ def test_layout_comments_and_docstrings_do_not_count(version_in: Callable[[str],
             """In percent."""
             return round((ratio * 100), digits)
     '''
-    assert version_in(PLAIN) == version_in(other)
-    assert version_in(PLAIN).startswith("src:")
+    assert version_in(PLAIN_SOURCE) == version_in(other)
+    assert version_in(PLAIN_SOURCE).startswith("src:")
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        PLAIN.replace("100", "1000"),
-        PLAIN.replace("100", "100.0"),
-        PLAIN.replace("* 100", "/ 100"),
-        PLAIN.replace("digits: int = 2", "digits: int = 3"),
-        PLAIN.replace("-> float", "-> int"),
-        PLAIN.replace("    def step", "    import functools\n\n    @functools.cache\n    def step"),
-        PLAIN.replace("    def step", "    async def step"),
-        PLAIN.replace("return round", "return 1 + round"),
+        PLAIN_SOURCE.replace("100", "1000"),
+        PLAIN_SOURCE.replace("100", "100.0"),
+        PLAIN_SOURCE.replace("* 100", "/ 100"),
+        PLAIN_SOURCE.replace("digits: int = 2", "digits: int = 3"),
+        PLAIN_SOURCE.replace("-> float", "-> int"),
+        PLAIN_SOURCE.replace(
+            "    def step", "    import functools\n\n    @functools.cache\n    def step"
+        ),
+        PLAIN_SOURCE.replace("    def step", "    async def step"),
+        PLAIN_SOURCE.replace("return round", "return 1 + round"),
     ],
 )
-def test_what_it_does_counts(version_in: Callable[[str], str], changed: str) -> None:
-    assert version_in(PLAIN) != version_in(changed)
+def test_a_change_in_behaviour_changes_the_version(
+    version_in: Callable[[str], str], changed: str
+) -> None:
+    assert version_in(PLAIN_SOURCE) != version_in(changed)
 
 
-def test_decorators_count_though_they_wrap_it(version_in: Callable[[str], str]) -> None:
+def test_decorators_change_the_version(version_in: Callable[[str], str]) -> None:
     retrying = """
         import functools
 
@@ -103,11 +109,17 @@ def test_decorators_count_though_they_wrap_it(version_in: Callable[[str], str]) 
             return ratio
     """
     assert version_in(retrying) != version_in(retrying.replace("@retry(3)", "@retry(4)"))
-    assert version_in(retrying) == version_in(retrying.replace("return function(*args)", "return function(*args, )"))
+    assert version_in(retrying) == version_in(
+        retrying.replace("return function(*args)", "return function(*args, )")
+    )
 
 
-def test_an_explicit_version_stands_for_the_code(version_in: Callable[[str], str]) -> None:
-    marked = "from meshpoint.subtasks.versions import subtask\n@subtask(version='7')\ndef step(): return {}\n"
+def test_an_explicit_version_replaces_that_of_the_code(version_in: Callable[[str], str]) -> None:
+    marked = (
+        "from meshpoint.subtasks.versions import subtask\n"
+        "@subtask(version='7')\n"
+        "def step(): return {}\n"
+    )
     assert version_in(marked.format(1)) == version_in(marked.format(2)) == "v:7"
 
 
@@ -131,7 +143,7 @@ def test_an_explicit_version_is_seen_through_what_wraps_it() -> None:
     assert version_of(Parser()) == "v:4"
 
 
-def test_a_mark_keeps_the_function_itself() -> None:
+def test_marking_a_version_returns_the_function_itself() -> None:
     def step() -> int:
         return 1
 
@@ -139,7 +151,7 @@ def test_a_mark_keeps_the_function_itself() -> None:
 
 
 @pytest.mark.parametrize("function", [len, "".join])
-def test_what_cannot_be_marked_is_refused_by_name(function: Callable[..., Any]) -> None:
+def test_an_object_that_cannot_be_marked_is_refused_by_name(function: Callable[..., Any]) -> None:
     with pytest.raises(ConfigurationError, match="cannot be marked"):
         subtask(version="1")(function)
     with pytest.raises(ConfigurationError, match="the version is empty"):
@@ -161,14 +173,23 @@ def double(of: int) -> int:
     return of * 2
 
 
-def test_partials_methods_and_callable_objects_have_the_version_of_their_function() -> None:
+def test_partials_methods_and_callables_have_their_functions_version() -> None:
     assert version_of(functools.partial(double, of=1)) == version_of(double)
-    assert version_of(Calculator(1).ratio) == version_of(Calculator(2).ratio) == version_of(Calculator.ratio)
-    assert version_of(Calculator(1)) == version_of(Calculator(2)) == version_of(Calculator.__call__)
-    assert len({version_of(double), version_of(Calculator.ratio), version_of(Calculator.__call__)}) == 3
+    assert (
+        version_of(Calculator(1).ratio)
+        == version_of(Calculator(2).ratio)
+        == version_of(Calculator.ratio)
+    )
+    assert (
+        version_of(Calculator(1)) == version_of(Calculator(2)) == version_of(Calculator.__call__)
+    )
+    assert (
+        len({version_of(double), version_of(Calculator.ratio), version_of(Calculator.__call__)})
+        == 3
+    )
 
 
-def test_builtins_and_classes_are_known_by_name() -> None:
+def test_builtins_and_classes_are_versioned_by_name() -> None:
     assert version_of(len) == "name:builtins.len"
     assert version_of(Calculator).endswith(".Calculator")
     assert version_of(operator.itemgetter(1)) == "name:operator.itemgetter"
@@ -196,62 +217,78 @@ def test_lambdas_differ_by_their_bytecode() -> None:
 
 
 def test_code_without_a_file_has_the_version_of_its_bytecode() -> None:
-    def typed_in(source: str) -> Callable[..., Any]:
+    def define_without_file(source: str) -> Callable[..., Any]:
         scope: dict[str, Any] = {}
         exec(source, scope)
         step: Callable[..., Any] = scope["step"]
         return step
 
-    assert version_of(typed_in("def step(): return 1")).startswith("code:")
-    assert version_of(typed_in("def step(): return 1")) == version_of(typed_in("\n\ndef step(): return 1"))
-    assert version_of(typed_in("def step(): return 1")) != version_of(typed_in("def step(): return 2"))
+    assert version_of(define_without_file("def step(): return 1")).startswith("code:")
+    assert version_of(define_without_file("def step(): return 1")) == version_of(
+        define_without_file("\n\ndef step(): return 1")
+    )
+    assert version_of(define_without_file("def step(): return 1")) != version_of(
+        define_without_file("def step(): return 2")
+    )
 
 
-def test_code_that_is_nested_too_deep_has_the_version_of_its_bytecode(version_in: Callable[[str], str]) -> None:
+@pytest.fixture
+def default_recursion_limit() -> Iterator[None]:
+    """The limit that Python starts with; other tests may have raised it."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(limit)
+
+
+@pytest.mark.usefixtures("default_recursion_limit")
+def test_code_that_is_nested_too_deep_has_the_version_of_its_bytecode(
+    version_in: Callable[[str], str],
+) -> None:
     source = f"def step(a): return {' + '.join(['a'] * 900)}"
     assert version_in(source).startswith("code:")
     assert version_in(source) != version_in(source + " + a")
 
 
-def test_an_edit_since_the_import_is_not_taken_for_what_runs(tmp_path: Path) -> None:
-    path = write(tmp_path / "steps.py", PLAIN)
-    running = loaded(path).step
-    write(path, PLAIN.replace("100", "1000"))
-    restarted = loaded(path).step
+def test_an_edit_since_the_import_does_not_change_the_running_version(tmp_path: Path) -> None:
+    path = write_module(tmp_path / "steps.py", PLAIN_SOURCE)
+    running = load_module(path).step
+    write_module(path, PLAIN_SOURCE.replace("100", "1000"))
+    restarted = load_module(path).step
     assert version_of(running) != version_of(restarted)
     assert version_of(running).startswith("code:")
     assert version_of(restarted).startswith("src:")
 
 
 def test_an_edit_elsewhere_in_the_file_changes_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path / "steps.py", PLAIN)
-    running = loaded(path).step
-    write(path, "    import math\n\n\n    def other():\n        return 1\n" + PLAIN)
-    restarted = loaded(path).step
+    path = write_module(tmp_path / "steps.py", PLAIN_SOURCE)
+    running = load_module(path).step
+    write_module(path, "    import math\n\n\n    def other():\n        return 1\n" + PLAIN_SOURCE)
+    restarted = load_module(path).step
     assert version_of(running) == version_of(restarted)
     assert version_of(running).startswith("src:")
 
 
-def test_the_version_that_was_found_stays_when_the_file_changes_or_goes(tmp_path: Path) -> None:
-    path = write(tmp_path / "steps.py", PLAIN)
-    step = loaded(path).step
+def test_a_computed_version_stays_when_the_file_changes_or_disappears(tmp_path: Path) -> None:
+    path = write_module(tmp_path / "steps.py", PLAIN_SOURCE)
+    step = load_module(path).step
     found = version_of(step)
-    write(path, "def step(: nonsense")
+    write_module(path, "def step(: nonsense")
     linecache.clearcache()
     assert version_of(step) == found
     path.unlink()
     assert version_of(step) == found
 
 
-def test_what_a_traceback_read_before_an_edit_does_not_hide_the_new_text(tmp_path: Path) -> None:
-    path = write(tmp_path / "steps.py", PLAIN)
+def test_a_source_cached_by_a_traceback_does_not_hide_an_edit(tmp_path: Path) -> None:
+    path = write_module(tmp_path / "steps.py", PLAIN_SOURCE)
     linecache.getlines(str(path))
-    write(path, PLAIN.replace("100", "1000"))
-    assert version_of(loaded(path).step).startswith("src:")
+    write_module(path, PLAIN_SOURCE.replace("100", "1000"))
+    assert version_of(load_module(path).step).startswith("src:")
 
 
-def test_of_two_definitions_of_one_name_the_one_that_runs_counts(version_in: Callable[[str], str]) -> None:
-    both = """
+def test_the_running_one_of_two_definitions_is_versioned(version_in: Callable[[str], str]) -> None:
+    two_definitions = """
         def step(ratio):
             return ratio
 
@@ -264,15 +301,21 @@ def test_of_two_definitions_of_one_name_the_one_that_runs_counts(version_in: Cal
         def step(ratio: float):
             return ratio
     """
-    assert version_in(both) == version_in(only)
+    assert version_in(two_definitions) == version_in(only)
 
 
-VARIED = '''
+VARIED_SOURCE = '''
     from __future__ import annotations
 
-    async def step(rows: list[dict[str, int]], *args: int, cut: float = .5, **more: object) -> dict[str, object]:
+    async def step(
+        rows: list[dict[str, int]], *args: int, cut: float = .5, **more: object
+    ) -> dict[str, object]:
         """Varied."""
-        names = {row["name"]: f"{row['value']!r:>{cut}} and {row}" for row in rows if row["value"] in {1, 2, 3}}
+        names = {
+            row["name"]: f"{row['value']!r:>{cut}} and {row}"
+            for row in rows
+            if row["value"] in {1, 2, 3}
+        }
         match names:
             case {"a": str() as found, **rest} if found:
                 yield {**rest, "found": found[1:2, ...]}
@@ -287,7 +330,7 @@ VARIED = '''
 '''
 
 
-def elsewhere(path: Path, hash_seed: str) -> str:
+def version_in_new_process(path: Path, hash_seed: str) -> str:
     script = f"""
 import importlib, sys
 from meshpoint.subtasks.versions import version_of
@@ -305,14 +348,17 @@ print(version_of(module.step), version_of(module.by_bytecode))
     return done.stdout.strip()
 
 
-def test_another_process_finds_the_same_version(tmp_path: Path) -> None:
-    path = write(tmp_path / "steps_elsewhere.py", VARIED)
-    module = loaded(path)
+def test_another_process_computes_the_same_version(tmp_path: Path) -> None:
+    path = write_module(tmp_path / "steps_elsewhere.py", VARIED_SOURCE)
+    module = load_module(path)
     for hash_seed in ("1", "2"):
-        assert elsewhere(path, hash_seed) == f"{version_of(module.step)} {version_of(module.by_bytecode)}"
+        assert (
+            version_in_new_process(path, hash_seed)
+            == f"{version_of(module.step)} {version_of(module.by_bytecode)}"
+        )
 
 
 def test_the_version_does_not_depend_on_the_python(tmp_path: Path) -> None:
     # The same under CPython 3.11, 3.12 and 3.13.
-    path = write(tmp_path / "steps_varied.py", VARIED)
-    assert version_of(loaded(path).step) == "src:6f15bee0d5d7c0a9e655eb40e1857aa5"
+    path = write_module(tmp_path / "steps_varied.py", VARIED_SOURCE)
+    assert version_of(load_module(path).step) == "src:6f15bee0d5d7c0a9e655eb40e1857aa5"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from meshpoint.model.ids import AgentName, RunId, TaskId
-from meshpoint.model.memory import Held, Item, Kind, Owner, agent_id
+from meshpoint.model.memory import Item, Kind, MemoryContents, Owner, make_agent_id
 
-AGENT_ID = agent_id(AgentName("agent"), TaskId("task"))
+AGENT_ID = make_agent_id(AgentName("agent"), TaskId("task"))
 
 ITEMS = (
     Item("text", Kind.STRING, b"one\x00\xff", 2_000),
@@ -16,9 +16,9 @@ ITEMS = (
 )
 
 
-def held(*items: Item, now: int = 1_000, version: int = 3) -> Held:
-    return Held(items, version, now, RunId("run"), 1)
+def memory_contents(*items: Item, now: int = 1_000, version: int = 3) -> MemoryContents:
+    return MemoryContents(items, version, now, RunId("run"), 1)
 
 
-def owner(run: str = "run", fence: int = 1) -> Owner:
+def create_owner(run: str = "run", fence: int = 1) -> Owner:
     return Owner(AGENT_ID, RunId(run), fence)

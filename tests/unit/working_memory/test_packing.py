@@ -11,33 +11,33 @@ import pytest
 import zstandard
 
 from meshpoint.errors import ConsistencyError
-from meshpoint.model.memory import Item, Kind, Packed
+from meshpoint.model.memory import Item, Kind, PackedSnapshot
 from meshpoint.working_memory import packing
 from meshpoint.working_memory.packing import from_bytes, pack, size_of, to_bytes, unpack
 
-from .items import ITEMS, held
+from .items import ITEMS, memory_contents
 
 
 @pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> Packed:
+def packed(monkeypatch: pytest.MonkeyPatch) -> PackedSnapshot:
     """A snapshot with chunks of one or two items."""
     monkeypatch.setattr(packing, "CHUNK", 8)
-    return pack(held(*ITEMS), 7)
+    return pack(memory_contents(*ITEMS), 7)
 
 
-def chunk_keys(packed: Packed) -> list[list[str]]:
-    whole = {item.key for item in ITEMS}
+def keys_per_chunk(packed: PackedSnapshot) -> list[list[str]]:
+    all_keys = {item.key for item in ITEMS}
     found = []
     for index in range(len(packed.chunks)):
         without = replace(packed, chunks=packed.chunks[:index] + packed.chunks[index + 1 :])
         with pytest.raises(ConsistencyError) as raised:
             unpack(without, "it")
         found.append(list(raised.value.missing))
-        assert set(raised.value.missing) <= whole
+        assert set(raised.value.missing) <= all_keys
     return found
 
 
-def test_what_was_packed_comes_out(packed: Packed) -> None:
+def test_a_packed_memory_is_unpacked_unchanged(packed: PackedSnapshot) -> None:
     out = unpack(from_bytes(to_bytes(packed), "it"), "it")
     assert out.items == ITEMS
     assert out.taken_at == 1_000
@@ -45,38 +45,40 @@ def test_what_was_packed_comes_out(packed: Packed) -> None:
     assert len(packed.chunks) > 2
 
 
-def test_an_empty_memory_has_a_snapshot() -> None:
-    assert unpack(pack(held(), 1), "it").items == ()
+def test_an_empty_memory_can_be_packed() -> None:
+    assert unpack(pack(memory_contents(), 1), "it").items == ()
 
 
-def test_a_missing_chunk_is_told_by_its_keys(packed: Packed) -> None:
-    assert sorted(key for keys in chunk_keys(packed) for key in keys) == sorted(item.key for item in ITEMS)
+def test_a_missing_chunk_names_its_keys(packed: PackedSnapshot) -> None:
+    assert sorted(key for keys in keys_per_chunk(packed) for key in keys) == sorted(
+        item.key for item in ITEMS
+    )
 
 
-def test_a_chunk_too_many_is_told_by_its_keys(packed: Packed) -> None:
+def test_an_extra_chunk_names_its_keys(packed: PackedSnapshot) -> None:
     with pytest.raises(ConsistencyError) as raised:
         unpack(replace(packed, chunks=(*packed.chunks, packed.chunks[0])), "it")
-    assert raised.value.extra == tuple(sorted(chunk_keys(packed)[0]))
-    other = pack(held(Item("other", Kind.STRING, b"x")), 7)
+    assert raised.value.extra == tuple(sorted(keys_per_chunk(packed)[0]))
+    other = pack(memory_contents(Item("other", Kind.STRING, b"x")), 7)
     with pytest.raises(ConsistencyError, match="extra: 'other'"):
         unpack(replace(packed, chunks=(*packed.chunks, *other.chunks)), "it")
 
 
-def test_a_chunk_of_another_snapshot_is_told_by_its_keys(packed: Packed) -> None:
-    other = pack(held(replace(ITEMS[0], content=b"another"), *ITEMS[1:]), 7)
+def test_a_chunk_of_another_snapshot_names_its_keys(packed: PackedSnapshot) -> None:
+    other = pack(memory_contents(replace(ITEMS[0], content=b"another"), *ITEMS[1:]), 7)
     with pytest.raises(ConsistencyError) as raised:
         unpack(replace(packed, chunks=(other.chunks[0], *packed.chunks[1:])), "it")
     assert raised.value.changed == ("text",)
 
 
 @pytest.mark.parametrize("field", ["digest", "order", "manifest"])
-def test_what_it_says_of_itself_belongs_to_it(packed: Packed, field: str) -> None:
-    other = pack(held(*ITEMS[1:]), 8)
+def test_altered_metadata_is_detected(packed: PackedSnapshot, field: str) -> None:
+    other = pack(memory_contents(*ITEMS[1:]), 8)
     with pytest.raises(ConsistencyError):
         unpack(replace(packed, **{field: getattr(other, field)}), "it")
 
 
-def damaged(whole: bytes) -> Iterator[bytes]:
+def damaged_copies(whole: bytes) -> Iterator[bytes]:
     """`whole` with every bit flipped, every byte replaced, and every truncation."""
     for index in range(len(whole)):
         for byte in {whole[index] ^ 1 << bit for bit in range(8)} | {0, 255, whole[index] ^ 255}:
@@ -86,10 +88,10 @@ def damaged(whole: bytes) -> Iterator[bytes]:
     yield whole + b"\x00"
 
 
-def test_every_flipped_byte_and_every_truncation_is_found(packed: Packed) -> None:
+def test_every_flipped_byte_and_every_truncation_is_detected(packed: PackedSnapshot) -> None:
     """Undetected damage must be harmless, such as an unused bit of a frame header."""
     found = harmless = 0
-    for bytes_ in damaged(to_bytes(packed)):
+    for bytes_ in damaged_copies(to_bytes(packed)):
         try:
             out, order = unpack(from_bytes(bytes_, "it"), "it"), from_bytes(bytes_, "it").order
         except ConsistencyError:
@@ -100,7 +102,7 @@ def test_every_flipped_byte_and_every_truncation_is_found(packed: Packed) -> Non
     assert found > 100 * harmless
 
 
-def said_of(packed: Packed) -> list[str]:
+def summarize(packed: PackedSnapshot) -> list[str]:
     """Keys reported as missing or changed; none if the snapshot is intact."""
     try:
         out = unpack(packed, "it")
@@ -109,15 +111,15 @@ def said_of(packed: Packed) -> list[str]:
     return [item.key for item in out.items if item not in ITEMS]
 
 
-def test_damage_in_a_chunk_names_its_keys(packed: Packed) -> None:
-    keys = chunk_keys(packed)
+def test_damage_in_a_chunk_names_its_keys(packed: PackedSnapshot) -> None:
+    keys = keys_per_chunk(packed)
     for index, chunk in enumerate(packed.chunks):
-        for bytes_ in damaged(chunk):
+        for bytes_ in damaged_copies(chunk):
             chunks = (*packed.chunks[:index], bytes_, *packed.chunks[index + 1 :])
-            assert said_of(replace(packed, chunks=chunks)) in ([], sorted(keys[index]))
+            assert summarize(replace(packed, chunks=chunks)) in ([], sorted(keys[index]))
 
 
-def peak_of(packed: Packed) -> int:
+def unpack_peak(packed: PackedSnapshot) -> int:
     """Peak memory in bytes while unpacking `packed`."""
     tracemalloc.start()
     try:
@@ -129,30 +131,34 @@ def peak_of(packed: Packed) -> int:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_chunk_that_expands_beyond_its_size_is_damage(packed: Packed, declared: bool) -> None:
+def test_a_chunk_that_expands_beyond_its_size_is_damaged(
+    packed: PackedSnapshot, declared: bool
+) -> None:
     compressor = zstandard.ZstdCompressor(write_content_size=declared)
     bomb = compressor.compress(msgpack.packb([["text", "string", bytes(200_000_000), None]]))
     assert len(bomb) < 50_000
-    assert peak_of(replace(packed, chunks=(bomb, *packed.chunks[1:]))) < 10_000_000
+    assert unpack_peak(replace(packed, chunks=(bomb, *packed.chunks[1:]))) < 10_000_000
 
 
-def test_many_chunks_that_expand_are_damage(packed: Packed) -> None:
+def test_many_expanding_chunks_are_damaged(packed: PackedSnapshot) -> None:
     sizes = [len(zstandard.decompress(chunk)) for chunk in packed.chunks]
     filling = zstandard.compress(msgpack.packb([["x", "string", bytes(max(sizes) - 30), None]]))
-    assert peak_of(replace(packed, chunks=(*packed.chunks, *[filling] * 100_000))) < 20_000_000
+    assert unpack_peak(replace(packed, chunks=(*packed.chunks, *[filling] * 100_000))) < 20_000_000
 
 
 @pytest.mark.parametrize("content", [b"", b"\xc1", b"junk", b"\x90", b"\x94\x01\x02\x03\x04"])
-def test_junk_is_no_snapshot(content: bytes) -> None:
+def test_garbage_is_not_a_snapshot(content: bytes) -> None:
     with pytest.raises(ConsistencyError, match="the copy"):
         unpack(from_bytes(content, "the copy"), "the copy")
 
 
-def test_another_format_is_named(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_format_is_named(
+    packed: PackedSnapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packing, "FORMAT", 2)
     with pytest.raises(ConsistencyError, match="has format 1, but this release reads 2"):
         unpack(packed, "it")
 
 
-def test_what_an_item_takes() -> None:
+def test_the_size_of_an_item_is_computed() -> None:
     assert [size_of(item) for item in ITEMS] == [9, 7, 8, 5, 22]

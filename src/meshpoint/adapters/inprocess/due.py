@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import heapq
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from itertools import repeat
 
-from meshpoint.adapters.inprocess.joins import continue_task
 from meshpoint.adapters.inprocess.outbox import count_due_sends
-from meshpoint.adapters.inprocess.rows import CallRow, Tables, TaskRow, next_keep_alive_at
-from meshpoint.model.checkpoint import (
-    SUSPECT_FROM,
-    AllArrived,
-    Due,
-    Expired,
+from meshpoint.adapters.inprocess.rows import Tables, TaskRow, next_keep_alive_at
+from meshpoint.adapters.inprocess.transitions import continue_task
+from meshpoint.model.ids import AgentName, RunId, TaskId, new_id
+from meshpoint.model.outcomes import Failed, FailureKind, peer_missing
+from meshpoint.model.tasks import (
+    SUSPECT_AFTER_RESCUES,
+    CancelNotice,
+    DueCounts,
     KeepAlive,
     Replica,
     Resumable,
     Run,
-    StillWaiting,
     TaskState,
 )
-from meshpoint.model.ids import AgentName, RunId, new_id
-from meshpoint.model.outcomes import FailureKind
+from meshpoint.model.transitions import ExpiryResult, JoinCompleted, Overdue, StillWaiting
 
 log = logging.getLogger("meshpoint.store")
 
@@ -36,64 +36,125 @@ def _skip_damaged(row: TaskRow) -> Iterator[None]:
     try:
         yield
     except Exception:
-        log.exception("task %s: a row of it is damaged", row.task_id)
+        log.exception("task %s: a row is damaged", row.task_id)
 
 
 class InProcessDueWork:
     """In-process implementation of `meshpoint.ports.task_store.DueWork`."""
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
+    _tables: Tables
 
-    async def due(self, replica: Replica, limit: int) -> Due:
+    async def due(self, replica: Replica, limit: int) -> DueCounts:
         """Count the due work of each kind, up to `limit`."""
-        now, own_rows = self._tables.clock.now(), [row for row in self._live() if row.agent == replica.agent]
+        now, own_rows = self._tables.clock.now(), self._live_rows(replica)
         readable = [row for row in own_rows if row.readable_by(replica)]
-        asleep = [row for row in own_rows if row.state in {TaskState.WAITING, TaskState.READY}]
         sending = [row for row in self._tables.sending.values() if row.agent == replica.agent]
-        return Due(
+        return DueCounts(
             ready=len(self._due_rows(TaskState.READY, limit, readable)),
             lapsed=len(self._due_rows(TaskState.RUNNING, limit, readable)),
             expired=len(self._due_rows(TaskState.WAITING, limit, own_rows)),
-            keep_alives=min(limit, sum(bool(row.keep_alive_at and row.keep_alive_at <= now) for row in asleep)),
+            keep_alives=min(limit, sum(_owes_keep_alive(row, now) for row in own_rows)),
             unsent=min(limit, sum(map(count_due_sends, sending, repeat(now)))),
+            overdue=min(limit, sum(_is_overdue(row, now) for row in own_rows)),
+            parked=int(any(row.state is TaskState.PARKED for row in own_rows)),
         )
 
-    async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
+    async def expire(self, replica: Replica, limit: int, slots: int) -> list[ExpiryResult]:
         """Close overdue calls and joins, and acquire the tasks whose join is now met."""
-        results: list[Expired] = []
-        for row in self._due_rows(
-            TaskState.WAITING, limit, [row for row in self._live() if row.agent == replica.agent]
-        ):
+        results: list[ExpiryResult] = []
+        for row in self._due_rows(TaskState.WAITING, limit, self._live_rows(replica)):
             with _skip_damaged(row):
                 expired = self._expire(row, replica, slots)
-                slots -= isinstance(expired.then, AllArrived)
+                slots -= isinstance(expired.join_result, JoinCompleted)
                 results.append(expired)
         return results
 
-    async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
+    async def acquire(
+        self, replica: Replica, limit: int, suspect_slots: int = 0
+    ) -> list[Resumable]:
         """Acquire ready tasks, oldest first."""
-        readable = [row for row in self._live() if row.readable_by(replica)]
+        readable = [row for row in self._live_rows(replica) if row.readable_by(replica)]
         due = self._due_rows(
-            TaskState.READY, limit, [row for row in readable if suspects or row.rescues < SUSPECT_FROM]
+            TaskState.READY,
+            limit,
+            [row for row in readable if suspect_slots or row.rescues < SUSPECT_AFTER_RESCUES],
         )
+        return self._acquire(due, replica, suspect_slots)
+
+    async def acquire_parked(
+        self, replica: Replica, limit: int, suspect_slots: int = 0
+    ) -> list[Resumable]:
+        """Acquire parked tasks that no replica with this version has tried, due ones first."""
+        untried = [
+            row
+            for row in self._live_rows(replica)
+            if row.state is TaskState.PARKED
+            and row.readable_by(replica)
+            and replica.version not in row.tried_versions
+            and (suspect_slots or row.rescues < SUSPECT_AFTER_RESCUES)
+        ]
+        untried.sort(key=lambda row: (row.due_at, row.task_id))
+        return self._acquire(untried[:limit], replica, suspect_slots)
+
+    async def acquire_overdue(self, replica: Replica, limit: int) -> list[Overdue]:
+        """Acquire tasks in any format that only need to be ended."""
+        now, found = self._tables.clock.now(), list[Overdue]()
+        for row in [row for row in self._live_rows(replica) if _is_overdue(row, now)][:limit]:
+            with _skip_damaged(row):
+                reason = row.parked_reason if row.state is TaskState.PARKED else None
+                task = self._tables.assign_owner(row, replica, RunId(new_id()))
+                past_deadline = _is_past_deadline(row, now)
+                found.append(Overdue(task.without_content(), past_deadline, reason))
+        return found
+
+    async def unread(self, replica: Replica, age: timedelta) -> dict[str, int]:
+        """Count ready tasks that were due `age` ago, by the formats `replica` cannot read."""
+        due_before = self._tables.clock.now() - age
+        return dict(
+            Counter(
+                row.state_format
+                for row in self._live_rows(replica)
+                if row.state is TaskState.READY
+                and row.due_at <= due_before
+                and not row.readable_by(replica)
+            )
+        )
+
+    async def unpark(self, task_ids: Sequence[TaskId]) -> list[bool]:
+        """Make parked tasks ready for any version. `False` for a task that is not parked."""
+        return [self._unpark(self._tables.live.get(task_id)) for task_id in task_ids]
+
+    def _unpark(self, row: TaskRow | None) -> bool:
+        if row is None or row.state is not TaskState.PARKED:
+            return False
+        row.state, row.due_at = TaskState.READY, self._tables.clock.now()
+        row.forget_parking()
+        self._tables.put(row)
+        return True
+
+    def _acquire(
+        self, due: Sequence[TaskRow], replica: Replica, suspect_slots: int
+    ) -> list[Resumable]:
         owned: list[Resumable] = []
         for row in due:
-            suspect = row.rescues >= SUSPECT_FROM
-            if not suspect or suspects > 0:
+            suspect = row.rescues >= SUSPECT_AFTER_RESCUES
+            if not suspect or suspect_slots > 0:
                 with _skip_damaged(row):
                     owned.append(self._tables.assign_owner(row, replica, RunId(new_id())))
-            suspects -= suspect
+            suspect_slots -= suspect
         return owned
 
-    async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
+    async def rescue(
+        self, replica: Replica, limit: int, suspect_slots: int = 0
+    ) -> list[Resumable]:
         """Rescue running tasks whose lease has expired."""
-        readable, owned = [row for row in self._live() if row.readable_by(replica)], list[Resumable]()
+        readable = [row for row in self._live_rows(replica) if row.readable_by(replica)]
+        owned: list[Resumable] = []
         for row in self._due_rows(TaskState.RUNNING, limit, readable):
             row.rescues += 1
             row.attempt += not replica.isolates
-            if row.rescues < SUSPECT_FROM or suspects > 0:
-                suspects -= row.rescues >= SUSPECT_FROM
+            if row.rescues < SUSPECT_AFTER_RESCUES or suspect_slots > 0:
+                suspect_slots -= row.rescues >= SUSPECT_AFTER_RESCUES
                 with _skip_damaged(row):
                     owned.append(self._tables.assign_owner(row, replica, RunId(new_id())))
             else:
@@ -102,10 +163,12 @@ class InProcessDueWork:
                 self._tables.put(row)
         return owned
 
-    async def owned(self, run: Run) -> Resumable | None:
+    async def find_owned(self, run: Run) -> Resumable | None:
         """The task owned by exactly this run, or `None` if the run lost it."""
         row = self._tables.live.get(run.task_id)
-        return row.to_resumable() if row is not None and row.state is TaskState.RUNNING and row.run == run else None
+        if row is None or row.state is not TaskState.RUNNING or row.run != run:
+            return None
+        return row.to_resumable()
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
         """Extend leases. Returns the runs that have lost theirs."""
@@ -119,16 +182,17 @@ class InProcessDueWork:
         return lost
 
     async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
-        """Keep-alives that waiting and ready tasks owe their requesters.
+        """Keep-alives that waiting, ready and parked tasks owe their requesters.
 
         Schedules the next ones.
         """
         now, keep_alives = self._tables.clock.now(), list[KeepAlive]()
-        for row in self._live():
-            asleep = row.agent == replica.agent and row.state in {TaskState.WAITING, TaskState.READY}
-            if len(keep_alives) < limit and asleep and row.keep_alive_at and row.keep_alive_at <= now:
+        for row in self._live_rows(replica):
+            if len(keep_alives) < limit and _owes_keep_alive(row, now):
                 with _skip_damaged(row):
-                    row.keep_alive_at = max(next_keep_alive_at(row.requester, now) or now, now + timedelta(seconds=1))
+                    row.keep_alive_at = max(
+                        next_keep_alive_at(row.requester, now) or now, now + timedelta(seconds=1)
+                    )
                     keep_alives.append(KeepAlive(row.agent, row.task_id, row.requester))
         return keep_alives
 
@@ -138,7 +202,7 @@ class InProcessDueWork:
         while tables.tombstones and tables.tombstones[0][0] <= now and deleted < limit:
             due_at, task_id = heapq.heappop(tables.tombstones)
             row = tables.tasks.get(task_id)
-            if row is None or not row.state.ended or row.due_at != due_at:
+            if row is None or not row.state.is_final or row.due_at != due_at:
                 continue
             if row.unsent or row.agent != agent:
                 skipped.append(row)
@@ -149,28 +213,52 @@ class InProcessDueWork:
             heapq.heappush(tables.tombstones, (row.due_at, row.task_id))
         return deleted
 
-    def _live(self) -> Iterable[TaskRow]:
-        return self._tables.live.values()
+    def _live_rows(self, replica: Replica) -> list[TaskRow]:
+        return [row for row in self._tables.live.values() if row.agent == replica.agent]
 
     def _due_rows(self, state: TaskState, limit: int, rows: Iterable[TaskRow]) -> list[TaskRow]:
         now = self._tables.clock.now()
-        due = [(row.wake_at, row.task_id, row) for row in rows if row.state is state and row.wake_at <= now]
+        due = [
+            (row.wake_at, row.task_id, row)
+            for row in rows
+            if row.state is state and row.wake_at <= now
+        ]
         return [row for _, _, row in heapq.nsmallest(limit, due)]
 
-    def _expire(self, row: TaskRow, replica: Replica, slots: int) -> Expired:
+    def _expire(self, row: TaskRow, replica: Replica, slots: int) -> ExpiryResult:
         now = self._tables.clock.now()
         join_expired = row.join_deadline is not None and row.join_deadline <= now
         late = [call for call in row.pending_calls if join_expired or call.due_at <= now]
+        message = "the join's deadline passed" if join_expired else "no answer in time"
+        notices: tuple[CancelNotice, ...] = ()
         for call in late:
-            self._time_out(call, now, "the join's deadline passed" if join_expired else "no answer in time")
-            row.completed += 1
+            failed = Failed(FailureKind.TIMEOUT, message)
+            if call.unroutable_since is not None and call.unsent:
+                failed = peer_missing(call.peer)
+            notices += self._tables.close_calls(row, [call], failed.kind, failed.message)
         timed_out = tuple(call.sub_task_id for call in late)
-        notices = tuple(row.to_cancel_notice(call) for call in late)
         if not row.is_join_met:
             self._tables.put(row)
-            return Expired(row.task_id, timed_out, StillWaiting(row.task_id, timed_out[-1]), notices)
-        then = continue_task(self._tables, row, late[-1], replica, run_id=RunId(new_id()), slots=slots)
-        return Expired(row.task_id, timed_out, then, notices)
+            return ExpiryResult(
+                row.task_id, timed_out, StillWaiting(row.task_id, timed_out[-1]), notices
+            )
+        then = continue_task(
+            self._tables, row, late[-1], replica, run_id=RunId(new_id()), slots=slots
+        )
+        return ExpiryResult(row.task_id, timed_out, then, notices)
 
-    def _time_out(self, call: CallRow, now: datetime, message: str) -> None:
-        call.close(FailureKind.TIMEOUT, message, now + self._tables.timings.dispatch_lease)
+
+def _is_overdue(row: TaskRow, now: datetime) -> bool:
+    """Whether a ready or parked task only needs to be ended."""
+    if row.state is TaskState.PARKED:
+        return row.due_at <= now
+    return row.state is TaskState.READY and _is_past_deadline(row, now)
+
+
+def _is_past_deadline(row: TaskRow, now: datetime) -> bool:
+    return row.requester.deadline is not None and row.requester.deadline <= now
+
+
+def _owes_keep_alive(row: TaskRow, now: datetime) -> bool:
+    asleep = row.state in {TaskState.WAITING, TaskState.READY, TaskState.PARKED}
+    return asleep and row.keep_alive_at is not None and row.keep_alive_at <= now

@@ -7,27 +7,18 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 
-from meshpoint.adapters.inprocess.rows import OperationRow, Tables, TaskRow, next_keep_alive_at, without_memory
-from meshpoint.model.calls import ALL
-from meshpoint.model.checkpoint import (
-    SUSPECT_FROM,
-    BeginResult,
-    Begun,
-    CancelFound,
-    Fenced,
-    L1Snapshot,
-    Requester,
-    Run,
-    Save,
-    SaveResult,
-    TaskState,
-    Track,
+from meshpoint.adapters.inprocess.rows import (
+    OperationRow,
+    Tables,
+    TaskRow,
+    without_memory,
 )
+from meshpoint.model.calls import ALL
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.operations import (
-    ASKED_BY_ANOTHER,
-    ASKED_FOR_OTHERWISE,
-    NOBODY,
+    DIFFERENT_INPUT,
+    DIFFERENT_REQUESTER,
+    NO_REQUESTER,
     Adopted,
     NotRevived,
     OperationStatus,
@@ -37,17 +28,35 @@ from meshpoint.model.operations import (
     Revived,
     ReviveResult,
 )
-from meshpoint.model.requesters import same_input
-from meshpoint.model.subtasks import AgentCheckpoint, Saved, last_of_each
-
-_PENDING_STATES = {TaskState.READY, TaskState.PARKED}
+from meshpoint.model.subtasks import (
+    AgentCheckpoint,
+    Operation,
+    SaveCommitted,
+    is_counted,
+    latest_by_id,
+)
+from meshpoint.model.tasks import (
+    SUSPECT_AFTER_RESCUES,
+    L1Snapshot,
+    Requester,
+    Run,
+    TaskState,
+    same_input,
+)
+from meshpoint.model.transitions import (
+    BeginCommitted,
+    BeginResult,
+    CancelFound,
+    Fenced,
+    Save,
+    SaveResult,
+)
 
 
 class InProcessOperations:
-    """In-process implementation of `meshpoint.ports.operations.Operations`."""
+    """In-process implementation of `meshpoint.ports.task_store.Operations`."""
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
+    _tables: Tables
 
     async def copy_key(self) -> bytes:
         """The key that authenticates cached copies.
@@ -56,17 +65,17 @@ class InProcessOperations:
         """
         return self._tables.copy_key
 
-    async def track(self, command: Track) -> BeginResult:
+    async def track(self, run: Run, operation: Operation) -> BeginResult:
         """Turn a running task into an operation."""
-        row = self._owned_row(command.run)
+        row = self._owned_row(run)
         if row is None:
             return Fenced()
         if row.operation is None:
             if row.cancel_requested:
-                return CancelFound(command.run)
-            row.operation = OperationRow(command.operation, self._tables.clock.now(), command.operation.preserve)
+                return CancelFound(run)
+            row.operation = OperationRow(operation, self._tables.clock.now(), operation.preserve)
             self._tables.put(row)
-        return Begun(command.run)
+        return BeginCommitted(run)
 
     async def save(self, command: Save) -> SaveResult:
         """Write a checkpoint within a segment. Repeating it changes nothing."""
@@ -77,22 +86,32 @@ class InProcessOperations:
             if row.cancel_requested:
                 return CancelFound(command.run)
             row.attempt = 1 if command.progressed else row.attempt
-            row.rescues = min(row.rescues, SUSPECT_FROM) if command.progressed else row.rescues
-            save_checkpoint(self._tables, row.operation, command.checkpoint, command.checkpoint.seq)
+            row.rescues = (
+                min(row.rescues, SUSPECT_AFTER_RESCUES) if command.progressed else row.rescues
+            )
+            save_checkpoint(
+                self._tables, row.operation, command.checkpoint, command.checkpoint.seq
+            )
             self._tables.put(row)
-        return Saved()
+        return SaveCommitted()
 
     def _owned_row(self, run: Run) -> TaskRow | None:
         row = self._tables.live.get(run.task_id)
         owned = row is not None and row.state is TaskState.RUNNING and row.fence == run.fence
         return row if owned else None
 
-    async def latest(self, task_id: TaskId, agent: AgentName | None = None) -> AgentCheckpoint | None:
+    async def latest(
+        self, task_id: TaskId, agent: AgentName | None = None
+    ) -> AgentCheckpoint | None:
         """The operation's last checkpoint, without its working memory, or `None`."""
         found = self._checkpoints(task_id)[-1:]
-        return next((_copy_checkpoint(each) for each in found if agent in {None, each.agent}), None)
+        return next(
+            (_copy_checkpoint(each) for each in found if agent in {None, each.agent}), None
+        )
 
-    async def l1_snapshot(self, task_id: TaskId, agent: AgentName | None = None) -> L1Snapshot | None:
+    async def l1_snapshot(
+        self, task_id: TaskId, agent: AgentName | None = None
+    ) -> L1Snapshot | None:
         """The latest working-memory snapshot stored with a checkpoint of the operation."""
         for each in reversed(self._checkpoints(task_id)):
             if each.l1_snapshot is not None and agent in {None, each.agent}:
@@ -102,7 +121,8 @@ class InProcessOperations:
     async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
         """The operation's checkpoints, oldest first, from the archive once it is completed."""
         return [
-            _copy_checkpoint(each) for each in self._checkpoints(task_id) or self._tables.archive.get(task_id, [])
+            _copy_checkpoint(each)
+            for each in self._checkpoints(task_id) or self._tables.archive.get(task_id, [])
         ]
 
     def _checkpoints(self, task_id: TaskId) -> list[AgentCheckpoint]:
@@ -116,12 +136,14 @@ class InProcessOperations:
             return NotRevived(Refusal.NOT_FOUND)
         if (refusal := _requester_refusal(command, row)) is not None:
             return refusal
-        if row.run_id == command.token or (command.order is not None and command.order == row.resume_token):
-            return Revived(row.task_id, row.agent, row.retry_count, again=True)
-        if command.adopt and not row.state.ended:
-            row.requester, row.resume_token = command.requester, command.order or row.resume_token
+        if row.run_id == command.token or (
+            command.order is not None and command.order == row.resume_token
+        ):
+            return Revived(row.task_id, row.agent, row.retry_count, repeated=True)
+        if command.adopt and not row.state.is_final:
+            row.adopt(command.requester, tables.clock.now(), tables.timings.parked_limit)
+            row.resume_token = command.order or row.resume_token
             row.digest = row.digest or command.digest
-            row.keep_alive_at = next_keep_alive_at(row.requester, tables.clock.now())
             return Adopted()
         refusal = _refusal(command, row) or _other_active(row, tables.live.values())
         if refusal is not None:
@@ -137,8 +159,8 @@ class InProcessOperations:
         if row is None or row.operation is None:
             return False
         row.operation.preserve = preserve
-        if row.state.ended:
-            row.due_at = self._tables.expiry(row)
+        if row.ended_at is not None:
+            row.due_at = self._tables.expiry(row, row.ended_at)
             heapq.heappush(self._tables.tombstones, (row.due_at, task_id))
         return True
 
@@ -148,7 +170,11 @@ class InProcessOperations:
         return None if row is None or row.operation is None else _summary(row, row.operation)
 
     async def operations(
-        self, *, agent: AgentName | None = None, statuses: Sequence[OperationStatus] = (), limit: int = 100
+        self,
+        *,
+        agent: AgentName | None = None,
+        statuses: Sequence[OperationStatus] = (),
+        limit: int = 100,
     ) -> list[OperationSummary]:
         """Summaries of operations, newest first."""
         found = [
@@ -161,7 +187,11 @@ class InProcessOperations:
 
 
 def close_operation(
-    tables: Tables, row: TaskRow, state: TaskState, reason: str | None, checkpoint: AgentCheckpoint | None = None
+    tables: Tables,
+    row: TaskRow,
+    state: TaskState,
+    reason: str | None,
+    checkpoint: AgentCheckpoint | None = None,
 ) -> None:
     """Delete, archive or extend the checkpoints of an operation that ends as `state`.
 
@@ -181,16 +211,25 @@ def close_operation(
     elif operation.checkpoints:
         why = {"failure_reason": reason, "error_details": None, "retry_count": row.retry_count}
         last = without_memory(operation.checkpoints[-1])
-        save_checkpoint(tables, operation, last.model_copy(update=why), operation.seq + 1)
+        records = [
+            each.without_usage() if is_counted(each, row.retry_count, row.generation) else each
+            for each in last.subtasks
+        ]
+        copied = last.model_copy(update={**why, "subtasks": tuple(records)})
+        save_checkpoint(tables, operation, copied, operation.seq + 1)
 
 
 def _copy_checkpoint(checkpoint: AgentCheckpoint) -> AgentCheckpoint:
     return deepcopy(without_memory(checkpoint))
 
 
-def save_checkpoint(tables: Tables, operation: OperationRow, checkpoint: AgentCheckpoint, seq: int) -> None:
+def save_checkpoint(
+    tables: Tables, operation: OperationRow, checkpoint: AgentCheckpoint, seq: int
+) -> None:
     """Append a checkpoint with the number `seq`."""
-    operation.save_checkpoint(checkpoint, seq, tables.clock.now(), tables.timings.checkpoint_history)
+    operation.save_checkpoint(
+        checkpoint, seq, tables.clock.now(), tables.timings.checkpoint_history
+    )
 
 
 def _requester_refusal(command: Revive, row: TaskRow) -> NotRevived | None:
@@ -198,16 +237,16 @@ def _requester_refusal(command: Revive, row: TaskRow) -> NotRevived | None:
     if command.order is None:
         return None
     if not row.is_early_cancel and row.requester.app_id not in {None, command.requester.app_id}:
-        return NotRevived(Refusal.NOT_FOUND, ASKED_BY_ANOTHER)
+        return NotRevived(Refusal.NOT_FOUND, DIFFERENT_REQUESTER)
     if not same_input(row.digest, command.digest):
-        return NotRevived(Refusal.NOT_FOUND, ASKED_FOR_OTHERWISE)
+        return NotRevived(Refusal.NOT_FOUND, DIFFERENT_INPUT)
     if row.resume_token is not None and command.order < row.resume_token:
         return NotRevived(Refusal.RUNNING, "asked again since")
     return None
 
 
 def _refusal(command: Revive, row: TaskRow) -> NotRevived | None:
-    if not (row.state.ended or command.abandoned):
+    if not (row.state.is_final or command.abandoned):
         return NotRevived(Refusal.RUNNING, _describe_state(row))
     if row.state is TaskState.COMPLETED:
         return NotRevived(Refusal.COMPLETED)
@@ -233,50 +272,73 @@ def _other_active(row: TaskRow, live: Iterable[TaskRow]) -> NotRevived | None:
 
 
 def _restart(row: TaskRow, command: Revive) -> None:
-    row.state, row.generation, row.fence, row.attempt, row.owner = TaskState.READY, 0, row.fence + 1, 0, None
+    row.state, row.generation, row.fence, row.attempt, row.owner = (
+        TaskState.READY,
+        0,
+        row.fence + 1,
+        0,
+        None,
+    )
     row.rescues = 0
     row.run_id, row.resume_token = RunId(command.token), command.order or row.resume_token
     row.retry_count += 1
     row.requester = _requester(command, row)
     if command.request is not None:
         row.request, row.digest = command.request, command.digest
-    row.context, row.body, row.state_format = "{}", b"", ""
-    row.cancel_requested, row.incompatible_since, row.keep_alive_at, row.dead_reason = False, None, None, None
+    # An ended operation kept the tokens of its attempts.
+    row.context, row.body = row.context if row.ended_at is not None else "{}", b""
+    row.cancel_requested = False
+    row.forget_parking()
+    row.keep_alive_at = None
+    row.dead_reason = None
     row.join, row.join_deadline, row.expected, row.completed, row.succeeded = ALL, None, 0, 0, 0
     row.detach_cancels()
     row.reply, row.reply_sent, row.ended_at, row.send_at, row.sends = b"", False, None, None, 1
 
 
 def _requester(command: Revive, row: TaskRow) -> Requester:
-    if command.requester != NOBODY:
+    if command.requester != NO_REQUESTER:
         return command.requester
     waits = row.requester.reply_to is not None and not row.reply_sent
     # No reply is due, but the task still belongs to its requester.
-    return replace(row.requester, deadline=None) if waits else Requester(app_id=row.requester.app_id)
+    return (
+        replace(row.requester, deadline=None) if waits else Requester(app_id=row.requester.app_id)
+    )
+
+
+def _reason(row: TaskRow, last: AgentCheckpoint | None) -> str | None:
+    """Why an operation failed, was cancelled or is parked."""
+    if row.state is TaskState.PARKED:
+        return row.parked_reason
+    if row.state.is_final and last is None:
+        return row.dead_reason
+    return last.failure_reason if row.state.is_final and last is not None else None
 
 
 def _summary(row: TaskRow, operation: OperationRow) -> OperationSummary:
     running, last = row.state is TaskState.RUNNING, next(reversed(operation.checkpoints), None)
-    done = row.state is TaskState.COMPLETED and last is None
+    completed = row.state is TaskState.COMPLETED
     progress = None if last is None else last.progress
     updated_at = None if last is None else last.checkpoint_time
     return OperationSummary(
         id=row.task_id,
         agent=row.agent,
         type=operation.operation.type,
-        status=OperationStatus.PENDING if row.state in _PENDING_STATES else OperationStatus(row.state.value),
+        status=OperationStatus.PENDING
+        if row.state is TaskState.READY
+        else OperationStatus(row.state.value),
         phase=None if progress is None else progress.current,
         subject=operation.operation.subject,
         parameters=deepcopy(operation.operation.parameters),
-        children=last_of_each(operation.children),
-        progress_pct=100.0 if done else 0.0 if progress is None else progress.percent,
+        children=latest_by_id(operation.children),
+        progress_pct=100.0 if completed else 0.0 if last is None else last.progress_pct,
         retry_count=row.retry_count,
         owner=row.owner if running else None,
         lease_until=row.due_at if running else None,
         created_at=operation.created_at,
         updated_at=updated_at or row.ended_at or operation.created_at,
         ended_at=row.ended_at,
-        failure_reason=(row.dead_reason if last is None else last.failure_reason) if row.state.ended else None,
+        failure_reason=_reason(row, last),
         exclusive=operation.operation.exclusive,
         preserve=operation.preserve,
         checkpoint=None if last is None else last.seq,

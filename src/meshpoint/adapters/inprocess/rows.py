@@ -5,17 +5,20 @@ from __future__ import annotations
 import heapq
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from meshpoint.model.calls import ALL, Join
-from meshpoint.model.checkpoint import (
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.options import StoreTimings
+from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
+from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation
+from meshpoint.model.tasks import (
     CallState,
     CancelNotice,
-    Checkpoint,
+    CheckpointDict,
     Dispatch,
-    KeepReply,
-    Known,
     Replica,
     Reply,
     Requester,
@@ -23,25 +26,32 @@ from meshpoint.model.checkpoint import (
     Run,
     TaskState,
 )
-from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
-from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
-from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation
+from meshpoint.model.transitions import ExistingTask, StoreReply
 from meshpoint.ports.clock import Clock
-from meshpoint.ports.task_store import StoreTimings
 
-FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
-
-MAX_BACKOFF = 64
+_FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
+_MAX_BACKOFF = 64
 """Maximum back-off in dispatch leases. A send is repeated after 1, 2, 4, … leases."""
-
-
-KEEP_ALIVES_PER_TIMEOUT = 3
+_KEEP_ALIVES_PER_TIMEOUT = 3
+_MAX_STALE_ENTRIES = 1_000
+"""Outdated entries tolerated in the tombstone heap before it is rebuilt."""
+_MAX_TRIED_VERSIONS = 20
+_PARKED_RETRY = timedelta(minutes=1)
+"""Retry delay for a parked task that was due to end but could not be read."""
+_MAX_RESUMABLE = 100
+"""Limit on failed operations, and on archived ones, that a process keeps with checkpoints."""
 
 
 def next_keep_alive_at(requester: Requester, now: datetime) -> datetime | None:
     """When the task sends its next keep-alive, or `None` if `requester` has no idle timeout."""
     idle = requester.idle_timeout
-    return None if idle is None else now + idle / KEEP_ALIVES_PER_TIMEOUT
+    return None if idle is None else now + idle / _KEEP_ALIVES_PER_TIMEOUT
+
+
+def postpone(send: CallRow | TaskRow, now: datetime, lease: timedelta) -> None:
+    """Lease the next send of a call or a reply to the caller, for twice as long each time."""
+    send.send_at = now + lease * min(2**send.sends, _MAX_BACKOFF)
+    send.sends += 1
 
 
 @dataclass(slots=True)
@@ -67,22 +77,13 @@ class CallRow:
     outcome: bytes | None = None
     claim_id: RunId | None = None
     dispatched_at: datetime | None = None
+    unroutable_since: datetime | None = None
 
     @property
     def unsent(self) -> bool:
         """Whether the request or the cancel still has to be sent."""
         undispatched = self.state is CallState.PENDING and self.dispatched_at is None
         return undispatched or self.state is CallState.CANCELLING
-
-    def postpone(self, now: datetime, lease: timedelta) -> None:
-        """Lease the next send to the caller, for twice as long each time."""
-        self.send_at = now + lease * min(2**self.sends, MAX_BACKOFF)
-        self.sends += 1
-
-    def close(self, kind: FailureKind, message: str, send_at: datetime) -> None:
-        """Fail the call. Its peer still has to be sent a cancel."""
-        self.outcome = encode_outcome(Failed(kind, message))
-        self.state, self.send_at, self.sends = CallState.CANCELLING, send_at, 1
 
 
 @dataclass(slots=True)
@@ -99,18 +100,29 @@ class OperationRow:
     children: list[Child] = field(default_factory=list)
     checkpoints: list[AgentCheckpoint] = field(default_factory=list)
 
-    def save_checkpoint(self, checkpoint: AgentCheckpoint, seq: int, now: datetime, history: int) -> None:
+    def save_checkpoint(
+        self, checkpoint: AgentCheckpoint, seq: int, now: datetime, history: int
+    ) -> None:
         """Append a checkpoint and delete the oldest beyond `history`.
 
-        Only the latest working memory is kept. A checkpoint that holds it is not deleted.
+        Only the latest working memory is kept. The checkpoint that holds it and the final
+        checkpoint of each attempt are not deleted.
         """
         stored = checkpoint.model_copy(update={"seq": seq, "checkpoint_time": now}, deep=True)
         if stored.l1_snapshot is not None:
             self.checkpoints = [without_memory(each) for each in self.checkpoints]
         everything = [*self.checkpoints, stored]
-        too_old = max(len(everything) - history, 0)
-        with_memory = [each for each in everything[:too_old] if each.l1_snapshot is not None]
-        self.checkpoints, self.seq = with_memory + everything[too_old:], seq
+        last_seqs = {each.retry_count: each.seq for each in everything}.values()
+        self.checkpoints, self.seq = (
+            [
+                each
+                for each in everything
+                if each.seq > seq - history
+                or each.l1_snapshot is not None
+                or each.seq in last_seqs
+            ],
+            seq,
+        )
 
 
 def without_memory(checkpoint: AgentCheckpoint) -> AgentCheckpoint:
@@ -142,10 +154,14 @@ class TaskRow:
     context: str = "{}"
     body: bytes = b""
     state_format: str = ""
+    log: list[tuple[RunId, bytes]] = field(default_factory=list)
+    log_seq: int = 0
     request: bytes | None = None
     digest: str | None = None
     cancel_requested: bool = False
-    incompatible_since: datetime | None = None
+    parked_since: datetime | None = None
+    parked_reason: str | None = None
+    tried_versions: tuple[str, ...] = ()
     keep_alive_at: datetime | None = None
     # Join
     join: Join = ALL
@@ -172,7 +188,11 @@ class TaskRow:
 
         Its requester is the canceller.
         """
-        return self.state is TaskState.CANCELLED and self.fence == 0 and self.requester.reply_to is None
+        return (
+            self.state is TaskState.CANCELLED
+            and self.fence == 0
+            and self.requester.reply_to is None
+        )
 
     @property
     def current_calls(self) -> list[CallRow]:
@@ -190,12 +210,17 @@ class TaskRow:
         if self.state is not TaskState.WAITING:
             return self.due_at
         deadlines = [call.due_at for call in self.pending_calls]
-        return min([*deadlines, self.join_deadline] if self.join_deadline else deadlines, default=self.due_at)
+        return min(
+            [*deadlines, self.join_deadline] if self.join_deadline else deadlines,
+            default=self.due_at,
+        )
 
     @property
     def unsent(self) -> bool:
         """Whether a request, a cancel or the reply still has to be sent."""
-        return (self.state.ended and not self.reply_sent) or any(call.unsent for call in self.calls.values())
+        return (self.state.is_final and not self.reply_sent) or any(
+            call.unsent for call in self.calls.values()
+        )
 
     @property
     def run(self) -> Run:
@@ -204,7 +229,32 @@ class TaskRow:
 
     def readable_by(self, replica: Replica) -> bool:
         """Whether `replica` may run the task. Before its first pause, it has no state to read."""
-        return self.agent == replica.agent and (self.generation == 0 or self.state_format in replica.formats)
+        return self.agent == replica.agent and (
+            self.generation == 0 or self.state_format in replica.formats
+        )
+
+    def park(self, reason: str, version: str, now: datetime, limit: timedelta) -> None:
+        """Park the task, because `version` of its agent's code cannot continue it."""
+        self.state, self.parked_reason = TaskState.PARKED, reason
+        self.parked_since = self.parked_since or now
+        tried = [each for each in self.tried_versions if each != version]
+        self.tried_versions = (*tried, version)[-_MAX_TRIED_VERSIONS:]
+        due_at = self._parked_until(self.parked_since, limit)
+        self.due_at = due_at if due_at > now else now + _PARKED_RETRY
+
+    def _parked_until(self, since: datetime, limit: timedelta) -> datetime:
+        deadline = self.requester.deadline
+        return since + limit if deadline is None else min(since + limit, deadline)
+
+    def adopt(self, requester: Requester, now: datetime, parked_limit: timedelta) -> None:
+        """Let the task continue for `requester`, whose deadline also limits its parking."""
+        self.requester, self.keep_alive_at = requester, next_keep_alive_at(requester, now)
+        if self.state is TaskState.PARKED and self.parked_since is not None:
+            self.due_at = self._parked_until(self.parked_since, parked_limit)
+
+    def forget_parking(self) -> None:
+        """Forget which versions of the agent's code could not continue the task."""
+        self.parked_since, self.parked_reason, self.tried_versions = None, None, ()
 
     def record_outcome(self, call: CallRow, outcome: Outcome, claim_id: RunId | None) -> None:
         """Record the outcome of `call` and count it on the join."""
@@ -215,20 +265,25 @@ class TaskRow:
     @property
     def is_join_met(self) -> bool:
         """Whether the outcomes recorded so far meet the join."""
-        return self.join.met(total=self.expected, completed=self.completed, succeeded=self.succeeded)
+        return self.join.met(
+            total=self.expected, completed=self.completed, succeeded=self.succeeded
+        )
 
     def delete_done_calls(self) -> None:
         """Delete all calls except cancels that are still unsent."""
-        self.calls = {key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING}
+        self.calls = {
+            key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING
+        }
 
     def detach_cancels(self) -> None:
         """Delete all calls except unsent cancels, and detach those from their generation."""
-        self.calls = {key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING}
+        self.delete_done_calls()
         for call in self.calls.values():
             call.generation = -1
 
-    def to_dispatch(self, call: CallRow) -> Dispatch:
-        """The request of `call`, ready to send."""
+    def to_dispatch(self, call: CallRow, now: datetime | None = None) -> Dispatch:
+        """The request of `call`, ready to send. `now` adds how long it has been unroutable."""
+        since = call.unroutable_since
         return Dispatch(
             self.agent,
             self.task_id,
@@ -239,36 +294,40 @@ class TaskRow:
             dict(call.headers),
             call.deadline,
             call.sends,
+            unroutable_for=None if now is None or since is None else now - since,
         )
 
     def to_cancel_notice(self, call: CallRow) -> CancelNotice:
         """The cancel of `call`, ready to send."""
         return CancelNotice(self.agent, self.task_id, call.sub_task_id, call.peer)
 
-    def to_existing_task(self, reply: Reply | None) -> Known:
+    def to_existing_task(self, reply: Reply | None) -> ExistingTask:
         """The task as a duplicate of its request sees it."""
-        requester = self.requester.app_id
-        return Known(
+        return ExistingTask(
             self.task_id,
             self.agent,
             self.state,
             reply,
-            requester=requester,
+            requester=self.requester.app_id,
             digest=self.digest,
-            early=self.is_early_cancel,
+            is_early_cancel=self.is_early_cancel,
         )
 
     def to_reply(self, now: datetime) -> Reply:
         """The reply of an ended task, with its age at `now`."""
         age = now - self.ended_at if self.ended_at else timedelta()
-        return Reply(self.agent, self.task_id, self.state, self.reply, self.requester, age, fence=self.fence)
+        return Reply(
+            self.agent, self.task_id, self.state, self.reply, self.requester, age, fence=self.fence
+        )
 
     def to_resumable(self) -> Resumable:
         """The task as its new owner needs it."""
         outcomes = tuple(
-            (c.call_id, c.peer, decode_outcome(c.outcome)) for c in self.current_calls if c.outcome is not None
+            (c.call_id, c.peer, decode_outcome(c.outcome))
+            for c in self.current_calls
+            if c.outcome is not None
         )
-        context: Checkpoint = json.loads(self.context)
+        context: CheckpointDict = json.loads(self.context)
         return Resumable(
             self.run,
             self.requester,
@@ -283,16 +342,10 @@ class TaskRow:
             retry_count=self.retry_count,
             digest=self.digest,
             rescues=self.rescues,
-            death=self.dead_reason,
+            crash_reason=self.dead_reason,
+            log=tuple(entry for _, entry in self.log),
+            log_seq=self.log_seq,
         )
-
-
-_MAX_STALE_ENTRIES = 1_000
-"""Outdated entries tolerated in the tombstone heap before it is rebuilt."""
-
-
-_MAX_RESUMABLE = 100
-"""Limit on failed operations, and on archived ones, that a process keeps with checkpoints."""
 
 
 class Tables:
@@ -311,7 +364,7 @@ class Tables:
         self.clock, self.timings, self._max_ended = clock, timings, max_ended
         self.early_cancels: dict[TaskId, TaskRow] = {}
         self.resumable: dict[TaskId, TaskRow] = {}
-        self.recently_ended: dict[TaskId, Known] = {}
+        self.recently_ended: dict[TaskId, ExistingTask] = {}
         self.tasks: dict[TaskId, TaskRow] = {}
         self.live: dict[TaskId, TaskRow] = {}
         self.sending: dict[TaskId, TaskRow] = {}
@@ -323,18 +376,24 @@ class Tables:
         """Write `row` and update the indexes. Every change of a row ends here."""
         self.tasks[row.task_id] = row
         for index, belongs in (
-            (self.live, not row.state.ended),
+            (self.live, not row.state.is_final),
             (self.sending, row.unsent),
             (self.early_cancels, row.is_early_cancel),
-            (self.resumable, row.state.ended and _is_resumable(row)),
+            (self.resumable, row.state.is_final and _is_resumable(row)),
         ):
             if belongs:
                 index[row.task_id] = row
             else:
                 index.pop(row.task_id, None)
         if self._max_ended is not None:
-            self._forget_oldest(self.early_cancels, self._max_ended)
-            self._forget_oldest(self.resumable, _MAX_RESUMABLE)
+            for index, limit in (
+                (self.early_cancels, self._max_ended),
+                (self.resumable, _MAX_RESUMABLE),
+            ):
+                if len(index) > limit and (
+                    oldest := next((each for each in index.values() if not each.unsent), None)
+                ):
+                    self._forget(oldest, self._max_ended)
 
     def remove(self, row: TaskRow) -> None:
         """Delete `row` and its index entries."""
@@ -354,29 +413,28 @@ class Tables:
         """Forget an ended task with nothing left to send or to resume, if `max_ended` is set."""
         if (
             self._max_ended is not None
-            and row.state.ended
+            and row.state.is_final
             and not (row.unsent or row.is_early_cancel or _is_resumable(row))
         ):
-            self._forget(row)
+            self._forget(row, self._max_ended)
 
-    def _forget_oldest(self, index: dict[TaskId, TaskRow], limit: int) -> None:
-        if len(index) > limit and (oldest := next((row for row in index.values() if not row.unsent), None)):
-            self._forget(oldest)
-
-    def _forget(self, row: TaskRow) -> None:
-        assert self._max_ended is not None
+    def _forget(self, row: TaskRow, max_ended: int) -> None:
         self.remove(row)
         if not row.is_early_cancel:
             self.recently_ended[row.task_id] = row.to_existing_task(None)
-        if len(self.recently_ended) > self._max_ended:
+        if len(self.recently_ended) > max_ended:
             del self.recently_ended[next(iter(self.recently_ended))]
 
-    def find_existing(self, task_id: TaskId) -> Known | None:
-        """What is known of a task, including recently forgotten ones, or `None`."""
-        row = self.tasks.get(task_id)
-        if row is None:
-            return self.recently_ended.get(task_id)
-        return row.to_existing_task(row.to_reply(self.clock.now()) if row.state.ended else None)
+    def close_calls(
+        self, row: TaskRow, calls: Sequence[CallRow], kind: FailureKind, message: str
+    ) -> tuple[CancelNotice, ...]:
+        """Fail `calls` of `row`. Returns the cancels that still have to be sent to their peers."""
+        send_at = self.clock.now() + self.timings.dispatch_lease
+        for call in calls:
+            call.outcome = encode_outcome(Failed(kind, message))
+            call.state, call.send_at, call.sends = CallState.CANCELLING, send_at, 1
+            row.completed += 1
+        return tuple(row.to_cancel_notice(call) for call in calls)
 
     def assign_owner(self, row: TaskRow, replica: Replica, run_id: RunId) -> Resumable:
         """Make `replica` the owner of `row`. The previous owner is fenced from now on."""
@@ -388,7 +446,12 @@ class Tables:
         return row.to_resumable()
 
     def write_tombstone(
-        self, row: TaskRow, state: TaskState, run_id: RunId, reply: bytes, dead_reason: str | None = None
+        self,
+        row: TaskRow,
+        state: TaskState,
+        run_id: RunId,
+        reply: bytes,
+        dead_reason: str | None = None,
     ) -> None:
         """End the task. Only its reply and unsent cancels remain until it expires.
 
@@ -396,41 +459,55 @@ class Tables:
         """
         now = self.clock.now()
         row.state, row.run_id, row.reply, row.ended_at, row.owner = state, run_id, reply, now, None
-        row.due_at = self.expiry(row)
-        row.reply_sent, row.send_at = row.requester.reply_to is None, now + self.timings.dispatch_lease
-        row.context, row.body, row.dead_reason = "{}", b"", dead_reason
+        row.due_at = self.expiry(row, now)
+        row.reply_sent = row.requester.reply_to is None
+        row.send_at = now + self.timings.dispatch_lease
+        usage = json.loads(row.context).get("token_usage") if _is_resumable(row) else None
+        row.context = "{}" if usage is None else json.dumps({"token_usage": usage})
+        row.body, row.dead_reason = b"", dead_reason
         row.request = row.request if dead_reason or _is_resumable(row) else None
+        if not _is_resumable(row):
+            row.log = []
         row.completed = row.succeeded = row.expected = 0
         row.delete_done_calls()
         heapq.heappush(self.tombstones, (row.due_at, row.task_id))
         self.put(row)
 
-    def store_reply(self, command: KeepReply) -> None:
+    def store_reply(self, command: StoreReply) -> None:
         """Insert a tombstone with a reply to send, for a task without a row."""
         now, reply = self.clock.now(), command.reply
-        row = TaskRow(reply.task_id, reply.agent, command.run_id, reply.requester, reply.state, now, now)
+        row = TaskRow(
+            reply.task_id, reply.agent, command.run_id, reply.requester, reply.state, now, now
+        )
         row.fence, row.reply, row.ended_at, row.digest = 0, reply.body, now, command.digest
         row.send_at = now + self.timings.dispatch_lease
-        row.due_at = self.expiry(row) if command.keep is None else now + command.keep
+        row.due_at = (
+            self.expiry(row, now) if command.retention is None else now + command.retention
+        )
         heapq.heappush(self.tombstones, (row.due_at, row.task_id))
         self.put(row)
 
     def make_reply_due(self, row: TaskRow, requester: Requester) -> None:
         """Send the reply of an ended task again, now to `requester`."""
         previous = row.requester
-        row.requester = replace(requester, deadline=previous.deadline, idle_timeout=previous.idle_timeout)
-        row.reply_sent, row.sends, row.send_at = False, 1, self.clock.now() + self.timings.dispatch_lease
+        row.requester = replace(
+            requester, deadline=previous.deadline, idle_timeout=previous.idle_timeout
+        )
+        row.reply_sent = False
+        row.sends = 1
+        row.send_at = self.clock.now() + self.timings.dispatch_lease
         self.put(row)
 
-    def expiry(self, row: TaskRow) -> datetime:
+    def expiry(self, row: TaskRow, ended_at: datetime) -> datetime:
         """When an ended task may be deleted."""
-        assert row.ended_at is not None
+        if row.operation is not None and row.operation.preserve:
+            return _FAR_FUTURE
         # Until the deadline, a duplicate of the request may still arrive and must find the
         # tombstone.
-        tombstone = max(row.ended_at, row.requester.deadline or row.ended_at) + self.timings.tombstone_ttl
-        if row.operation is not None and row.operation.preserve:
-            return FAR_FUTURE
-        return max(tombstone, row.ended_at + self.timings.checkpoint_ttl) if _is_resumable(row) else tombstone
+        tombstone = max(ended_at, row.requester.deadline or ended_at) + self.timings.tombstone_ttl
+        if not _is_resumable(row):
+            return tombstone
+        return max(tombstone, ended_at + self.timings.checkpoint_ttl)
 
 
 def _is_resumable(row: TaskRow) -> bool:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from meshpoint.adapters.inprocess.catalog import InProcessCatalog
 from meshpoint.adapters.inprocess.due import InProcessDueWork
 from meshpoint.adapters.inprocess.operations import InProcessOperations
-from meshpoint.adapters.inprocess.outbox import InProcessCatalog, InProcessOutbox
+from meshpoint.adapters.inprocess.outbox import InProcessOutbox
 from meshpoint.adapters.inprocess.rows import Tables
 from meshpoint.adapters.inprocess.transitions import InProcessTransitions
+from meshpoint.model.options import StoreTimings
 from meshpoint.ports.clock import Clock
-from meshpoint.ports.task_store import StoreTimings
 
 
-class InProcessStore(InProcessTransitions, InProcessDueWork, InProcessOutbox, InProcessCatalog, InProcessOperations):
+class InProcessStore(
+    InProcessTransitions,
+    InProcessDueWork,
+    InProcessOutbox,
+    InProcessCatalog,
+    InProcessOperations,
+):
     """A `meshpoint.ports.task_store.CheckpointStore` whose tasks are lost with the process.
 
     No method awaits anything, so each is atomic on the event loop: even cancelling the caller
@@ -24,8 +31,10 @@ class InProcessStore(InProcessTransitions, InProcessDueWork, InProcessOutbox, In
     kept. A duplicate of such a request is recognised and not answered again.
     """
 
-    def __init__(self, clock: Clock, *, timings: StoreTimings, max_ended: int | None = None) -> None:
-        super().__init__(Tables(clock, timings, max_ended))
+    def __init__(
+        self, clock: Clock, *, timings: StoreTimings, max_ended: int | None = None
+    ) -> None:
+        self._tables = Tables(clock, timings, max_ended)
 
     @property
     def durable(self) -> bool:
@@ -33,7 +42,7 @@ class InProcessStore(InProcessTransitions, InProcessDueWork, InProcessOutbox, In
         return False
 
     @property
-    def present(self) -> datetime:
+    def current_time(self) -> datetime:
         """The current time by this store's clock."""
         return self._tables.clock.now()
 

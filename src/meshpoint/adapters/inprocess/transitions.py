@@ -11,66 +11,81 @@ from dataclasses import replace
 from datetime import datetime
 from typing import assert_never
 
-from meshpoint.adapters.inprocess.joins import continue_task, repeated_result
 from meshpoint.adapters.inprocess.operations import close_operation, save_checkpoint
-from meshpoint.adapters.inprocess.rows import CallRow, OperationRow, Tables, TaskRow, next_keep_alive_at
+from meshpoint.adapters.inprocess.rows import (
+    CallRow,
+    OperationRow,
+    Tables,
+    TaskRow,
+    next_keep_alive_at,
+)
 from meshpoint.errors import AgentMisbehaved
-from meshpoint.model.checkpoint import (
-    MOST_OF_A_ROW,
-    AllArrived,
-    Arrival,
-    Begin,
-    BeginResult,
-    Begun,
+from meshpoint.model.ids import RunId, TaskId
+from meshpoint.model.outcomes import FailureKind
+from meshpoint.model.tasks import (
+    MAX_ROW_BYTES,
     CallState,
+    Dispatch,
+    PlannedCall,
+    Replica,
+    Requester,
+    Run,
+    TaskState,
+    add_canceller,
+    cancel_applies,
+    same_requester,
+)
+from meshpoint.model.transitions import (
+    Begin,
+    BeginCommitted,
+    BeginResult,
     Cancel,
     CancelBeforeRequest,
+    CancelCommitted,
     CancelFound,
-    CancelledNow,
     CancelRefused,
     CancelRequested,
     CancelResult,
     CancelStale,
     CancelTooLate,
     Claim,
-    Committed,
-    Dispatch,
-    Duplicate,
+    ClaimResult,
+    DuplicateOutcome,
     End,
-    Ended,
+    EndCommitted,
     EndResult,
+    ExistingTask,
     Fenced,
-    Known,
+    JoinCompleted,
     PastDeadline,
     Pause,
+    PauseCommitted,
     PauseResult,
-    PlannedCall,
     Progress,
-    ProgressNoted,
+    ProgressRecorded,
     Release,
-    Replica,
-    Requester,
-    Run,
     StillWaiting,
-    TaskState,
-    Unknown,
+    TaskReady,
+    UnknownCall,
     WrongSender,
 )
-from meshpoint.model.ids import TaskId
-from meshpoint.model.outcomes import FailureKind
-from meshpoint.model.requesters import binds, same_requester, with_canceller
 
 
 class InProcessTransitions:
     """In-process implementation of `meshpoint.ports.task_store.Transitions`."""
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
+    _tables: Tables
 
-    async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, Known]:
+    async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, ExistingTask]:
         """The known tasks among `task_ids`, by id."""
-        found = [self._tables.find_existing(task_id) for task_id in task_ids]
-        return {known.task_id: known for known in found if known is not None}
+        found: dict[TaskId, ExistingTask] = {}
+        for task_id in task_ids:
+            if (row := self._tables.tasks.get(task_id)) is not None:
+                reply = row.to_reply(self._tables.clock.now()) if row.state.is_final else None
+                found[task_id] = row.to_existing_task(reply)
+            elif (ended := self._tables.recently_ended.get(task_id)) is not None:
+                found[task_id] = ended
+        return found
 
     async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
         """Write tasks as running before their first segment."""
@@ -80,12 +95,14 @@ class InProcessTransitions:
         """Write checkpoints: tasks, calls and joins."""
         return [self._pause(pause) for pause in pauses]
 
-    async def claim(self, claims: Sequence[Claim], replica: Replica, slots: int) -> list[Arrival]:
+    async def claim(
+        self, claims: Sequence[Claim], replica: Replica, slots: int
+    ) -> list[ClaimResult]:
         """Record outcomes, and acquire the tasks whose join they meet while `slots` last."""
-        arrivals: list[Arrival] = []
+        arrivals: list[ClaimResult] = []
         for claim in claims:
             arrival = self._claim_response(claim, replica, slots)
-            slots -= isinstance(arrival, AllArrived)
+            slots -= isinstance(arrival, JoinCompleted)
             arrivals.append(arrival)
         return arrivals
 
@@ -101,13 +118,19 @@ class InProcessTransitions:
         """Cancel tasks in any state."""
         return [self._cancel(cancel) for cancel in cancels]
 
-    async def requested(self, calls: Sequence[tuple[TaskId, TaskId]]) -> list[Dispatch | None]:
+    async def find_dispatches(
+        self, calls: Sequence[tuple[TaskId, TaskId]]
+    ) -> list[Dispatch | None]:
         """The requests of calls as they were sent, or `None` for a missing call."""
         rows = [(self._tables.tasks.get(task_id), sub_task_id) for task_id, sub_task_id in calls]
-        found = [(row, None if row is None else row.calls.get(sub_task_id)) for row, sub_task_id in rows]
-        return [None if row is None or call is None else row.to_dispatch(call) for row, call in found]
+        found = [
+            (row, None if row is None else row.calls.get(sub_task_id)) for row, sub_task_id in rows
+        ]
+        return [
+            None if row is None or call is None else row.to_dispatch(call) for row, call in found
+        ]
 
-    async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
+    async def record_progress(self, updates: Sequence[Progress]) -> list[ProgressRecorded | None]:
         """Extend the idle deadlines of pending calls."""
         return [self._progress(update) for update in updates]
 
@@ -119,26 +142,32 @@ class InProcessTransitions:
                 return CancelFound(None)
             is_repeat = (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
             queued = row.state is TaskState.READY and row.attempt == 0
-            return Begun(row.run, queued) if is_repeat and (queued or row.state is TaskState.RUNNING) else Fenced()
+            return (
+                BeginCommitted(row.run, queued)
+                if is_repeat and (queued or row.state is TaskState.RUNNING)
+                else Fenced()
+            )
         now = tables.clock.now()
+        lapses_at = now + begin.replica.lease
         row = TaskRow(
-            run.task_id, run.agent, run.id, begin.requester, TaskState.RUNNING, now, now + begin.replica.lease
+            run.task_id, run.agent, run.id, begin.requester, TaskState.RUNNING, now, lapses_at
         )
-        row.owner, row.attempt, row.request, row.resume_token = begin.replica.id, 1, begin.request, begin.order
-        row.digest = begin.digest
+        row.owner, row.attempt = begin.replica.id, 1
+        row.request, row.digest, row.resume_token = begin.request, begin.digest, begin.order
+        row.state_format = begin.state_format or ""
         if begin.queued:
             row.state, row.owner, row.attempt, row.due_at = TaskState.READY, None, 0, now
         if begin.operation is not None:
             row.operation = OperationRow(begin.operation, now, begin.operation.preserve)
         tables.put(row)
-        return Begun(row.run, begin.queued)
+        return BeginCommitted(row.run, begin.queued)
 
     def _row_of_run(self, run: Run, requester: Requester) -> TaskRow | None:
         """The task's row, unless it is an early cancel that does not apply to this first run."""
         row = self._tables.tasks.get(run.task_id)
         if row is None or run.fence > 0 or not row.is_early_cancel:
             return row
-        if row.agent == run.agent and binds(row.requester.app_id, requester.app_id):
+        if row.agent == run.agent and cancel_applies(row.requester.app_id, requester.app_id):
             return row
         return None
 
@@ -151,10 +180,15 @@ class InProcessTransitions:
         if pause.requester.deadline is not None and pause.requester.deadline <= now:
             return PastDeadline()
         context = json.dumps(pause.context)
-        if (size := len(context) + len(pause.state)) > MOST_OF_A_ROW:
-            raise AgentMisbehaved(f"the task's state has {size} bytes; a checkpoint keeps {MOST_OF_A_ROW} at most")
+        log_bytes = 0 if pause.log is None else pause.log.log_bytes
+        if (size := len(context) + len(pause.state) + log_bytes) > MAX_ROW_BYTES:
+            raise AgentMisbehaved(
+                f"the task's state has {size} bytes; a checkpoint keeps {MAX_ROW_BYTES} at most"
+            )
         if row is None:
-            row = TaskRow(run.task_id, run.agent, run.id, pause.requester, TaskState.WAITING, now, now)
+            row = TaskRow(
+                run.task_id, run.agent, run.id, pause.requester, TaskState.WAITING, now, now
+            )
             row.request, row.digest = pause.request, pause.digest
         self._write_checkpoint(row, pause, context, now)
         if row.operation is not None:
@@ -166,8 +200,16 @@ class InProcessTransitions:
 
     def _write_checkpoint(self, row: TaskRow, pause: Pause, context: str, now: datetime) -> None:
         row.run_id, row.owner = pause.run.id, None
-        row.generation, row.attempt, row.rescues, row.incompatible_since = row.generation + 1, 0, 0, None
-        row.context, row.body, row.state_format = context, pause.state, pause.state_format
+        row.generation += 1
+        row.attempt, row.rescues = 0, 0
+        row.forget_parking()
+        row.context, row.state_format = context, pause.state_format
+        if pause.log is None or not pause.log.keeps_state or pause.run.fence == 0:
+            row.body = pause.state
+        if pause.log is not None:
+            earlier = [] if pause.log.replaces else row.log
+            row.log = [*earlier, *((pause.run.id, entry) for entry in pause.log.entries)]
+            row.log_seq += len(pause.log.entries)
         row.checkpointed_at = row.due_at = now
         row.state, row.join, row.dead_reason = TaskState.WAITING, pause.join, None
         row.join_deadline = now + pause.join.deadline if pause.join.deadline else None
@@ -197,19 +239,19 @@ class InProcessTransitions:
             idle_timeout=idle,
         )
 
-    def _claim_response(self, claim: Claim, replica: Replica, slots: int) -> Arrival:
+    def _claim_response(self, claim: Claim, replica: Replica, slots: int) -> ClaimResult:
         task_id, sub_task_id = claim.task_id, claim.sub_task_id
         row = self._tables.tasks.get(task_id)
         call = row.calls.get(sub_task_id) if row else None
         if row is None or call is None:
-            return Unknown(task_id, sub_task_id)
+            return UnknownCall(task_id, sub_task_id)
         if claim.sender is not None and claim.sender != call.peer:
             return WrongSender(task_id, sub_task_id, call.peer)
         if call.state is not CallState.PENDING:
             return (
-                repeated_result(row, call, claim, replica)
+                _repeated_result(row, call, claim, replica)
                 if call.claim_id == claim.id
-                else Duplicate(task_id, sub_task_id)
+                else DuplicateOutcome(task_id, sub_task_id)
             )
         row.record_outcome(call, claim.outcome, claim.id)
         if not row.is_join_met:
@@ -222,24 +264,30 @@ class InProcessTransitions:
         if row is None or row.fence != run.fence:
             return Fenced()
         if row.state is TaskState.RUNNING:
-            close_operation(self._tables, row, end.state, end.reason or end.dead_reason, end.checkpoint)
+            close_operation(
+                self._tables, row, end.state, end.reason or end.dead_reason, end.checkpoint
+            )
+            if end.usage is not None:
+                row.context = json.dumps({"token_usage": end.usage.model_dump(mode="json")})
             self._tables.write_tombstone(row, end.state, run.id, end.reply, end.dead_reason)
-        elif not row.state.ended or row.run_id != run.id:
+        elif not row.state.is_final or row.run_id != run.id:
             return Fenced()
-        return Ended(row.to_reply(self._tables.clock.now()))
+        return EndCommitted(row.to_reply(self._tables.clock.now()))
 
     def _release(self, release: Release) -> bool:
-        row, run, now = self._tables.live.get(release.run.task_id), release.run, self._tables.clock.now()
+        run, now = release.run, self._tables.clock.now()
+        row = self._tables.live.get(run.task_id)
         if row is None or row.fence != run.fence:
             return False
         if row.state is not TaskState.RUNNING:
             return (row.run_id, row.generation) == (run.id, run.generation)
-        row.state, row.run_id, row.owner, row.due_at = TaskState.READY, run.id, None, now + release.not_before
-        row.dead_reason, row.attempt = release.death or row.dead_reason, row.attempt + release.counted
-        if release.incompatible is not None:
-            row.incompatible_since = row.incompatible_since or now
-            if now - row.incompatible_since >= self._tables.timings.incompatible_limit:
-                row.state, row.dead_reason = TaskState.PARKED, release.incompatible
+        row.state, row.run_id, row.owner = TaskState.READY, run.id, None
+        row.due_at = now + release.delay
+        row.dead_reason = release.crash_reason or row.dead_reason
+        row.attempt += release.counts_as_attempt
+        if release.parked_reason is not None and not row.cancel_requested:
+            limit = self._tables.timings.parked_limit
+            row.park(release.parked_reason, release.version, now, limit)
         self._tables.put(row)
         return True
 
@@ -247,16 +295,18 @@ class InProcessTransitions:
         tables, now = self._tables, self._tables.clock.now()
         row = tables.tasks.get(cancel.task_id)
         if row is None:
-            canceller = Requester(app_id=cancel.sender)
-            row = TaskRow(cancel.task_id, cancel.agent, cancel.run_id, canceller, TaskState.CANCELLED, now, now)
+            state, canceller = TaskState.CANCELLED, Requester(app_id=cancel.sender)
+            row = TaskRow(cancel.task_id, cancel.agent, cancel.run_id, canceller, state, now, now)
             row.fence = 0  # no run ever owned the task
-            tables.write_tombstone(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
+            tables.write_tombstone(row, state, cancel.run_id, cancel.reply)
             return CancelBeforeRequest()
         if row.agent != cancel.agent:  # this agent has no such task
             return CancelBeforeRequest()
         if row.is_early_cancel:
             return _repeat_cancel(row, cancel, now)
-        if cancel.sender not in {None, cancel.agent} and not same_requester(row.requester.app_id, cancel.sender):
+        if cancel.sender not in {None, cancel.agent} and not same_requester(
+            row.requester.app_id, cancel.sender
+        ):
             if row.state is TaskState.CANCELLED:
                 return CancelTooLate(row.to_reply(now))
             requested = row.state is TaskState.RUNNING and row.cancel_requested
@@ -270,24 +320,29 @@ class InProcessTransitions:
                 row.cancel_requested = True
                 return CancelRequested(row.owner)
             case TaskState.WAITING | TaskState.READY | TaskState.PARKED:
-                closed = row.pending_calls
-                for call in closed:
-                    call.close(FailureKind.CANCELLED, "the task was cancelled", now + tables.timings.dispatch_lease)
+                notices = tables.close_calls(
+                    row, row.pending_calls, FailureKind.CANCELLED, "the task was cancelled"
+                )
                 close_operation(tables, row, TaskState.CANCELLED, "cancelled on request")
                 tables.write_tombstone(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
-                return CancelledNow(row.to_reply(now), tuple(row.to_cancel_notice(call) for call in closed))
+                return CancelCommitted(row.to_reply(now), notices)
         assert_never(row.state)
 
-    def _progress(self, update: Progress) -> ProgressNoted | None:
+    def _progress(self, update: Progress) -> ProgressRecorded | None:
         row = self._tables.live.get(update.task_id)
         call = row.calls.get(update.sub_task_id) if row else None
-        if row is None or call is None or call.state is not CallState.PENDING or call.peer != update.sender:
+        if (
+            row is None
+            or call is None
+            or call.state is not CallState.PENDING
+            or call.peer != update.sender
+        ):
             return None
         if call.idle_timeout is not None:
             extended = min(self._tables.clock.now() + call.idle_timeout, call.deadline)
             if extended - call.due_at >= call.idle_timeout / 10:
                 call.due_at = extended
-        return ProgressNoted(row.task_id, row.requester)
+        return ProgressRecorded(row.task_id, row.requester)
 
 
 def _check_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
@@ -298,11 +353,14 @@ def _check_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
     if _is_cancelled(row, run, pause.requester):
         return CancelFound(None)
     if row.state in {TaskState.WAITING, TaskState.READY}:
-        is_repeat = (row.run_id, row.fence, row.generation) == (run.id, max(run.fence, 1), run.generation + 1)
+        written = run.id, max(run.fence, 1), run.generation + 1
+        is_repeat = (row.run_id, row.fence, row.generation) == written
         return _committed_pause(row) if is_repeat else Fenced()
     if row.state is not TaskState.RUNNING or row.fence != run.fence:
         return Fenced()
     if row.operation is None and pause.checkpoint is not None:  # only an operation has checkpoints
+        return Fenced()
+    if pause.log is not None and pause.log.after != row.log_seq:
         return Fenced()
     return CancelFound(row.run) if row.cancel_requested else None
 
@@ -318,12 +376,53 @@ def _is_cancelled(row: TaskRow, run: Run, requester: Requester) -> bool:
 def _repeat_cancel(row: TaskRow, cancel: Cancel, now: datetime) -> CancelResult:
     """Record a further cancel that arrives before the request."""
     previous = row.requester.app_id
-    row.requester = replace(row.requester, app_id=with_canceller(previous, cancel.sender))
+    row.requester = replace(row.requester, app_id=add_canceller(previous, cancel.sender))
     if row.requester.app_id != previous or row.run_id == cancel.run_id:  # maybe not broadcast yet
         return CancelBeforeRequest()
     return CancelTooLate(row.to_reply(now))
 
 
-def _committed_pause(row: TaskRow) -> Committed:
+def _committed_pause(row: TaskRow) -> PauseCommitted:
     unsent = [call for call in row.pending_calls if call.dispatched_at is None]
-    return Committed(row.state, tuple(replace(row.to_dispatch(call), attempt=1) for call in unsent))
+    return PauseCommitted(
+        row.state, tuple(replace(row.to_dispatch(call), attempt=1) for call in unsent)
+    )
+
+
+def continue_task(
+    tables: Tables, row: TaskRow, last: CallRow, replica: Replica, *, run_id: RunId, slots: int
+) -> JoinCompleted | TaskReady:
+    """Close the calls that the join no longer needs, and acquire the task or make it ready.
+
+    `replica` acquires it if a slot is free and it reads the state's format.
+    """
+    cancels = tables.close_calls(
+        row, row.pending_calls, FailureKind.CANCELLED, "no longer needed: the join is met"
+    )
+    if slots > 0 and row.readable_by(replica):
+        return JoinCompleted(
+            row.task_id, last.sub_task_id, tables.assign_owner(row, replica, run_id), cancels
+        )
+    row.state, row.due_at, row.run_id = TaskState.READY, tables.clock.now(), run_id
+    tables.put(row)
+    return TaskReady(row.task_id, last.sub_task_id, cancels)
+
+
+def _repeated_result(
+    row: TaskRow, call: CallRow, claim: Claim, replica: Replica
+) -> StillWaiting | TaskReady | JoinCompleted:
+    """The result of a claim that is repeated because its answer was lost.
+
+    A task that the claim acquired is returned only to the same replica, and only while no other
+    run has acquired it.
+    """
+    cancels = tuple(
+        row.to_cancel_notice(each)
+        for each in row.current_calls
+        if each.state is CallState.CANCELLING
+    )
+    if row.run_id == claim.id and row.state is TaskState.READY:
+        return TaskReady(row.task_id, call.sub_task_id, cancels)
+    if row.run_id == claim.id and row.state is TaskState.RUNNING and row.owner == replica.id:
+        return JoinCompleted(row.task_id, call.sub_task_id, row.to_resumable(), cancels)
+    return StillWaiting(row.task_id, call.sub_task_id)

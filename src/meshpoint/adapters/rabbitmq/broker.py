@@ -6,15 +6,24 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any, TypeVar
 
-from aiormq.exceptions import AuthenticationError, ChannelNotFoundEntity, ProbableAuthenticationError
+from aiormq.exceptions import (
+    AuthenticationError,
+    ChannelNotFoundEntity,
+    ProbableAuthenticationError,
+)
 from yarl import URL
 
-from meshpoint.adapters.rabbitmq.confirming import OutboundMessage
-from meshpoint.adapters.rabbitmq.connection import Connection, MakeConnection, OpenConnection, translate_errors
+from meshpoint.adapters.rabbitmq.connection import (
+    Connection,
+    MakeConnection,
+    OpenConnection,
+    translate_errors,
+)
 from meshpoint.adapters.rabbitmq.content import Content
 from meshpoint.adapters.rabbitmq.envelope import (
     UnencodableMessage,
@@ -23,15 +32,29 @@ from meshpoint.adapters.rabbitmq.envelope import (
     to_properties,
 )
 from meshpoint.adapters.rabbitmq.frames import RawDelivery, short_string
-from meshpoint.adapters.rabbitmq.publisher import Publisher
+from meshpoint.adapters.rabbitmq.publisher import OutboundMessage, Publisher
 from meshpoint.adapters.rabbitmq.subscription import RabbitSubscription
-from meshpoint.adapters.rabbitmq.topology import MAX_LENGTH, QueueDeclarer, Topology, declare_exchange
+from meshpoint.adapters.rabbitmq.topology import (
+    MAX_LENGTH,
+    DatabaseMarkers,
+    QueueDeclarer,
+    Topology,
+    declare_exchange,
+)
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address, Message, bounded_reason, dead_letters_of, private_of
-from meshpoint.ports.broker import OnDelivery, Published
+from meshpoint.model.messages import (
+    Address,
+    Message,
+    dead_letter_queue,
+    private_queue,
+    truncate_reason,
+)
+from meshpoint.ports.broker import OnDelivery, PublishResult
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _REDECLARE_INTERVAL = 60.0
 """Seconds between checks that the exchange, queues and bindings still exist."""
@@ -79,13 +102,21 @@ class RabbitMqBroker:
         self._user_id = user_id or URL(url).user or "guest"
         self._timeout = publish_timeout.total_seconds()
         name = f"{namespace} {purpose}".strip()
-        self._consume_connection = Connection(url, f"{name} consuming", publish_timeout, make_connection)
-        self._publish_connection = Connection(url, f"{name} publishing", publish_timeout, make_connection)
-        self._publisher = Publisher(self._publish_connection, self._topology, publish_timeout, self._redeclare_all)
+        self._consume_connection = Connection(
+            url, f"{name} consuming", publish_timeout, make_connection
+        )
+        self._publish_connection = Connection(
+            url, f"{name} publishing", publish_timeout, make_connection
+        )
+        self._publisher = Publisher(
+            self._publish_connection, self._topology, publish_timeout, self._redeclare_all
+        )
         self._declarer = QueueDeclarer(self._consume_connection, self._topology)
+        self._markers = DatabaseMarkers(self._consume_connection, self._topology, self._timeout)
+        self._marked_agents: set[AgentName] = set()
         self._missing_queues = _MissingQueues()
         self._lookup_semaphore = asyncio.Semaphore(_MAX_CONCURRENT_LOOKUPS)
-        self._lookups: set[asyncio.Task[int | None]] = set()
+        self._lookups: set[asyncio.Task[Any]] = set()
         self._redeclare_task: asyncio.Task[None] | None = None
         self._subscriptions: list[RabbitSubscription] = []
         self._declarations: dict[tuple[AgentName, ReplicaId | None], None] = {}
@@ -105,8 +136,8 @@ class RabbitMqBroker:
         """Whether the publishing connection is open, as far as this process knows."""
         return self._publish_connection.up
 
-    def consuming(self, address: Address) -> bool:
-        """Whether a consumer of `address` is attached to its queue, as far as this process knows."""
+    def is_consuming(self, address: Address) -> bool:
+        """Whether a consumer of `address` is attached to its queue, as far as we know."""
         return self._consume_connection.up and any(
             each.address == address and each.is_consuming for each in self._subscriptions
         )
@@ -130,7 +161,9 @@ class RabbitMqBroker:
             await self.close()
             if isinstance(error.__cause__, AuthenticationError | ProbableAuthenticationError):
                 raise ConfigurationError(
-                    "mesh.broker_url", "the broker refuses the login", "check user, password and virtual host"
+                    "mesh.broker_url",
+                    "the broker refuses the login",
+                    "check user, password and virtual host",
                 ) from error
             raise
         if self._redeclare_task is None:
@@ -146,9 +179,13 @@ class RabbitMqBroker:
             await asyncio.gather(*(subscription.close() for subscription in subscriptions))
             await self._publisher.close()
         finally:
-            await asyncio.gather(self._consume_connection.close(), self._publish_connection.close())
+            await asyncio.gather(
+                self._consume_connection.close(), self._publish_connection.close()
+            )
 
-    async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
+    async def declare(
+        self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1
+    ) -> None:
         """Declare the queues of `agent`, and the private queue of `replica` if given.
 
         They are declared again after a lost connection, because private queues may have expired.
@@ -159,34 +196,50 @@ class RabbitMqBroker:
         if shards > self._shards.get(agent, 1):
             self._shards[agent] = shards
             self._declared.discard((agent, None))
-        await self._ensure_declared(declarations=[(agent, None), *([(agent, replica)] if replica else [])])
+        await self._ensure_declared(
+            declarations=[(agent, None), *([(agent, replica)] if replica else [])]
+        )
         self._declarations[agent, None] = None
         if replica:
             self._declarations[agent, replica] = None
 
-    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+    async def mark_database(self, agent: AgentName) -> bool:
+        """Set the marker of `agent`. Returns `True` if it was not set before.
+
+        The broker sets it again if it is lost, and logs a warning if the login may not set it.
+        """
+        is_new = not await self.has_database_marker(agent)
+        if not is_new or await self._markers.set(agent):
+            self._marked_agents.add(agent)
+        return is_new
+
+    async def has_database_marker(self, agent: AgentName) -> bool:
+        """Whether the marker of `agent` is set."""
+        return await self._look_up(self._markers.exists(agent))
+
+    async def remove_database_marker(self, agent: AgentName) -> None:
+        """Remove the marker of `agent`, if it is set.
+
+        Raises:
+            ConfigurationError: the login may not delete it.
+        """
+        self._marked_agents.discard(agent)
+        await self._markers.remove(agent)
+
+    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[PublishResult]:
         """Send messages and wait for the result of each, in the order of the arguments."""
         results = await self._publish_once(messages)
-        unroutable = {
-            address for (address, _), word in zip(messages, results, strict=True) if word is Published.UNROUTABLE
-        }
-        if unroutable:
-            repaired = dict(zip(unroutable, await asyncio.gather(*map(self._repair_route, unroutable)), strict=True))
-            returned = [place for place, word in enumerate(results) if word is Published.UNROUTABLE]
-            retries = [place for place in returned if repaired[messages[place][0]] is Published.ACCEPTED]
-            for index in returned:
-                results[index] = repaired[messages[index][0]]
-            for index, result in zip(
-                retries, await self._publish_once([messages[place] for place in retries]), strict=True
-            ):
-                results[index] = Published.OVERLOADED if result is Published.UNROUTABLE else result
+        if PublishResult.UNROUTABLE in results:
+            await self._retry_unroutable(messages, results)
         return results
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Send `message` to the private queue of every live replica of `agent`."""
         await self._publish_once([(Address(self._topology.broadcast_key(agent)), message)])
 
-    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> RabbitSubscription:
+    async def consume(
+        self, address: Address, prefetch: int, on_delivery: OnDelivery
+    ) -> RabbitSubscription:
         """Deliver messages of `address` until cancelled, reattaching after lost connections.
 
         Raises:
@@ -215,12 +268,20 @@ class RabbitMqBroker:
             short_string(name)
         except ValueError:
             return None
-        lookup = asyncio.create_task(self._lookup_depth(name, address))
+        return await self._look_up(self._lookup_depth(name, address))
+
+    async def _look_up(self, step: Coroutine[Any, Any, _T]) -> _T:
+        """Await `step`, which continues even if the caller is cancelled."""
+        lookup = asyncio.create_task(self._limit_concurrency(step))
         self._lookups.add(lookup)
         lookup.add_done_callback(self._lookup_done)
         return await asyncio.shield(lookup)
 
-    def _lookup_done(self, lookup: asyncio.Task[int | None]) -> None:
+    async def _limit_concurrency(self, step: Coroutine[Any, Any, _T]) -> _T:
+        async with self._lookup_semaphore:
+            return await step
+
+    def _lookup_done(self, lookup: asyncio.Task[Any]) -> None:
         self._lookups.discard(lookup)
         if not lookup.cancelled():
             lookup.exception()  # retrieve it: the caller may have been cancelled
@@ -232,7 +293,7 @@ class RabbitMqBroker:
         it too, and then ends the connection of all consumers with "expected 'channel.open'" (seen
         with 3.10 and aiormq 7.2.4).
         """
-        async with self._lookup_semaphore, self._consume_connection.channel() as channel:
+        async with self._consume_connection.channel() as channel:
             try:
                 with translate_errors(f"looking at {address[:100]}"):
                     async with asyncio.timeout(self._timeout):
@@ -246,56 +307,79 @@ class RabbitMqBroker:
                 raise
         return queue.message_count
 
-    async def _publish_once(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
-        results: dict[int, Published] = {}
+    async def _publish_once(
+        self, messages: Sequence[tuple[Address, Message]]
+    ) -> list[PublishResult]:
+        results = [PublishResult.UNROUTABLE] * len(messages)
         outbound: dict[int, OutboundMessage] = {}
         for index, (address, message) in enumerate(messages):
             try:
                 key = short_string(address)
             except ValueError:  # not a valid queue name
-                results[index] = Published.UNROUTABLE
                 continue
             try:
                 properties = to_properties(message, self._user_id)
             except UnencodableMessage as error:
                 log.error("message %.100s cannot be sent: %s", message.message_id, error)
-                results[index] = Published.REJECTED
+                results[index] = PublishResult.REJECTED
                 continue
             outbound[index] = OutboundMessage(key, message.message_id, properties, message.body)
-        results |= zip(outbound, await self._publisher.publish(list(outbound.values())), strict=True)
-        for index, (address, _) in enumerate(messages):
-            if results[index] is Published.ACCEPTED:
-                self._missing_queues.record_reached(address)
-        return [results[place] for place in range(len(messages))]
+        published = await self._publisher.publish(list(outbound.values()))
+        for index, result in zip(outbound, published, strict=True):
+            results[index] = result
+            if result is PublishResult.ACCEPTED:
+                self._missing_queues.record_reached(messages[index][0])
+        return results
 
-    async def _repair_route(self, address: Address) -> Published:
+    async def _retry_unroutable(
+        self, messages: Sequence[tuple[Address, Message]], results: list[PublishResult]
+    ) -> None:
+        """Repair the routes of returned messages and send those again. Updates `results`."""
+        returned = [
+            index for index, result in enumerate(results) if result is PublishResult.UNROUTABLE
+        ]
+        addresses = list({messages[index][0] for index in returned})
+        repairs = await asyncio.gather(*map(self._repair_route, addresses))
+        repaired = dict(zip(addresses, repairs, strict=True))
+        for index in returned:
+            results[index] = repaired[messages[index][0]]
+        retries = [index for index in returned if results[index] is PublishResult.ACCEPTED]
+        again = await self._publish_once([messages[index] for index in retries])
+        for index, result in zip(retries, again, strict=True):
+            results[index] = (
+                PublishResult.OVERLOADED if result is PublishResult.UNROUTABLE else result
+            )
+
+    async def _repair_route(self, address: Address) -> PublishResult:
         """Try to repair the route for a message to `address` that was returned as unroutable.
 
         Returns `ACCEPTED` if the message should be sent again; otherwise its result. A broker that
         is shutting down returns messages as if their queues did not exist; those messages wait.
         """
         if self._missing_queues.recently_missing(address):
-            return Published.UNROUTABLE
+            return PublishResult.UNROUTABLE
         exists = await self.depth(address) is not None
         try:
             if any(self._declares(*each, address) for each in self._declarations):
                 await self._redeclare(address, True)
-                return Published.OVERLOADED if exists else Published.ACCEPTED
+                return PublishResult.OVERLOADED if exists else PublishResult.ACCEPTED
             if exists:
                 await self._declarer.bind(address)
-                return Published.ACCEPTED
+                return PublishResult.ACCEPTED
         except (BrokerUnavailable, ConfigurationError) as error:
             log.warning("cannot repair the route to %s: %s", address, error)
         if exists or self._missing_queues.may_return(address):
-            return Published.OVERLOADED
+            return PublishResult.OVERLOADED
         self._missing_queues.record_missing(address)
-        return Published.UNROUTABLE
+        return PublishResult.UNROUTABLE
 
     async def _redeclare(self, address: Address, force: bool) -> None:
         """Declare again only what `address` needs, so that it is independent of other queues."""
         if force:
             self._declared_connection = None
-        await self._ensure_declared([each for each in self._declarations if self._declares(*each, address)])
+        await self._ensure_declared(
+            [each for each in self._declarations if self._declares(*each, address)]
+        )
 
     async def _redeclare_all(self) -> None:
         """Declare everything again, each agent and replica independently of the others' errors."""
@@ -305,13 +389,20 @@ class RabbitMqBroker:
                 await self._ensure_declared([each])
             except (BrokerUnavailable, ConfigurationError) as error:
                 log.warning("cannot declare the queues of %s again: %s", each[0], error)
+        for agent in list(self._marked_agents):
+            try:
+                await self.mark_database(agent)
+            except BrokerUnavailable as error:
+                log.warning("cannot set the marker of %s again: %s", agent, error)
 
     def _declares(self, agent: AgentName, replica: ReplicaId | None, address: Address) -> bool:
         if replica is not None:
-            return address == private_of(agent, replica)
+            return address == private_queue(agent, replica)
         return address in self._topology.queues(agent, self._shards.get(agent, 1))
 
-    async def _ensure_declared(self, declarations: Sequence[tuple[AgentName, ReplicaId | None]]) -> None:
+    async def _ensure_declared(
+        self, declarations: Sequence[tuple[AgentName, ReplicaId | None]]
+    ) -> None:
         async with self._declare_lock:
             connection = await self._consume_connection.ensure_connected()
             if connection is not self._declared_connection:
@@ -337,31 +428,42 @@ class RabbitMqBroker:
             if self._consume_connection.up:
                 await self._redeclare_all()
 
-    async def _dead_letter(self, address: Address, raw: RawDelivery, content: Content, reason: str) -> bool:
+    async def _dead_letter(
+        self, address: Address, raw: RawDelivery, content: Content, reason: str
+    ) -> bool:
         """Copy a delivery to the dead letters of its agent, as completely as possible.
 
         Returns `False` if the dead-letter queue refuses even a minimal copy.
         """
         agent = AgentName(address.partition(".")[0])
-        key, minimal = dead_letters_of(agent), minimal_dead_letter(reason, self._user_id)
+        key, minimal = dead_letter_queue(agent), minimal_dead_letter(reason, self._user_id)
         complete = to_dead_letter(raw, content, reason, self._user_id, self._publisher.max_payload)
-        result = Published.REJECTED
+        result = PublishResult.REJECTED
         for properties, body in ((complete, raw.body), (minimal, raw.body), (minimal, b"")):
             result = await self._publish_dead_letter(key, content.message_id, properties, body)
-            if result is not Published.REJECTED:
+            if result is not PublishResult.REJECTED:
                 break
-            log.error("a dead letter of %s can be copied only in part: %s", address, bounded_reason(reason))
-        if result is Published.ACCEPTED:
+            log.error(
+                "a dead letter of %s can be copied only in part: %s",
+                address,
+                truncate_reason(reason),
+            )
+        if result is PublishResult.ACCEPTED:
             return True
         log.error(
-            "the dead-letter queue of %s refuses a message (%s): %s", agent, result.name, bounded_reason(reason)
+            "the dead-letter queue of %s refuses a message (%s): %s",
+            agent,
+            result.name,
+            truncate_reason(reason),
         )
         return False
 
-    async def _publish_dead_letter(self, key: Address, id_: str | None, properties: bytes, body: bytes) -> Published:
+    async def _publish_dead_letter(
+        self, key: Address, id_: str | None, properties: bytes, body: bytes
+    ) -> PublishResult:
         outbound = OutboundMessage(short_string(key), id_, properties, body)
         (result,) = await self._publisher.publish([outbound])
-        if result is Published.UNROUTABLE:
+        if result is PublishResult.UNROUTABLE:
             await self._redeclare(key, True)
             (result,) = await self._publisher.publish([outbound])
         return result

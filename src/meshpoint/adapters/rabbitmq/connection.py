@@ -15,12 +15,17 @@ from typing import Any
 
 import aio_pika
 import aiormq
-from aiormq.exceptions import AMQPConnectionError, AMQPError, ChannelInvalidStateError, InvalidFrameError
+from aiormq.exceptions import (
+    AMQPConnectionError,
+    AMQPError,
+    ChannelInvalidStateError,
+    InvalidFrameError,
+)
 from yarl import URL
 
-from meshpoint.adapters.rabbitmq.wire import FrameTransport
+from meshpoint.adapters.rabbitmq.frames import FrameTransport
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
-from meshpoint.model.outage import Outage
+from meshpoint.ports.clock import OutageTracker
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +51,13 @@ def translate_errors(action: str) -> Iterator[None]:
     """
     try:
         yield
-    except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, StopAsyncIteration) as error:
+    except (
+        AMQPError,
+        ChannelInvalidStateError,
+        OSError,
+        TimeoutError,
+        StopAsyncIteration,
+    ) as error:
         raise BrokerUnavailable(f"{action}: {_describe_error(error)}") from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
@@ -78,7 +89,9 @@ class OpenConnection:
         """Whether the connection is open, as far as this process knows."""
         return self.underlay.is_opened
 
-    async def open_channel(self, timeout: float = _OPEN_TIMEOUT, *, confirms: bool = False) -> OpenChannel:
+    async def open_channel(
+        self, timeout: float = _OPEN_TIMEOUT, *, confirms: bool = False
+    ) -> OpenChannel:
         """Open a new aiormq channel.
 
         Raises:
@@ -115,11 +128,6 @@ class OpenChannel:
 
     channel: aiormq.Channel
     transport: FrameTransport
-
-    @property
-    def usable(self) -> bool:
-        """Whether the channel is open, as far as this process knows."""
-        return not self.channel.is_closed and self.channel.connection.is_opened
 
 
 async def connect(url: str | URL, make_connection: MakeConnection | None = None) -> OpenConnection:
@@ -162,7 +170,11 @@ class Connection:
     """
 
     def __init__(
-        self, url: str, purpose: str, timeout: timedelta, make_connection: MakeConnection | None = None
+        self,
+        url: str,
+        purpose: str,
+        timeout: timedelta,
+        make_connection: MakeConnection | None = None,
     ) -> None:
         address = URL(url)
         _check_certificates(address)
@@ -170,19 +182,25 @@ class Connection:
         self._url = address.update_query({**defaults, **address.query})
         self._make_connection = make_connection
         self._purpose = purpose
-        self._outage = Outage(monotonic)
+        self._outage = OutageTracker(monotonic)
         self._timeout = timeout.total_seconds()
         self._connecting: asyncio.Task[OpenConnection] | None = None
         self._reconnect_task: asyncio.Task[None] | None = None
         self._closing_tasks: set[asyncio.Task[None]] = set()
         self._declare_lock = asyncio.Lock()
-        self._open_topology_channel: tuple[OpenConnection, aio_pika.abc.AbstractChannel] | None = None
+        self._open_topology_channel: tuple[OpenConnection, aio_pika.abc.AbstractChannel] | None = (
+            None
+        )
         self._closed = False
 
     @property
     def up(self) -> bool:
         """Whether the connection is open, as far as this process knows."""
-        return self._connecting is not None and self._connecting.done() and not _is_lost(self._connecting)
+        return (
+            self._connecting is not None
+            and self._connecting.done()
+            and not _is_lost(self._connecting)
+        )
 
     async def open(self) -> None:
         """Connect, and reconnect whenever the connection is lost.
@@ -240,10 +258,12 @@ class Connection:
                         yield channel
             except BaseException:  # after any error, the next user gets a new channel
                 self._open_topology_channel = None
-                self._run_in_background(_close_topology_channel(channel))
+                self._run_in_background(_wait_closed(channel.close()))
                 raise
 
-    async def _create_topology_channel(self, opened: OpenConnection) -> aio_pika.abc.AbstractChannel:
+    async def _create_topology_channel(
+        self, opened: OpenConnection
+    ) -> aio_pika.abc.AbstractChannel:
         with translate_errors("opening a channel"):
             try:
                 channel = opened.connection.channel(publisher_confirms=False)
@@ -264,13 +284,15 @@ class Connection:
     async def open_separate(self) -> OpenConnection:
         """Open an additional connection for risky messages. The caller closes it.
 
-        Its name at the broker ends in "apart".
+        Its name at the broker ends in "single-message".
 
         Raises:
             BrokerUnavailable: the connection could not be opened.
         """
         with translate_errors("connecting"):
-            return await self._connect(self._url.update_query(name=f"{self._url.query['name']} apart"))
+            return await self._connect(
+                self._url.update_query(name=f"{self._url.query['name']} single-message")
+            )
 
     @property
     def current(self) -> OpenConnection | None:
@@ -278,7 +300,10 @@ class Connection:
         return self._connecting.result() if self._connecting is not None and self.up else None
 
     def drop(self, unresponsive: OpenConnection | None) -> None:
-        """Replace the connection `unresponsive` and close it in the background. No-op unless it is current."""
+        """Replace the connection `unresponsive` and close it in the background.
+
+        No-op unless it is current.
+        """
         if unresponsive is None or unresponsive is not self.current:
             return
         self._discard_attempt()
@@ -319,11 +344,11 @@ class Connection:
             try:
                 opened = await self.ensure_connected()
             except BrokerUnavailable as error:
-                if (seconds := self._outage.failed()) is not None:
+                if (seconds := self._outage.record_failure()) is not None:
                     log.warning("%s: unavailable for %.0f s: %s", self._purpose, seconds, error)
                 await asyncio.sleep(next(delays))
             else:
-                seconds, reported = self._outage.over()
+                seconds, reported = self._outage.record_success()
                 if reported:
                     log.warning("%s: reconnected after %.0f s", self._purpose, seconds)
                 delays = backoff_delays()
@@ -336,7 +361,9 @@ def _check_certificates(url: URL) -> None:
         b64decode(url.query.get("cadata", ""))
     except ValueError as error:
         problem = "has a cadata that is not base64"
-        raise ConfigurationError("mesh.broker_url", problem, "write cafile=, with the path of a PEM file") from error
+        raise ConfigurationError(
+            "mesh.broker_url", problem, "write cafile=, with the path of a PEM file"
+        ) from error
 
 
 def backoff_delays() -> Iterator[float]:
@@ -359,10 +386,6 @@ async def _close_attempt(attempt: asyncio.Task[OpenConnection]) -> None:
     # Callers that waited for the connection have already received the error.
     with suppress(Exception), translate_errors("closing"):
         await (await attempt).close()
-
-
-async def _close_topology_channel(channel: aio_pika.abc.AbstractChannel) -> None:
-    await _wait_closed(channel.close())
 
 
 async def close_quietly(channel: aiormq.Channel) -> None:

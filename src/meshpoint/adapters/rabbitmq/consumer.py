@@ -11,11 +11,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 from uuid import uuid4
 
 from meshpoint.adapters.rabbitmq.connection import OpenChannel, close_quietly
-from meshpoint.adapters.rabbitmq.frames import DeliveryHandler, RawDelivery, encode_ack, encode_nack
+from meshpoint.adapters.rabbitmq.frames import (
+    DeliveryHandler,
+    RawDelivery,
+    encode_ack,
+    encode_nack,
+)
 
 _ADD_DELAY = 0.02
 """Seconds to wait before adding a small consumer, in case a larger one is needed."""
@@ -29,7 +35,11 @@ class Consumer:
     """Consumes `queue` over one channel and ends with that channel."""
 
     def __init__(
-        self, opened: OpenChannel, queue: str, on_delivery: Callable[[RawDelivery], None], wake: Callable[[], None]
+        self,
+        opened: OpenChannel,
+        queue: str,
+        on_delivery: Callable[[RawDelivery], None],
+        wake: Callable[[], None],
     ) -> None:
         self.channel = opened.channel
         self._transport = opened.transport
@@ -54,7 +64,7 @@ class Consumer:
     @property
     def lost(self) -> bool:
         """Whether its deliveries are lost: nothing arrives and nothing can be settled any more."""
-        return self._given_up or self._closed or self._delivery_handler.closed or self.channel.is_closed
+        return self._given_up or not self._writable
 
     def give_up(self) -> None:
         """Treat it as lost: the broker cancelled a consumer, or does not answer."""
@@ -82,7 +92,9 @@ class Consumer:
                 await asyncio.sleep(_ADD_DELAY)
             remaining = self._remaining_prefetch(limit)
             if remaining > 0 and (
-                remaining >= self._total_prefetch or not self._unsettled_of_cancelled or self._is_full
+                remaining >= self._total_prefetch
+                or not self._unsettled_of_cancelled
+                or self._is_full
             ):
                 await self._add_consumer(min(remaining, _MAX_PREFETCH))
             self._below_limit = self._remaining_prefetch(limit) > 0
@@ -107,11 +119,12 @@ class Consumer:
         acked_tags, self._pending_acks = self._pending_acks, set()
         if not acked_tags or not self._writable:
             return
-        up_to = self._last_contiguous_ack(acked_tags)
-        if up_to is not None:
-            self._transport.write(encode_ack(self.channel.number, up_to, multiple=True))
+        # One ack covers a delivery and all earlier ones, if those are acked too.
+        covered = list(takewhile(acked_tags.__contains__, self._unacked))
+        if covered:
+            self._transport.write(encode_ack(self.channel.number, covered[-1], multiple=True))
         for tag in sorted(acked_tags):
-            if up_to is None or tag > up_to:
+            if not covered or tag > covered[-1]:
                 self._transport.write(encode_ack(self.channel.number, tag, multiple=False))
             self._record_settled(tag)
 
@@ -134,15 +147,6 @@ class Consumer:
     def _writable(self) -> bool:
         return not (self._closed or self._delivery_handler.closed or self.channel.is_closed)
 
-    def _last_contiguous_ack(self, acked_tags: set[int]) -> int | None:
-        """The last delivery such that it and all earlier ones are acked, or `None`."""
-        last = None
-        for tag in self._unacked:
-            if tag not in acked_tags:
-                break
-            last = tag
-        return last
-
     def _record_settled(self, delivery_tag: int) -> None:
         consumer = self._unacked.pop(delivery_tag, None)
         if consumer is not None:
@@ -164,7 +168,9 @@ class Consumer:
 
     @property
     def _unsettled_of_cancelled(self) -> int:
-        return sum(count for tag, count in self._unsettled.items() if tag not in self._prefetch_by_tag)
+        return sum(
+            count for tag, count in self._unsettled.items() if tag not in self._prefetch_by_tag
+        )
 
     async def _add_consumer(self, prefetch: int) -> None:
         tag = uuid4().hex

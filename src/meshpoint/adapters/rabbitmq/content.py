@@ -9,6 +9,7 @@ describes the first unreadable one in `defect`.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import TypeAlias
@@ -16,14 +17,13 @@ from typing import TypeAlias
 _FIXED_BYTES = 12
 """Bytes before the property flags: class, weight and body size."""
 _MAX_NESTING = 16
-"""Maximum nesting of tables and arrays inside a header. RabbitMQ's own headers use three levels."""
+"""Maximum nesting of tables and arrays in a header. RabbitMQ's own headers use three levels."""
 _LAST_32_BIT_SECOND = 0xFFFFFFFF
 """Larger timestamps are taken as milliseconds, which many clients send."""
 _MAX_EXCERPT = 40
 
-Scalar: TypeAlias = str | int | float
+_Scalar: TypeAlias = str | int | float
 
-_u8 = struct.Struct(">B").unpack_from
 _u16 = struct.Struct(">H").unpack_from
 _u32 = struct.Struct(">I").unpack_from
 _u64 = struct.Struct(">Q").unpack_from
@@ -31,8 +31,18 @@ _decimal = struct.Struct(">Bi").unpack_from
 
 _SHORT_STRINGS_BEFORE_HEADERS = ((0x8000, "content_type"), (0x4000, "content_encoding"))
 _OCTETS = ((0x1000, "delivery_mode"), (0x0800, "priority"))
-_SHORT_STRINGS = ((0x0400, "correlation_id"), (0x0200, "reply_to"), (0x0100, "expiration"), (0x0080, "message_id"))
-_LAST_SHORT_STRINGS = ((0x0020, "message_type"), (0x0010, "user_id"), (0x0008, "app_id"), (0x0004, "cluster_id"))
+_SHORT_STRINGS = (
+    (0x0400, "correlation_id"),
+    (0x0200, "reply_to"),
+    (0x0100, "expiration"),
+    (0x0080, "message_id"),
+)
+_LAST_SHORT_STRINGS = (
+    (0x0020, "message_type"),
+    (0x0010, "user_id"),
+    (0x0008, "app_id"),
+    (0x0004, "cluster_id"),
+)
 _HEADERS, _TIMESTAMP, _CONTINUED, _UNUSED = 0x2000, 0x0040, 0x0001, 0x0002
 
 _NUMBERS = {
@@ -54,6 +64,7 @@ _NUMBERS = {
 _STRING, _BYTES, _TABLE, _ARRAY, _TIME, _DECIMAL, _VOID, _NOTHING = b"SxFATDV\x00"
 
 
+@dataclass(slots=True)
 class Content:
     """The properties of one message. Missing and unreadable ones are `None`.
 
@@ -61,40 +72,21 @@ class Content:
     arrays) are omitted. Decimals become floats, timestamps become seconds.
     """
 
-    __slots__ = (
-        "app_id",
-        "cluster_id",
-        "content_encoding",
-        "content_type",
-        "correlation_id",
-        "defect",
-        "delivery_mode",
-        "expiration",
-        "headers",
-        "message_id",
-        "message_type",
-        "priority",
-        "reply_to",
-        "timestamp",
-        "user_id",
-    )
-
-    def __init__(self) -> None:
-        self.content_type: str | None = None
-        self.content_encoding: str | None = None
-        self.headers: dict[str, Scalar] = {}
-        self.delivery_mode: int | None = None
-        self.priority: int | None = None
-        self.correlation_id: str | None = None
-        self.reply_to: str | None = None
-        self.expiration: str | None = None
-        self.message_id: str | None = None
-        self.timestamp: datetime | None = None
-        self.message_type: str | None = None
-        self.user_id: str | None = None
-        self.app_id: str | None = None
-        self.cluster_id: str | None = None
-        self.defect: str | None = None
+    content_type: str | None = None
+    content_encoding: str | None = None
+    headers: dict[str, _Scalar] = field(default_factory=dict)
+    delivery_mode: int | None = None
+    priority: int | None = None
+    correlation_id: str | None = None
+    reply_to: str | None = None
+    expiration: str | None = None
+    message_id: str | None = None
+    timestamp: datetime | None = None
+    message_type: str | None = None
+    user_id: str | None = None
+    app_id: str | None = None
+    cluster_id: str | None = None
+    defect: str | None = None
 
 
 class _MalformedContent(Exception):
@@ -113,7 +105,10 @@ def decode(payload: bytes) -> Content:
         _Reader(payload, content).read()
     except (_MalformedContent, struct.error, IndexError) as error:
         _record_defect(
-            content, str(error) if isinstance(error, _MalformedContent) else "the content header is cut off"
+            content,
+            str(error)
+            if isinstance(error, _MalformedContent)
+            else "the content header is cut off",
         )
     return content
 
@@ -123,17 +118,19 @@ def _record_defect(content: Content, defect: str) -> None:
         content.defect = defect
 
 
+@dataclass(slots=True)
 class _Reader:
-    __slots__ = ("_content", "_data", "_offset")
-
-    def __init__(self, data: bytes, content: Content) -> None:
-        self._data, self._offset, self._content = data, _FIXED_BYTES, content
+    _data: bytes
+    _content: Content
+    _offset: int = _FIXED_BYTES
 
     def read(self) -> None:
         (flags,) = _u16(self._data, self._offset)
         self._offset += 2
         if flags & (_CONTINUED | _UNUSED):
-            raise _MalformedContent("the content header has properties that AMQP 0-9-1 does not know")
+            raise _MalformedContent(
+                "the content header has properties that AMQP 0-9-1 does not know"
+            )
         self._short_strings(flags, _SHORT_STRINGS_BEFORE_HEADERS)
         if flags & _HEADERS:
             self._headers()
@@ -184,7 +181,8 @@ class _Reader:
             self._table(at, end)
         except (_MalformedContent, struct.error, IndexError) as error:
             _record_defect(
-                self._content, f"headers: {error if isinstance(error, _MalformedContent) else 'are cut off'}"
+                self._content,
+                f"headers: {error if isinstance(error, _MalformedContent) else 'are cut off'}",
             )
 
     def _table(self, at: int, end: int) -> None:
@@ -214,13 +212,15 @@ class _Reader:
                 headers[name] = value
 
 
-def _value(data: bytes, kind: int, at: int, end: int, max_depth: int) -> tuple[Scalar | None, int]:
+def _value(
+    data: bytes, kind: int, at: int, end: int, max_depth: int
+) -> tuple[_Scalar | None, int]:
     """Parse the value at `at`.
 
     Returns:
         The value, or `None` unless it is a string or a number, and the offset of the next entry.
     """
-    value: Scalar | None = None
+    value: _Scalar | None = None
     if (number := _NUMBERS.get(kind)) is not None:
         (value,) = number.unpack_from(data, at)
         at += number.size

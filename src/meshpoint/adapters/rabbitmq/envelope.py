@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
 from datetime import datetime
+from itertools import starmap
 
 from meshpoint.adapters.rabbitmq.content import Content
 from meshpoint.adapters.rabbitmq.frames import RawDelivery, short_string
@@ -16,12 +16,18 @@ from meshpoint.model.messages import (
     HeaderValue,
     Message,
     MessageType,
-    bounded_reason,
+    truncate_reason,
 )
 
 _DELIVERY_COUNT = "x-delivery-count"
 _FIRST_DEATH = "x-first-death-reason"
-_BROKER_HEADER_PREFIXES = ("x-delivery-count", "x-acquired-count", "x-first-death-", "x-last-death-", "x-death")
+_BROKER_HEADER_PREFIXES = (
+    "x-delivery-count",
+    "x-acquired-count",
+    "x-first-death-",
+    "x-last-death-",
+    "x-death",
+)
 _MAX_COUNT = 1_000_000
 _UNKNOWN_TYPE = "x-dead-type"
 _RAW_ROUTING_KEY = "x-dead-routing-key"
@@ -45,7 +51,7 @@ def to_properties(message: Message, user_id: str | None) -> bytes:
     try:
         return _properties(
             content_type="application/json",
-            headers=_encode_headers(message.headers),
+            headers=b"".join(starmap(_encode_header, message.headers.items())),
             correlation_id=message.correlation_id,
             reply_to=message.reply_to,
             message_id=message.message_id,
@@ -58,16 +64,18 @@ def to_properties(message: Message, user_id: str | None) -> bytes:
         raise UnencodableMessage(str(error)) from error
 
 
-def to_dead_letter(raw: RawDelivery, content: Content, reason: str, user_id: str | None, max_bytes: int) -> bytes:
+def to_dead_letter(
+    raw: RawDelivery, content: Content, reason: str, user_id: str | None, max_bytes: int
+) -> bytes:
     """Encode the properties of a dead-letter copy of `raw`, in at most `max_bytes` bytes.
 
     Accepts any delivery. If the headers do not fit, the largest are dropped.
     """
     headers = _headers(content)
-    headers[Header.DEAD_REASON.value] = bounded_reason(reason)
+    headers[Header.DEAD_REASON.value] = truncate_reason(reason)
     if content.defect is not None:
         headers[_RAW_ROUTING_KEY] = raw.routing_key.decode("utf-8", "backslashreplace")
-    entries = {key: entry for key, value in headers.items() if (entry := _encode_header(key, value)) is not None}
+    entries = {key: _encode_dead_header(key, value) for key, value in headers.items()}
     fitting = _drop_largest_headers(entries, max_bytes)
     return _properties(
         content_type=_truncate(content.content_type),
@@ -84,8 +92,8 @@ def to_dead_letter(raw: RawDelivery, content: Content, reason: str, user_id: str
 
 def minimal_dead_letter(reason: str, user_id: str | None) -> bytes:
     """Encode minimal properties for a message whose own properties cannot be copied."""
-    entry = _encode_header(Header.DEAD_REASON.value, bounded_reason(reason))
-    return _properties(headers=entry or b"", user_id=user_id)
+    entry = _encode_dead_header(Header.DEAD_REASON.value, truncate_reason(reason))
+    return _properties(headers=entry, user_id=user_id)
 
 
 def to_message(raw: RawDelivery, content: Content) -> Message:
@@ -143,14 +151,22 @@ def quorum_delivery_count(content: Content) -> int | None:
     Only valid for a redelivered message: on a first delivery, the sender may have set the header.
     """
     redeliveries = content.headers.get(_DELIVERY_COUNT)
-    return 1 + redeliveries if isinstance(redeliveries, int) and 0 < redeliveries < _MAX_COUNT else None
+    return (
+        1 + redeliveries
+        if isinstance(redeliveries, int) and 0 < redeliveries < _MAX_COUNT
+        else None
+    )
 
 
 def _headers(content: Content) -> dict[str, HeaderValue]:
     table = content.headers
-    headers: dict[str, HeaderValue] = {k: v for k, v in table.items() if not k.startswith(_BROKER_HEADER_PREFIXES)}
+    headers: dict[str, HeaderValue] = {
+        k: v for k, v in table.items() if not k.startswith(_BROKER_HEADER_PREFIXES)
+    }
     if _FIRST_DEATH in table:
-        headers.setdefault(Header.DEAD_REASON.value, bounded_reason(f"broker: {table[_FIRST_DEATH]}"))
+        headers.setdefault(
+            Header.DEAD_REASON.value, truncate_reason(f"broker: {table[_FIRST_DEATH]}")
+        )
     return headers
 
 
@@ -192,32 +208,29 @@ def _properties(
     return b"".join(parts)
 
 
-def _encode_headers(headers: Mapping[str, HeaderValue]) -> bytes:
-    return b"".join([short_string(str(key)) + _encode_value(value) for key, value in headers.items()])
-
-
-def _encode_value(value: HeaderValue) -> bytes:
+def _encode_header(key: str, value: HeaderValue) -> bytes:
+    name = short_string(str(key))
     if isinstance(value, str):
         raw = value.encode()
-        return b"S" + _u32(len(raw)) + raw
+        return name + b"S" + _u32(len(raw)) + raw
     if isinstance(value, float):
         # RabbitMQ would close the connection with an internal error.
         if not math.isfinite(value):
             raise ValueError(f"a header cannot be {value}")
-        return b"d" + _double(value)
+        return name + b"d" + _double(value)
     if isinstance(value, bool):
-        return b"t\x01" if value else b"t\x00"
+        return name + (b"t\x01" if value else b"t\x00")
     if isinstance(value, int):
-        return b"l" + _i64(value)
+        return name + b"l" + _i64(value)
     raise TypeError(f"a header cannot be a {type(value).__name__}")
 
 
-def _encode_header(key: str, value: HeaderValue) -> bytes | None:
-    """Encode a header of a dead letter, or return `None` if it cannot be encoded."""
+def _encode_dead_header(key: str, value: HeaderValue) -> bytes:
+    """Encode a header of a dead letter; empty if it cannot be encoded."""
     try:
-        return short_string(key) + _encode_value(value)
+        return _encode_header(key, value)
     except (ValueError, struct.error):
-        return None
+        return b""
 
 
 def _drop_largest_headers(entries: dict[str, bytes], max_bytes: int) -> dict[str, bytes]:
@@ -234,7 +247,7 @@ def _drop_largest_headers(entries: dict[str, bytes], max_bytes: int) -> dict[str
         dropped += 1
         if total <= available:
             break
-    entries[_DROPPED_HEADERS] = _encode_header(_DROPPED_HEADERS, dropped) or b""
+    entries[_DROPPED_HEADERS] = _encode_header(_DROPPED_HEADERS, dropped)
     return entries
 
 

@@ -1,17 +1,26 @@
-"""Reading and writing of the AMQP frames that carry messages."""
+"""Reading and writing of the AMQP frames that carry messages, and the transport below aiormq.
+
+aiormq writes each frame separately, and the broker then reads each separately. Here, all writes of
+one event-loop iteration take one system call. Incoming data is split into frames, so that messages
+bypass the library.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import pamqp.frame
+from aiormq import SSLContextProvider, TransportFactory
+from aiormq.exceptions import AMQPConnectionError
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
+from yarl import URL
 
 from meshpoint.adapters.rabbitmq.content import body_size, decode
 
@@ -56,10 +65,8 @@ class ReturnedMessage:
     header: bytes
 
 
-class OnConfirm(Protocol):
-    """Receives the broker's confirms and returns."""
-
-    def __call__(self, delivery_tag: int, multiple: bool, accepted: bool) -> None: ...
+_OnConfirm = Callable[[int, bool, bool], None]
+"""Receives a delivery tag, whether it covers all earlier ones, and whether it is accepted."""
 
 
 def max_frame_payload(frame_max: int) -> int:
@@ -80,7 +87,12 @@ def short_string(text: str) -> bytes:
 
 
 def encode_publish(
-    channel: int, exchange: bytes, routing_key: bytes, properties: bytes, body: bytes, max_payload: int
+    channel: int,
+    exchange: bytes,
+    routing_key: bytes,
+    properties: bytes,
+    body: bytes,
+    max_payload: int,
 ) -> bytes:
     """Encode a mandatory `basic.publish`. `exchange` and `routing_key` have length prefixes."""
     size = 7 + len(exchange) + len(routing_key)
@@ -125,14 +137,36 @@ class FrameHandler(Protocol):
     def __call__(self, kind: int, payload: bytes) -> bool: ...
 
 
-class DeliveryHandler:
-    """Assembles delivered messages on one channel and passes on each complete one."""
+class _ContentHandler:
+    """Assembles the method, content header and body frames of one message after another."""
+
+    def __init__(self) -> None:
+        self._method = b""
+        self._header = b""
+        self._parts: list[bytes] = []
+        self._remaining = 0
+        self.closed = False
+
+    def _add(self, kind: int, payload: bytes) -> tuple[bytes, bytes, bytes] | None:
+        """Add a header or body frame. Returns the method, header and body once complete."""
+        if kind == HEADER:
+            self._header, self._parts, self._remaining = payload, [], body_size(payload)
+        else:
+            self._parts.append(payload)
+            self._remaining -= len(payload)
+        if self._remaining > 0:
+            return None
+        content = self._method, self._header, b"".join(self._parts)
+        self._method, self._header, self._parts = b"", b"", []
+        return content
+
+
+class DeliveryHandler(_ContentHandler):
+    """Passes on each complete message that is delivered on one channel."""
 
     def __init__(self, on_delivery: Callable[[RawDelivery], None]) -> None:
+        super().__init__()
         self._on_delivery = on_delivery
-        self._assembler = _ContentAssembler()
-        self._method = b""
-        self.closed = False
 
     def __call__(self, kind: int, payload: bytes) -> bool:
         if kind == METHOD:
@@ -140,54 +174,49 @@ class DeliveryHandler:
                 self.closed = self.closed or payload[:4] == _CHANNEL_CLOSE
                 return False
             self._method = payload
-            return True
-        if not self._method:
+        elif not self._method:
             return False
-        if self._assembler.add(kind, payload):
-            method, self._method = self._method, b""
-            self._on_delivery(self._parse(method, *self._assembler.pop()))
+        elif (content := self._add(kind, payload)) is not None:
+            method, header, body = content
+            at = 5 + method[4]
+            key = at + 10 + method[at + 9]
+            delivery = RawDelivery(
+                consumer_tag=method[5:at],
+                delivery_tag=_tag.unpack_from(method, at)[0],
+                redelivered=method[at + 8] & 1 == 1,
+                routing_key=method[key + 1 : key + 1 + method[key]],
+                header=header,
+                body=body,
+            )
+            self._on_delivery(delivery)
         return True
 
-    @staticmethod
-    def _parse(method: bytes, header: bytes, body: bytes) -> RawDelivery:
-        at = 5 + method[4]
-        redelivered = method[at + 8] & 1 == 1
-        key = at + 10 + method[at + 9]
-        return RawDelivery(
-            method[5:at],
-            _tag.unpack_from(method, at)[0],
-            redelivered,
-            method[key + 1 : key + 1 + method[key]],
-            header,
-            body,
-        )
 
+class ConfirmHandler(_ContentHandler):
+    """Passes on the confirms and returned messages of one channel."""
 
-class ConfirmHandler:
-    """Handles confirms and returned messages on one channel."""
-
-    def __init__(self, on_confirm: OnConfirm, on_return: Callable[[ReturnedMessage], None]) -> None:
+    def __init__(
+        self, on_confirm: _OnConfirm, on_return: Callable[[ReturnedMessage], None]
+    ) -> None:
+        super().__init__()
         self._on_confirm, self._on_return = on_confirm, on_return
-        self._assembler = _ContentAssembler()
-        self._method = b""
-        self.closed = False
 
     def __call__(self, kind: int, payload: bytes) -> bool:
         if kind == METHOD:
             which = payload[:4]
             if which in {_ACK, _NACK}:
-                self._on_confirm(_tag.unpack_from(payload, 4)[0], payload[12] & 1 == 1, which == _ACK)
+                self._on_confirm(
+                    _tag.unpack_from(payload, 4)[0], payload[12] & 1 == 1, which == _ACK
+                )
                 return True
             if which != _RETURN:
                 self.closed = self.closed or which == _CHANNEL_CLOSE
                 return False
             self._method = payload
-            return True
-        if not self._method:
+        elif not self._method:
             return False
-        if self._assembler.add(kind, payload):
-            method, self._method = self._method, b""
-            header, _ = self._assembler.pop()
+        elif (content := self._add(kind, payload)) is not None:
+            method, header, _ = content
             at = 6  # skip the reply code, the reply text and the exchange
             for _ in range(2):
                 at += 1 + method[at]
@@ -195,7 +224,7 @@ class ConfirmHandler:
         return True
 
 
-class CloseHandler:
+class _CloseHandler:
     """Records why the broker closes the connection, and leaves all frames to the library."""
 
     closed = False
@@ -206,30 +235,6 @@ class CloseHandler:
         if kind == METHOD and payload[:4] == _CONNECTION_CLOSE:
             self.reason = payload[7 : 7 + payload[6]].decode(errors="replace")
         return False
-
-
-class _ContentAssembler:
-    """Joins the content header and body frames of one message."""
-
-    __slots__ = ("_header", "_parts", "_remaining")
-
-    def __init__(self) -> None:
-        self._header = b""
-        self._remaining = 0
-        self._parts: list[bytes] = []
-
-    def add(self, kind: int, payload: bytes) -> bool:
-        if kind == HEADER:
-            self._header, self._parts, self._remaining = payload, [], body_size(payload)
-        else:
-            self._parts.append(payload)
-            self._remaining -= len(payload)
-        return self._remaining <= 0
-
-    def pop(self) -> tuple[bytes, bytes]:
-        header, parts = self._header, self._parts
-        self._header, self._parts = b"", []
-        return header, parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class FrameReader(asyncio.StreamReaderProtocol):
@@ -314,7 +319,9 @@ def make_decodable(frame: bytes) -> bytes:
             correlation_id=content.correlation_id and content.correlation_id[:60],
             message_type=content.message_type and content.message_type[:60],
             app_id=content.app_id and content.app_id[:60],
-            headers={"x-dead-reason": f"undecodable: {content.defect or 'unknown to the library'}"},
+            headers={
+                "x-dead-reason": f"undecodable: {content.defect or 'unknown to the library'}"
+            },
         )
         _, channel, _ = _frame_start.unpack_from(frame)
         return pamqp.frame.marshal(ContentHeader(0, body_size(payload), properties), channel)
@@ -327,3 +334,94 @@ def _is_decodable(payload: bytes) -> bool:
     except Exception:
         return False
     return True
+
+
+class FrameTransport(TransportFactory):
+    """Both directions of one connection.
+
+    The library creates it to connect, and uses it for all I/O.
+
+    Attributes:
+        route: like `FrameReader.route`, once connected.
+        write: sends frames with all other writes of this loop iteration, once connected. They are
+            lost with the connection.
+    """
+
+    route: Callable[[int, FrameHandler], None]
+    write: Callable[[bytes], None]
+
+    def __init__(self) -> None:
+        self._writer: _BatchingWriter | None = None
+        self._close_handler = _CloseHandler()
+
+    @property
+    def close_reason(self) -> str:
+        """The broker's reason for closing the connection; empty if it has not closed it."""
+        return self._close_handler.reason
+
+    async def create(
+        self, url: URL, **kwargs: Any
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Like `asyncio.open_connection`, but splits incoming frames and batches outgoing ones."""
+        provider: SSLContextProvider = kwargs["ssl_context_provider"]
+        context: ssl.SSLContext | None = (
+            await provider.get_context() if url.scheme == "amqps" else None
+        )
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(loop=loop)
+        frames = FrameReader(reader, loop)
+        try:
+            transport, _ = await loop.create_connection(
+                lambda: frames, url.host or "", url.port or 0, ssl=context
+            )
+        except OSError as error:
+            raise AMQPConnectionError(*error.args) from error
+        frames.route(0, self._close_handler)
+        self._writer = _BatchingWriter(transport, frames, reader, loop)
+        self.route, self.write = frames.route, self._writer.write
+        return reader, self._writer
+
+    def abort(self) -> bool:
+        """Drop the connection without sending pending frames.
+
+        Returns `False` if no connection was opened.
+        """
+        if self._writer is None:
+            return False
+        self._writer.transport.abort()
+        return True
+
+
+class _BatchingWriter(asyncio.StreamWriter):
+    def __init__(
+        self,
+        transport: asyncio.WriteTransport,
+        protocol: asyncio.StreamReaderProtocol,
+        reader: asyncio.StreamReader,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(transport, protocol, reader, loop)
+        self._call_soon = loop.call_soon
+        self._chunks: list[bytes | bytearray | memoryview] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self._chunks:
+            self._call_soon(self._flush)
+        self._chunks.append(data)
+
+    async def drain(self) -> None:
+        self._flush()
+        await super().drain()
+
+    def write_eof(self) -> None:
+        self._flush()
+        super().write_eof()
+
+    def close(self) -> None:
+        self._flush()
+        super().close()
+
+    def _flush(self) -> None:
+        chunks, self._chunks = self._chunks, []
+        if chunks and not self.transport.is_closing():  # earlier data is then lost too
+            super().write(b"".join(chunks))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from aiormq.exceptions import (
+    ChannelInvalidStateError,
     ChannelNotFoundEntity,
     ChannelPreconditionFailed,
     ConnectionCommandInvalid,
@@ -22,12 +24,24 @@ from aiormq.exceptions import (
     ConnectionUnexpectedFrame,
 )
 
-from meshpoint.adapters.rabbitmq.confirming import ConfirmingChannel, OutboundMessage
-from meshpoint.adapters.rabbitmq.connection import Connection, OpenConnection, close_quietly, translate_errors
-from meshpoint.adapters.rabbitmq.frames import max_frame_payload
+from meshpoint.adapters.rabbitmq.connection import (
+    Connection,
+    OpenChannel,
+    OpenConnection,
+    close_quietly,
+    translate_errors,
+)
+from meshpoint.adapters.rabbitmq.content import decode
+from meshpoint.adapters.rabbitmq.frames import (
+    ConfirmHandler,
+    ReturnedMessage,
+    encode_publish,
+    max_frame_payload,
+    short_string,
+)
 from meshpoint.adapters.rabbitmq.topology import Topology, declare_exchange
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
-from meshpoint.ports.broker import Published
+from meshpoint.ports.broker import PublishResult
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +49,10 @@ _MAX_PROBE_TIMEOUT = 2.0
 """Maximum seconds to wait for the answer of a broker that did not confirm a message."""
 
 _TOO_LARGE = re.compile(r"message size \d+ is larger than (?:configured )?max size (\d+)")
-"""RabbitMQ's error for a body above `max_message_size`, the only source of that limit."""
+"""RabbitMQ's error for a body above `max_message_size`.
+
+AMQP has only code 406 and this text for it, and no other source of the limit.
+"""
 
 _MESSAGE_ERRORS = (
     ChannelPreconditionFailed,
@@ -58,28 +75,142 @@ _RETRY_DELAY = 0.5
 _MAX_BATCH_ATTEMPTS = 3
 """Attempts to resend messages together after one closed their channel. Then each is sent alone."""
 
-PublishResult = Published | BaseException
+_Outcome = PublishResult | BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class OutboundMessage:
+    """One message, encoded for the wire."""
+
+    routing_key: bytes
+    message_id: str | None
+    properties: bytes
+    body: bytes
+
+
+@dataclass(slots=True)
+class _Unconfirmed:
+    message: OutboundMessage
+    confirmation: asyncio.Future[PublishResult]
+    returned: bool = False
+
+
+class _ConfirmingChannel:
+    """Publishes messages and matches the broker's confirms to them.
+
+    The broker returns an unroutable message before it confirms it, in publishing order.
+    """
+
+    def __init__(self, opened: OpenChannel, exchange: str) -> None:
+        self.opened = opened
+        self._number = opened.channel.number
+        self._exchange = short_string(exchange)
+        self.max_payload = max_frame_payload(
+            opened.channel.connection.connection_tune.frame_max or 0
+        )
+        self._last_tag = 0
+        self._unconfirmed: dict[int, _Unconfirmed] = {}
+        self._close_error: BaseException | None = None
+        self._stopped = False
+        self._confirm_handler = ConfirmHandler(self._on_confirm, self._on_return)
+        opened.transport.route(self._number, self._confirm_handler)
+        opened.channel.closing.add_done_callback(self._on_closed)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the channel is open, as far as this process knows."""
+        return (
+            self._close_error is None
+            and not (self._stopped or self._confirm_handler.closed)
+            and not self.opened.channel.is_closed
+            and self.opened.channel.connection.is_opened
+        )
+
+    def stop_sending(self) -> None:
+        """Refuse further messages, because the channel is about to be closed."""
+        self._stopped = True
+
+    def send(self, message: OutboundMessage) -> asyncio.Future[PublishResult]:
+        """Send `message`. The future gets its result, or the error that closed the channel."""
+        confirmation: asyncio.Future[PublishResult] = asyncio.get_running_loop().create_future()
+        if not self.usable:
+            confirmation.set_exception(
+                self._close_error or ChannelInvalidStateError("the channel is closed")
+            )
+            return confirmation
+        self._last_tag += 1
+        self._unconfirmed[self._last_tag] = _Unconfirmed(message, confirmation)
+        self.opened.transport.write(
+            encode_publish(
+                self._number,
+                self._exchange,
+                message.routing_key,
+                message.properties,
+                message.body,
+                self.max_payload,
+            )
+        )
+        return confirmation
+
+    def _on_confirm(self, delivery_tag: int, multiple: bool, accepted: bool) -> None:
+        if multiple:
+            tags = [tag for tag in self._unconfirmed if tag <= delivery_tag]
+        else:
+            tags = [delivery_tag] if delivery_tag in self._unconfirmed else []
+        for tag in tags:
+            entry = self._unconfirmed.pop(tag)
+            if not entry.confirmation.done():
+                sent = PublishResult.UNROUTABLE if entry.returned else PublishResult.ACCEPTED
+                entry.confirmation.set_result(sent if accepted else PublishResult.OVERLOADED)
+
+    def _on_return(self, returned: ReturnedMessage) -> None:
+        message_id = decode(returned.header).message_id
+        for entry in self._unconfirmed.values():
+            message = entry.message
+            if (
+                not entry.returned
+                and message.message_id == message_id
+                and message.routing_key[1:] == returned.routing_key
+            ):
+                entry.returned = True
+                return
+
+    def _on_closed(self, closing: asyncio.Future[object]) -> None:
+        error = asyncio.CancelledError() if closing.cancelled() else closing.exception()
+        self._close_error = error or ChannelInvalidStateError("the channel was closed")
+        if isinstance(self._close_error, asyncio.CancelledError):
+            self._close_error = ChannelInvalidStateError("the channel was closed")
+        for entry in self._unconfirmed.values():
+            if not entry.confirmation.done():
+                entry.confirmation.set_exception(self._close_error)
+                # Mark it as retrieved: the caller may have given up.
+                entry.confirmation.exception()
+        self._unconfirmed.clear()
 
 
 class Publisher:
     """Publishes on its own channel, which it reopens when it is lost."""
 
     def __init__(
-        self, connection: Connection, topology: Topology, timeout: timedelta, redeclare: Callable[[], Awaitable[None]]
+        self,
+        connection: Connection,
+        topology: Topology,
+        timeout: timedelta,
+        redeclare: Callable[[], Awaitable[None]],
     ) -> None:
         self._connection = connection
         self._topology = topology
         self._redeclare = redeclare
         self._probe_timeout = min(timeout.total_seconds() / 4, _MAX_PROBE_TIMEOUT)
         self._timeout = timeout.total_seconds() - 2 * self._probe_timeout
-        self._channel: ConfirmingChannel | None = None
+        self._channel: _ConfirmingChannel | None = None
         self._open_lock = asyncio.Lock()
         self._separate_lock = asyncio.Lock()
         self._last_connection: object = None
         self.max_body_bytes: int | None = None
         self.max_payload = max_frame_payload(0)
 
-    async def publish(self, messages: Sequence[OutboundMessage]) -> list[Published]:
+    async def publish(self, messages: Sequence[OutboundMessage]) -> list[PublishResult]:
         """Send `messages` and wait for the result of each, in order.
 
         A message that is not confirmed although the broker answers otherwise counts as overloaded.
@@ -91,29 +222,18 @@ class Publisher:
                 again.
             ConfigurationError: messages name another user than the login's.
         """
-        results: dict[int, Published] = {}
+        results = [PublishResult.OVERLOADED] * len(messages)
         remaining = dict(enumerate(messages))
         with translate_errors("publishing"):
             for _ in range(_MAX_BATCH_ATTEMPTS):
-                await self._ensure_channel()
-                results |= {
-                    place: Published.REJECTED for place, parcel in remaining.items() if not self._fits(parcel)
-                }
-                remaining = {place: parcel for place, parcel in remaining.items() if place not in results}
-                if not remaining:
-                    break
-                batch_results = await self._send_batch(list(remaining.values()))
-                results |= {
-                    place: word
-                    for place, word in zip(remaining, batch_results, strict=True)
-                    if isinstance(word, Published)
-                }
-                remaining, limit_learned = await self._plan_resend(remaining, batch_results)
-                if not limit_learned:
+                errors = await self._send_batch(remaining, results)
+                if not remaining or not await self._remove_cause(errors):
                     break
             if remaining:
-                results |= zip(remaining, await self._send_separately(list(remaining.values())), strict=True)
-        return [results[index] for index in range(len(messages))]
+                separate = await self._send_separately(list(remaining.values()))
+                for place, result in zip(remaining, separate, strict=True):
+                    results[place] = result
+        return results
 
     async def close(self) -> None:
         """Close the channel."""
@@ -123,37 +243,31 @@ class Publisher:
 
     def _fits(self, message: OutboundMessage) -> bool:
         limit = self.max_body_bytes
-        return len(message.properties) + 12 <= self.max_payload and (limit is None or len(message.body) <= limit)
+        return len(message.properties) + 12 <= self.max_payload and (
+            limit is None or len(message.body) <= limit
+        )
 
-    async def _plan_resend(
-        self, remaining: dict[int, OutboundMessage], batch_results: Sequence[PublishResult]
-    ) -> tuple[dict[int, OutboundMessage], bool]:
-        """Return the messages to resend, and whether they can be resent together.
+    async def _remove_cause(self, errors: Sequence[BaseException]) -> bool:
+        """Remove the cause of `errors`, so that their messages can be resent together.
 
-        They can if the cause of the failure has been fixed.
+        Returns `False` if a message is the cause.
 
         Raises:
             Exception: the channel was lost for a reason unrelated to its messages.
         """
-        lost = {
-            place: word
-            for place, word in zip(remaining, batch_results, strict=True)
-            if not isinstance(word, Published)
-        }
-        resend = {index: remaining[index] for index in lost}
-        for error in {type(error): error for error in lost.values()}.values():  # usually one
+        for error in {type(error): error for error in errors}.values():  # usually one
             if isinstance(error, ChannelNotFoundEntity):
                 log.warning("the exchange is gone and is declared again: %s", error)
                 await self._redeclare()
             elif isinstance(error, _MESSAGE_ERRORS):
-                return resend, self._learn_limit(error)
+                return self._learn_limit(error)
             else:
                 raise error
-        return resend, True
+        return True
 
     def _learn_limit(self, error: BaseException) -> bool:
         """Learn the size limit from `error`. Returns `False` if it states none."""
-        text = str(error)
+        text = str(error)  # AMQP has the same code for every failed precondition
         if isinstance(error, ChannelPreconditionFailed) and "user_id" in text:
             raise ConfigurationError(
                 "mesh.broker_url",
@@ -168,17 +282,37 @@ class Publisher:
         log.warning("the broker accepts bodies of at most %d bytes", self.max_body_bytes)
         return True
 
-    async def _send_batch(self, messages: Sequence[OutboundMessage]) -> list[PublishResult]:
-        end = asyncio.get_running_loop().time() + self._timeout
-        channel = await self._ensure_channel()
-        sent = [channel.send(parcel) for parcel in messages]
-        if not await _wait_for_all(sent, end):
-            await self._abandon_channel(channel, sent)
-        return [_result_of(future) for future in sent]
+    async def _send_batch(
+        self, remaining: dict[int, OutboundMessage], results: list[PublishResult]
+    ) -> list[BaseException]:
+        """Send the messages in `remaining`, and move those with a result to `results`.
 
-    async def _send_separately(self, messages: Sequence[OutboundMessage]) -> list[Published]:
-        """Send messages one by one on a separate connection, after a message closed their channel."""
-        results: list[Published] = []
+        Returns the errors of the messages that are still in `remaining`.
+        """
+        channel = await self._ensure_channel()
+        end = asyncio.get_running_loop().time() + self._timeout
+        sent: dict[int, asyncio.Future[PublishResult]] = {}
+        for place, message in list(remaining.items()):
+            if self._fits(message):
+                sent[place] = channel.send(message)
+            else:
+                results[place] = PublishResult.REJECTED
+                del remaining[place]
+        if not await _wait_for_all(sent.values(), end):
+            await self._abandon_channel(channel, sent.values())
+        errors: list[BaseException] = []
+        for place, future in sent.items():
+            outcome = _outcome_of(future)
+            if isinstance(outcome, PublishResult):
+                results[place] = outcome
+                del remaining[place]
+            else:
+                errors.append(outcome)
+        return errors
+
+    async def _send_separately(self, messages: Sequence[OutboundMessage]) -> list[PublishResult]:
+        """Send messages one by one on a separate connection after one closed their channel."""
+        results: list[PublishResult] = []
         blamed = 0
         async with self._separate_lock:
             opened = await self._connection.open_separate()
@@ -192,7 +326,10 @@ class Publisher:
                         if not channel.usable:
                             channel = await self._open_confirming(opened)
                         result = await self._send_one(channel, message)
-                        if not isinstance(result, ConnectionInternalError) or attempt == _MAX_ATTEMPTS:
+                        if (
+                            not isinstance(result, ConnectionInternalError)
+                            or attempt == _MAX_ATTEMPTS
+                        ):
                             break
                         await asyncio.sleep(attempt * _RETRY_DELAY)
                     blamed += isinstance(result, ConnectionInternalError)
@@ -203,43 +340,42 @@ class Publisher:
                 await opened.close()
         return results
 
-    async def _send_one(self, channel: ConfirmingChannel, message: OutboundMessage) -> PublishResult:
+    async def _send_one(self, channel: _ConfirmingChannel, message: OutboundMessage) -> _Outcome:
         future = channel.send(message)
         await _wait_for_all([future], asyncio.get_running_loop().time() + self._timeout)
-        return _result_of(future)
+        return _outcome_of(future)
 
-    def _to_published(self, message: OutboundMessage, result: PublishResult) -> Published:
-        if isinstance(result, Published):
+    def _to_published(self, message: OutboundMessage, result: _Outcome) -> PublishResult:
+        if isinstance(result, PublishResult):
             return result
         if not isinstance(result, _MESSAGE_ERRORS):
             raise result
         self._learn_limit(result)
         log.error("the broker refuses message %s: %s", message.message_id, result)
-        return Published.REJECTED
+        return PublishResult.REJECTED
 
-    async def _open_confirming(self, opened: OpenConnection) -> ConfirmingChannel:
-        return ConfirmingChannel(await opened.open_channel(self._timeout, confirms=True), self._topology.exchange)
+    async def _open_confirming(self, opened: OpenConnection) -> _ConfirmingChannel:
+        return _ConfirmingChannel(
+            await opened.open_channel(self._timeout, confirms=True), self._topology.exchange
+        )
 
-    def _usable_channel(self) -> ConfirmingChannel | None:
-        """The channel if it is open, as far as this process knows."""
-        channel = self._channel
-        return channel if channel and channel.usable else None
-
-    async def _ensure_channel(self) -> ConfirmingChannel:
-        if (channel := self._usable_channel()) is not None:
+    async def _ensure_channel(self) -> _ConfirmingChannel:
+        if (channel := self._channel) is not None and channel.usable:
             return channel
         async with asyncio.timeout(self._timeout), self._open_lock:
-            if (channel := self._usable_channel()) is None:
+            if (channel := self._channel) is None or not channel.usable:
                 await declare_exchange(self._connection, self._topology)
                 opened = await self._connection.open_channel(confirms=True)
-                channel = self._channel = ConfirmingChannel(opened, self._topology.exchange)
+                channel = self._channel = _ConfirmingChannel(opened, self._topology.exchange)
                 self.max_payload = channel.max_payload
                 # This may be another node, with other settings.
                 if opened.channel.connection is not self._last_connection:
                     self._last_connection, self.max_body_bytes = opened.channel.connection, None
             return channel
 
-    async def _abandon_channel(self, channel: ConfirmingChannel, sent: Sequence[asyncio.Future[Published]]) -> None:
+    async def _abandon_channel(
+        self, channel: _ConfirmingChannel, sent: Iterable[asyncio.Future[PublishResult]]
+    ) -> None:
         """Abandon a channel that did not confirm a message, or its connection if it is silent."""
         connection = self._connection.current
         responds = await self._probe()
@@ -265,7 +401,7 @@ class Publisher:
         return True
 
 
-async def _wait_for_all(sent: Sequence[asyncio.Future[Published]], end: float) -> bool:
+async def _wait_for_all(sent: Iterable[asyncio.Future[PublishResult]], end: float) -> bool:
     """Wait until `end` for all results. Returns `True` if all arrived."""
     now = asyncio.get_running_loop().time
     for future in sent:
@@ -276,8 +412,8 @@ async def _wait_for_all(sent: Sequence[asyncio.Future[Published]], end: float) -
     return True
 
 
-def _result_of(future: asyncio.Future[Published]) -> PublishResult:
+def _outcome_of(future: asyncio.Future[PublishResult]) -> _Outcome:
     """The broker's answer. An unconfirmed message counts as overloaded."""
     if not future.done():
-        return Published.OVERLOADED
+        return PublishResult.OVERLOADED
     return future.exception() or future.result()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from time import monotonic
 
 from aiormq.exceptions import ChannelNotFoundEntity
@@ -13,16 +15,84 @@ from aiormq.exceptions import ChannelNotFoundEntity
 from meshpoint.adapters.rabbitmq.connection import Connection, backoff_delays, translate_errors
 from meshpoint.adapters.rabbitmq.consumer import Consumer
 from meshpoint.adapters.rabbitmq.content import Content, decode
-from meshpoint.adapters.rabbitmq.delivery import DeadLetterMessage, RabbitDelivery
-from meshpoint.adapters.rabbitmq.envelope import from_dead_letter, quorum_delivery_count, to_message
+from meshpoint.adapters.rabbitmq.envelope import (
+    from_dead_letter,
+    quorum_delivery_count,
+    to_message,
+)
 from meshpoint.adapters.rabbitmq.frames import RawDelivery
-from meshpoint.adapters.rabbitmq.redelivered import RedeliveryCounter
 from meshpoint.errors import BrokerUnavailable, ConfigurationError, PoisonMessage
-from meshpoint.model.messages import Address, bounded_reason, is_dead_letters, is_private
-from meshpoint.model.outage import Outage
+from meshpoint.model.messages import (
+    Address,
+    Message,
+    is_dead_letter_queue,
+    is_private_queue,
+    truncate_reason,
+)
 from meshpoint.ports.broker import OnDelivery
+from meshpoint.ports.clock import OutageTracker
 
 log = logging.getLogger(__name__)
+
+_MAX_COUNTS = 1000
+_DeadLetter = Callable[[Address, RawDelivery, Content, str], Awaitable[bool]]
+"""Copies a message to its agent's dead-letter queue.
+
+Returns `False` if no copy can ever be made.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class _RabbitDelivery:
+    """A `Delivery` that can be settled once, on the channel that delivered it."""
+
+    message: Message
+    address: Address
+    delivery_count: int
+    _raw: RawDelivery
+    _content: Content
+    _consumer: Consumer
+    _dead_letter: _DeadLetter
+    _settled: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether its channel was lost, so the broker requeued the message."""
+        return self._consumer.lost and not self._settled
+
+    async def ack(self) -> bool:
+        """Ack the message. The ack may be sent a few milliseconds later."""
+        if not self._start_settling():
+            return False
+        self._consumer.ack(self._raw.delivery_tag)
+        return True
+
+    async def requeue(self) -> bool:
+        """Return the message to the queue for any consumer; raises its delivery count."""
+        if not self._start_settling():
+            return False
+        self._consumer.nack(self._raw.delivery_tag)
+        return True
+
+    async def dead_letter(self, reason: str) -> bool:
+        """Move the message to its agent's dead letters.
+
+        A crash in between leaves it in both queues.
+        """
+        if self._settled or self._consumer.lost:
+            return False
+        if await self._dead_letter(self.address, self._raw, self._content, reason):
+            return await self.ack()
+        if not self._start_settling():
+            return False
+        self._consumer.nack(self._raw.delivery_tag, requeue=False)
+        return True
+
+    def _start_settling(self) -> bool:
+        if self._settled or self._consumer.lost:
+            return False
+        self._settled = True
+        return True
 
 
 class RabbitSubscription:
@@ -38,7 +108,7 @@ class RabbitSubscription:
         prefetch: int,
         timeout: float,
         ensure_declared: Callable[[bool], Awaitable[None]],
-        dead_letter: DeadLetterMessage,
+        dead_letter: _DeadLetter,
         delivery_limit: int,
     ) -> None:
         self._connection = connection
@@ -50,16 +120,16 @@ class RabbitSubscription:
         self._ensure_declared = ensure_declared
         self._dead_letter = dead_letter
         self._delivery_limit = delivery_limit
-        self._private = is_private(address)
-        self._decode = from_dead_letter if is_dead_letters(address) else to_message
-        self._redelivery_counter = RedeliveryCounter()
+        self._private = is_private_queue(address)
+        self._decode = from_dead_letter if is_dead_letter_queue(address) else to_message
+        self._redelivery_counter = _RedeliveryCounter()
         self._wake = asyncio.Event()
         self._consumer: Consumer | None = None
         self._attach_task: asyncio.Task[None] | None = None
         self._dead_letter_tasks: set[asyncio.Task[None]] = set()
         self._adjustments: set[asyncio.Task[None]] = set()
         self._cancelled = False
-        self._outage = Outage(monotonic)
+        self._outage = OutageTracker(monotonic)
 
     async def start(self) -> None:
         """Attach to the queue.
@@ -74,9 +144,13 @@ class RabbitSubscription:
         except BaseException as error:
             if self._consumer is not None:  # nothing would settle its deliveries
                 self._connection.close_in_background(self._consumer.channel)
-            if isinstance(error, BrokerUnavailable) and isinstance(error.__cause__, ChannelNotFoundEntity):
+            if isinstance(error, BrokerUnavailable) and isinstance(
+                error.__cause__, ChannelNotFoundEntity
+            ):
                 raise ConfigurationError(
-                    "mesh.broker_url", f"there is no queue {self._queue!r}", "declare its agent first"
+                    "mesh.broker_url",
+                    f"there is no queue {self._queue!r}",
+                    "declare its agent first",
                 ) from error
             raise
         self._attach_task = asyncio.create_task(self._keep_attached())
@@ -130,11 +204,17 @@ class RabbitSubscription:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._cancelled and (self._consumer is None or self._consumer.lost or self._consumer.idle):
+            if self._cancelled and (
+                self._consumer is None or self._consumer.lost or self._consumer.idle
+            ):
                 break
             # After an error, `_adjust` gives up the consumer, which wakes this loop again.
             with suppress(BrokerUnavailable):
-                await (self._reattach() if self._consumer is None or self._consumer.lost else self._adjust())
+                await (
+                    self._reattach()
+                    if self._consumer is None or self._consumer.lost
+                    else self._adjust()
+                )
         if self._consumer is not None:
             await self._consumer.close()
 
@@ -150,17 +230,21 @@ class RabbitSubscription:
                 await self._attach()
             # Retry after any error: no longer consuming the queue would be worse.
             except Exception as error:
-                if (seconds := self._outage.failed()) is not None:
-                    log.warning("cannot consume %s yet, for %.0f s: %r", self._queue, seconds, error)
+                if (seconds := self._outage.record_failure()) is not None:
+                    log.warning(
+                        "cannot consume %s yet, for %.0f s: %r", self._queue, seconds, error
+                    )
                 missing = isinstance(error.__cause__, ChannelNotFoundEntity)
                 await asyncio.sleep(next(delays))
             else:
-                seconds, _ = self._outage.over()
+                seconds, _ = self._outage.record_success()
                 log.info("consuming %s again after %.0f s", self._queue, seconds)
                 return
 
     async def _attach(self) -> None:
-        consumer = Consumer(await self._connection.open_channel(), self._queue, self._receive, self._wake.set)
+        consumer = Consumer(
+            await self._connection.open_channel(), self._queue, self._receive, self._wake.set
+        )
         self._consumer = consumer
         await self._adjust()
 
@@ -170,12 +254,16 @@ class RabbitSubscription:
         Returns at the latest when the connection is lost. The library closes the channel of a
         cancelled call, which would requeue the requests of all running tasks.
         """
-        adjustment = asyncio.create_task(self._adjust())
+
+        async def adjust() -> None:
+            # The background task attaches again with the new limit, unless cancelled.
+            with suppress(BrokerUnavailable):
+                await self._adjust()
+
+        adjustment = asyncio.create_task(adjust())
         self._adjustments.add(adjustment)
         adjustment.add_done_callback(self._adjustments.discard)
-        # The background task attaches again with the new limit, unless cancelled.
-        with suppress(BrokerUnavailable):
-            await asyncio.shield(adjustment)
+        await asyncio.shield(adjustment)
 
     async def _adjust(self) -> None:
         consumer = self._consumer
@@ -205,13 +293,17 @@ class RabbitSubscription:
         except Exception as error:  # a bug in this package
             self._start_dead_lettering(raw, content, consumer, f"internal error: {error!r}")
             return
-        delivery = RabbitDelivery(message, raw, content, self.address, consumer, self._dead_letter, count)
+        delivery = _RabbitDelivery(
+            message, self.address, count, raw, content, consumer, self._dead_letter
+        )
         try:
             self._on_delivery(delivery)
         # A bug in the receiver must not close the connection, which all agents share.
         except Exception as error:
             log.exception("message %s could not be passed to its consumer", message.message_id)
-            self._start_dead_lettering(raw, content, consumer, f"internal error: {type(error).__name__}: {error}")
+            self._start_dead_lettering(
+                raw, content, consumer, f"internal error: {type(error).__name__}: {error}"
+            )
 
     def _delivery_count(self, raw: RawDelivery, content: Content) -> int:
         if not raw.redelivered:  # the sender may have set a count in the headers
@@ -219,8 +311,10 @@ class RabbitSubscription:
         counted = None if self._private else quorum_delivery_count(content)
         return self._redelivery_counter.count(raw) if counted is None else counted
 
-    def _start_dead_lettering(self, raw: RawDelivery, content: Content, consumer: Consumer, reason: str) -> None:
-        log.warning("unreadable message in %s: %s", self._queue, bounded_reason(reason))
+    def _start_dead_lettering(
+        self, raw: RawDelivery, content: Content, consumer: Consumer, reason: str
+    ) -> None:
+        log.warning("unreadable message in %s: %s", self._queue, truncate_reason(reason))
         task = asyncio.create_task(self._dead_letter_unreadable(raw, content, consumer, reason))
         self._dead_letter_tasks.add(task)
         task.add_done_callback(self._dead_letter_tasks.discard)
@@ -241,3 +335,22 @@ class RabbitSubscription:
             else:
                 consumer.nack(raw.delivery_tag, requeue=False)
             return
+
+
+class _RedeliveryCounter:
+    """Counts deliveries by message content, for the last 1,000 redelivered messages.
+
+    Classic queues only flag a message as redelivered.
+    """
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[tuple[int, int], int] = OrderedDict()
+
+    def count(self, raw: RawDelivery) -> int:
+        """The delivery count of a redelivered message, including this delivery."""
+        key = hash(raw.header), hash(raw.body)
+        count = self._counts.pop(key, 1) + 1
+        self._counts[key] = count
+        if len(self._counts) > _MAX_COUNTS:
+            self._counts.popitem(last=False)
+        return count

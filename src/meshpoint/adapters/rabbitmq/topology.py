@@ -9,18 +9,32 @@ An existing queue is used with its own arguments, so that an upgrade never fails
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import aiormq
 from aio_pika.abc import AbstractQueue
-from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity, ChannelPreconditionFailed
+from aiormq.exceptions import (
+    ChannelAccessRefused,
+    ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
+)
 from pamqp.common import FieldTable
 
 from meshpoint.adapters.rabbitmq.connection import Connection, translate_errors
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address, dead_letters_of, nested_of, private_of, responses_of, shard_of
+from meshpoint.model.messages import (
+    Address,
+    dead_letter_queue,
+    nested_queue,
+    private_queue,
+    request_shard,
+    response_queue,
+)
 
 log = logging.getLogger(__name__)
 
@@ -55,19 +69,29 @@ class Topology:
         """The routing key that reaches all private queues of `agent`."""
         return f"{agent}.broadcast"
 
+    def database_marker(self, agent: AgentName) -> str:
+        """Name of the exchange whose existence says that replicas of `agent` have a database."""
+        return f"{self.namespace}.{agent}.database"
+
     def queues(self, agent: AgentName, shards: int = 1) -> dict[Address, FieldTable]:
         """The shared queues of `agent` and their arguments.
 
         Dead letters come first: others need them.
         """
         return {
-            dead_letters_of(agent): {"x-queue-type": "quorum", **self._dead_letter_arguments()},
-            responses_of(agent): {**self._quorum_arguments(agent), **self._limit_arguments(_RESPONSES_PER_REQUEST)},
+            dead_letter_queue(agent): {"x-queue-type": "quorum", **self._dead_letter_arguments()},
+            response_queue(agent): {
+                **self._quorum_arguments(agent),
+                **self._limit_arguments(_RESPONSES_PER_REQUEST),
+            },
             **{
-                shard_of(agent, number): {**self._quorum_arguments(agent), **self._limit_arguments()}
+                request_shard(agent, number): {
+                    **self._quorum_arguments(agent),
+                    **self._limit_arguments(),
+                }
                 for number in range(shards)
             },
-            nested_of(agent): {**self._quorum_arguments(agent), **self._limit_arguments()},
+            nested_queue(agent): {**self._quorum_arguments(agent), **self._limit_arguments()},
         }
 
     def private_queue_arguments(self) -> FieldTable:
@@ -90,13 +114,17 @@ class Topology:
             "x-queue-type": "quorum",
             "x-delivery-limit": self.delivery_limit,
             "x-dead-letter-exchange": self.exchange,
-            "x-dead-letter-routing-key": dead_letters_of(agent),
+            "x-dead-letter-routing-key": dead_letter_queue(agent),
             "x-dead-letter-strategy": "at-least-once",
             "x-overflow": "reject-publish",
         }
 
     def _limit_arguments(self, factor: int = 1) -> FieldTable:
-        return {"x-max-length": factor * self.max_length, "x-overflow": "reject-publish"} if self.max_length else {}
+        return (
+            {"x-max-length": factor * self.max_length, "x-overflow": "reject-publish"}
+            if self.max_length
+            else {}
+        )
 
     def _dead_letter_arguments(self) -> FieldTable:
         limit = min(self.max_length or 0, _MAX_DEAD_LETTERS)
@@ -128,6 +156,68 @@ async def _create_exchange(connection: Connection, topology: Topology) -> None:
                 ) from error
 
 
+class DatabaseMarkers:
+    """Markers of agents whose replicas store tasks in a database.
+
+    A marker is a durable exchange that accepts no messages. Unlike a queue, an exchange is known
+    to every node of a cluster, and has no home node whose failure would hide it.
+    """
+
+    def __init__(self, connection: Connection, topology: Topology, timeout: float) -> None:
+        self._connection, self._topology, self._timeout = connection, topology, timeout
+
+    async def exists(self, agent: AgentName) -> bool:
+        """Whether the marker of `agent` is set. Must never be cancelled, like a queue lookup."""
+        name = self._topology.database_marker(agent)
+        async with self._connection.channel() as channel:
+            try:
+                with translate_errors(f"looking for {name}"):
+                    async with asyncio.timeout(self._timeout):
+                        await channel.exchange_declare(name, passive=True)
+            except BrokerUnavailable as error:
+                if isinstance(error.__cause__, ChannelNotFoundEntity):
+                    return False
+                raise
+        return True
+
+    async def set(self, agent: AgentName) -> bool:
+        """Set the marker of `agent`. Returns `False`, with a warning, if the login may not."""
+        name = self._topology.database_marker(agent)
+        try:
+            async with self._connection.topology_channel() as channel:
+                with translate_errors(f"declaring {name}"):
+                    await channel.declare_exchange(name, durable=True, internal=True)
+        except BrokerUnavailable as error:
+            if not isinstance(error.__cause__, ChannelAccessRefused):
+                raise
+            log.warning(
+                "the login may not declare the exchange %s: replicas of %s without a database "
+                "are not refused; grant configure on that name",
+                name,
+                agent,
+            )
+            return False
+        return True
+
+    async def remove(self, agent: AgentName) -> None:
+        """Remove the marker of `agent`, if it is set.
+
+        Raises:
+            ConfigurationError: the login may not delete it.
+        """
+        name = self._topology.database_marker(agent)
+        async with self._connection.topology_channel() as channel:
+            with translate_errors(f"deleting {name}"):
+                try:
+                    await channel.exchange_delete(name)
+                except ChannelAccessRefused as error:
+                    raise ConfigurationError(
+                        "mesh.broker_url",
+                        f"the login may not delete the exchange {name!r}",
+                        "grant it configure on that name",
+                    ) from error
+
+
 class QueueDeclarer:
     """Declares queues, and warns once about each existing queue with different arguments."""
 
@@ -150,7 +240,7 @@ class QueueDeclarer:
         Raises:
             ConfigurationError: the login may not declare or bind the queue.
         """
-        address = private_of(agent, replica)
+        address = private_queue(agent, replica)
         keys = address, self._topology.broadcast_key(agent)
         await self._declare(address, self._topology.private_queue_arguments(), *keys)
 
@@ -162,7 +252,9 @@ class QueueDeclarer:
         """
         async with self._connection.topology_channel() as channel:
             with translate_errors(f"binding {address}"):
-                queue = await channel.declare_queue(self._topology.queue_name(address), passive=True)
+                queue = await channel.declare_queue(
+                    self._topology.queue_name(address), passive=True
+                )
                 await queue.bind(self._topology.exchange, address)
 
     async def _declare(self, address: Address, arguments: FieldTable, *keys: str) -> None:
@@ -180,10 +272,16 @@ class QueueDeclarer:
         if not await self._bind_existing(name, *keys):
             if isinstance(refused, ChannelPreconditionFailed):
                 problem = f"the broker refuses the queue {name!r}: {refused}"
-                raise ConfigurationError("mesh.broker_url", problem, "change its limits or policies") from refused
+                raise ConfigurationError(
+                    "mesh.broker_url", problem, "change its limits or policies"
+                ) from refused
             raise _access_refused(name) from refused
         if name not in self._with_existing_arguments:
-            log.warning("the queue %s keeps its existing arguments, not the configured ones: %s", name, refused)
+            log.warning(
+                "the queue %s keeps its existing arguments, not the configured ones: %s",
+                name,
+                refused,
+            )
             self._with_existing_arguments.add(name)
 
     async def _bind_existing(self, name: str, *keys: str) -> bool:
@@ -212,3 +310,20 @@ def _access_refused(name: str) -> ConfigurationError:
         f"the login may not declare or bind the queue {name!r}",
         "grant it configure and write on the queue and read on the exchange",
     )
+
+
+async def delete_queues(url: str, topology: Topology, agents: Sequence[AgentName]) -> None:
+    """Delete the shared queues of `agents`, and the exchange.
+
+    Private queues expire by themselves.
+    """
+    connection = await aiormq.connect(url)
+    try:
+        channel = await connection.channel()
+        for agent in agents:
+            for address in topology.queues(agent):
+                await channel.queue_delete(topology.queue_name(address))
+            await channel.exchange_delete(topology.database_marker(agent))
+        await channel.exchange_delete(topology.exchange)
+    finally:
+        await connection.close()

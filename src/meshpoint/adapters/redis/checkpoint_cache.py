@@ -1,4 +1,7 @@
-"""Cached copies of checkpoints in Redis."""
+"""Cached copies of checkpoints in Redis.
+
+A copy is a format marker byte and the checkpoint as JSON, sealed by `seal`.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,22 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
 
+import zstandard
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from meshpoint.adapters.redis.connection import RedisConnection
-from meshpoint.adapters.redis.copies import decode_checkpoint, encode_checkpoint
 from meshpoint.adapters.redis.seal import Seal, Secret
 from meshpoint.errors import CheckpointError
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.subtasks import AgentCheckpoint
-from meshpoint.ports.checkpoint_cache import CacheUnavailable
+from meshpoint.own_threads import run_in_own_thread
+from meshpoint.ports.task_store import CacheUnavailable
 
 _MAX_CONNECTIONS = 4
+_PLAIN, _ZSTD = b"\x00", b"\x01"
+_MIN_COMPRESS_BYTES = 1024
+_MIN_THREAD_BYTES = 256 * 1024
 
 MAX_COPY_BYTES = 16 * 1024 * 1024
 """Maximum size of a copy, in bytes.
@@ -81,7 +88,9 @@ class RedisCheckpointCache:
         self._connection.raise_if_unavailable(key)
         copy = await self._seal.seal(key, await encode_checkpoint(checkpoint))
         if len(copy) > MAX_COPY_BYTES:
-            raise CheckpointError(f"{key}: {len(copy):,} bytes exceed the limit of {MAX_COPY_BYTES:,} for copies")
+            raise CheckpointError(
+                f"{key}: {len(copy):,} bytes exceed the limit of {MAX_COPY_BYTES:,} for copies"
+            )
         await self._execute(key, lambda redis: redis.set(key, copy, px=self._ttl))
 
     async def get(self, operation_id: TaskId, agent: AgentName) -> AgentCheckpoint | None:
@@ -93,13 +102,17 @@ class RedisCheckpointCache:
         if not stored:
             return None
         if len(stored) > MAX_COPY_BYTES:
-            raise CheckpointError(f"{key}: larger than {MAX_COPY_BYTES:,} bytes, so not written by Meshpoint")
+            raise CheckpointError(
+                f"{key}: larger than {MAX_COPY_BYTES:,} bytes, so not written by Meshpoint"
+            )
         try:
             checkpoint = await decode_checkpoint(await self._seal.unseal(key, stored))
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from error
         if (checkpoint.operation_id, checkpoint.agent) != (operation_id, agent):
-            raise CheckpointError(f"{key}: belongs to operation {checkpoint.operation_id!r} of {checkpoint.agent!r}")
+            raise CheckpointError(
+                f"{key}: belongs to operation {checkpoint.operation_id!r} of {checkpoint.agent!r}"
+            )
         return checkpoint
 
     async def forget(self, operation_id: TaskId, agent: AgentName) -> None:
@@ -125,3 +138,60 @@ class RedisCheckpointCache:
             return await self._connection.execute(key, request)
         except ResponseError as error:
             raise CheckpointError(f"{key}: not a string") from error
+
+
+async def encode_checkpoint(checkpoint: AgentCheckpoint) -> bytes:
+    """Encode `checkpoint` for storage, compressed if that makes it smaller.
+
+    Raises:
+        CheckpointError: it contains values that JSON cannot represent.
+    """
+    try:
+        # Without `extra`, the previous release can read the copy.
+        unused = None if checkpoint.extra else {"extra"}
+        content = checkpoint.model_dump_json(exclude=unused).encode()
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.seq} of {checkpoint.operation_id}: {_first_line(error)}"
+        ) from error
+    return (
+        _pack(content)
+        if len(content) < _MIN_THREAD_BYTES
+        else await run_in_own_thread(_pack, content)
+    )
+
+
+async def decode_checkpoint(stored: bytes) -> AgentCheckpoint:
+    """Decode a copy. Pass only authenticated bytes: decompressing others could exhaust memory.
+
+    Raises:
+        CheckpointError: this release cannot read it as a checkpoint.
+    """
+    return (
+        _unpack(stored)
+        if len(stored) < _MIN_THREAD_BYTES
+        else await run_in_own_thread(_unpack, stored)
+    )
+
+
+def _pack(content: bytes) -> bytes:
+    body = _PLAIN + content
+    if len(content) >= _MIN_COMPRESS_BYTES:
+        body = min(body, _ZSTD + zstandard.compress(content, level=1), key=len)
+    return body
+
+
+def _unpack(stored: bytes) -> AgentCheckpoint:
+    marker, content = stored[:1], stored[1:]
+    if marker not in {_PLAIN, _ZSTD}:
+        raise CheckpointError(f"unknown format marker {marker!r}")
+    try:
+        return AgentCheckpoint.model_validate_json(
+            content if marker == _PLAIN else zstandard.decompress(content)
+        )
+    except (ValueError, zstandard.ZstdError) as error:
+        raise CheckpointError(f"not a valid checkpoint: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

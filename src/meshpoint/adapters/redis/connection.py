@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.exceptions import AuthenticationError, NoPermissionError, NoScriptError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+)
 
 from meshpoint.errors import ConfigurationError, Unavailable
 
@@ -26,11 +32,13 @@ _CONNECTION_OPTIONS: dict[str, Any] = {
 }
 
 _URL_OPTIONS = frozenset(
-    ["username", "password", "db", "client_name", "lib_name", "lib_version", "protocol", "decode_responses",
-     "encoding", "encoding_errors", "health_check_interval", "max_connections", "retry_on_timeout", "timeout",
-     "socket_connect_timeout", "socket_keepalive", "socket_timeout", "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path",
-     "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_ciphers", "ssl_exclude_verify_flags",
-     "ssl_include_verify_flags", "ssl_keyfile", "ssl_min_version", "ssl_password"]
+    ["username", "password", "db", "client_name", "lib_name", "lib_version", "protocol",
+     "decode_responses", "encoding", "encoding_errors", "health_check_interval",
+     "max_connections", "retry_on_timeout", "timeout", "socket_connect_timeout",
+     "socket_keepalive", "socket_timeout", "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path",
+     "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_ciphers",
+     "ssl_exclude_verify_flags", "ssl_include_verify_flags", "ssl_keyfile", "ssl_min_version",
+     "ssl_password"]
 )  # fmt: skip
 """Options that a URL may set. Others of the driver's options take objects, not text."""
 
@@ -101,7 +109,11 @@ class RedisConnection:
                 self._retry_at = None
                 raise
             self._open_circuit()
-            problem = f"no answer within {self._timeout} s" if type(error) is TimeoutError else str(error)
+            problem = (
+                f"no answer within {self._timeout} s"
+                if type(error) is TimeoutError
+                else str(error)
+            )
             self._last_error = problem or type(error).__name__
             raise self._unavailable(f"Redis, {subject}: {self._last_error}") from error
         self._retry_at = None
@@ -125,7 +137,10 @@ class RedisConnection:
         except Unavailable as error:
             if isinstance(error.__cause__, AuthenticationError | NoPermissionError):
                 problem = f"Redis refuses: {error.__cause__}"
-                fix = "correct the URL, or allow the user to run scripts and write the namespace's keys"
+                fix = (
+                    "correct the URL, or allow the user to run scripts "
+                    "and write the namespace's keys"
+                )
                 raise ConfigurationError(self._setting, problem, fix) from error
             raise
 
@@ -141,6 +156,7 @@ class RedisConnection:
 
 def _is_data_error(error: Exception) -> bool:
     """Whether Redis works, and only the requested data or script is at fault."""
+    # The driver has no class for WRONGTYPE: its code is the first word of the text.
     return isinstance(error, NoScriptError) or (
         isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
     )
@@ -151,8 +167,12 @@ def _pool(url: str, setting: str, connections: int) -> BlockingConnectionPool:
         options = parse_qs(urlsplit(url).query)
         # The option is not named, because it may be part of a password.
         if not _URL_OPTIONS.issuperset(options):
-            raise ConfigurationError(setting, "has an unknown option", f"use {', '.join(sorted(_URL_OPTIONS))}")
-        pool = BlockingConnectionPool.from_url(url, max_connections=connections, timeout=None, **_CONNECTION_OPTIONS)
+            raise ConfigurationError(
+                setting, "has an unknown option", f"use {', '.join(sorted(_URL_OPTIONS))}"
+            )
+        pool = BlockingConnectionPool.from_url(
+            url, max_connections=connections, timeout=None, **_CONNECTION_OPTIONS
+        )
         # Values are bytes, even if the URL asks for text.
         pool.connection_kwargs["decode_responses"] = False
         for option in ("encoding", "encoding_errors"):

@@ -414,7 +414,8 @@ if state == 'none' then
   local time = redis.call('TIME')
   version = time[1] * 1000000 + time[2]
 end
-redis.call('HSET', KEYS[1], 'run', run, 'fence', ARGV[2], 'version', string.format('%.0f', version + 1))
+redis.call('HSET', KEYS[1], 'run', run, 'fence', ARGV[2],
+           'version', string.format('%.0f', version + 1))
 redis.call('PEXPIREAT', KEYS[1], expires_at)
 return {'ok', version + 1}
 """
@@ -446,6 +447,7 @@ if count > 0 then
   redis.call('PEXPIRE', chunks, ttl)
 end
 redis.call('HSET', meta, 'digest', digest, 'order', order, 'chunks', count, 'manifest', manifest)
+redis.call('HSET', meta, 'timestamp', ARGV[6], 'key_count', ARGV[7])
 redis.call('PEXPIRE', meta, ttl)
 return {'ok'}
 """

@@ -59,4 +59,6 @@ class Seal:
         try:
             return await self._secret()
         except Unavailable as error:
-            raise self._unavailable(f"{name}: its authentication key is unavailable: {error}") from error
+            raise self._unavailable(
+                f"{name}: its authentication key is unavailable: {error}"
+            ) from error

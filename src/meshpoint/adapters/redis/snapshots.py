@@ -6,22 +6,22 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import NoReturn
 
 from redis.exceptions import NoScriptError
 
 from meshpoint.adapters.redis import script_calls
 from meshpoint.adapters.redis.connection import RedisConnection
-from meshpoint.adapters.redis.holding import decode_name
-from meshpoint.adapters.redis.script_calls import ScriptCall, ScriptReply
+from meshpoint.adapters.redis.script_calls import ScriptCall, ScriptReply, decode_name
 from meshpoint.adapters.redis.scripts import APPEND_CHUNKS, GET_DIGEST, GET_SNAPSHOT, PUT_SNAPSHOT
 from meshpoint.adapters.redis.seal import CODE_BYTES, Seal, Secret
 from meshpoint.errors import CheckpointError, ConsistencyError, MemoryUnavailable
+from meshpoint.model.error_text import quantity
 from meshpoint.model.ids import new_id
-from meshpoint.model.memory import Packed
+from meshpoint.model.memory import PackedSnapshot
 
-MAX_SNAPSHOT_BYTES = 129 * 2**20
+_MAX_SNAPSHOT_BYTES = 129 * 2**20
 """Maximum size of a snapshot, in bytes.
 
 Larger snapshots are stored only in the database; larger values in Redis are refused."""
@@ -37,7 +37,8 @@ class RedisSnapshotStore:
     """A `meshpoint.ports.working_memory.SnapshotStore` in Redis 6.0 or later.
 
         {namespace}:l1_snapshot:{A}         the chunks; A is the agent id in braces
-        {namespace}:l1_snapshot_meta:{A}    digest, order, chunk count, authenticated manifest
+        {namespace}:l1_snapshot_meta:{A}    digest, order, chunk count, authenticated manifest;
+                                            for people: timestamp, key_count
 
     For one event loop.
 
@@ -61,7 +62,7 @@ class RedisSnapshotStore:
         *,
         namespace: str,
         secret: Secret,
-        max_bytes: int = MAX_SNAPSHOT_BYTES,
+        max_bytes: int = _MAX_SNAPSHOT_BYTES,
         ttl: timedelta = timedelta(days=14),
         timeout: timedelta = timedelta(seconds=5),
         retry_after: timedelta = timedelta(seconds=5),
@@ -82,7 +83,7 @@ class RedisSnapshotStore:
         self._seal = Seal(secret, MemoryUnavailable)
         self._max_bytes, self._ttl = max_bytes, ttl
 
-    async def put(self, agent_id: str, packed: Packed) -> bool:
+    async def put(self, agent_id: str, packed: PackedSnapshot) -> bool:
         """Replace the stored snapshot unless that has a higher `order`. Returns whether it did.
 
         A few megabytes take one round trip. A failure at any point leaves either the old or the
@@ -92,14 +93,16 @@ class RedisSnapshotStore:
             ConsistencyError: it exceeds `max_bytes`, so it could not be read back.
         """
         if (size := _size(packed)) > self._max_bytes:
-            problem = f"{size:,} bytes exceed the limit of {self._max_bytes:,} for snapshots in Redis"
+            problem = (
+                f"{size:,} bytes exceed the limit of {self._max_bytes:,} for snapshots in Redis"
+            )
             raise ConsistencyError(f"{_name(agent_id)}: {problem}")
         try:
             return await self._put(agent_id, packed, by_digest=True)
         except NoScriptError:
             return await self._put(agent_id, packed, by_digest=False)
 
-    async def get(self, agent_id: str) -> Packed | None:
+    async def get(self, agent_id: str) -> PackedSnapshot | None:
         """The stored snapshot, or `None`. Its chunks may be damaged; its manifest is verified.
 
         Raises:
@@ -107,13 +110,21 @@ class RedisSnapshotStore:
         """
         chunks, meta = self._keys(agent_id)
         [reply] = await script_calls.run_idempotent(
-            self._connection, _name(agent_id), [ScriptCall(GET_SNAPSHOT, (chunks, meta), (self._max_bytes,))]
+            self._connection,
+            _name(agent_id),
+            [ScriptCall(GET_SNAPSHOT, (chunks, meta), (self._max_bytes,))],
         )
         if reply[0] == b"damaged":
             _raise_damaged(reply[1], "it has the wrong type")
         if reply[0] == b"large":
-            _raise_damaged(reply[1], f"larger than {self._max_bytes:,} bytes, so not written by Meshpoint")
-        return None if reply[0] == b"none" else await self._verify(agent_id, _to_packed(meta, *reply[1:]))
+            _raise_damaged(
+                reply[1], f"larger than {self._max_bytes:,} bytes, so not written by Meshpoint"
+            )
+        return (
+            None
+            if reply[0] == b"none"
+            else await self._verify(agent_id, _to_packed(meta, *reply[1:]))
+        )
 
     async def digest(self, agent_id: str) -> str | None:
         """The digest recorded with the stored snapshot, unverified, or `None`."""
@@ -124,7 +135,9 @@ class RedisSnapshotStore:
 
     async def forget(self, agent_id: str) -> None:
         """Delete the snapshot."""
-        await self._connection.execute(_name(agent_id), lambda redis: redis.unlink(*self._keys(agent_id)))
+        await self._connection.execute(
+            _name(agent_id), lambda redis: redis.unlink(*self._keys(agent_id))
+        )
 
     async def close(self) -> None:
         """Release every connection."""
@@ -137,7 +150,7 @@ class RedisSnapshotStore:
             f"{self._namespace}:l1_snapshot_meta:{{{agent_id}}}".encode(),
         )
 
-    async def _put(self, agent_id: str, packed: Packed, *, by_digest: bool) -> bool:
+    async def _put(self, agent_id: str, packed: PackedSnapshot, *, by_digest: bool) -> bool:
         chunks, meta = self._keys(agent_id)
         staged = chunks + f":{new_id()}".encode()
         batch: list[ScriptCall] = []
@@ -146,34 +159,46 @@ class RedisSnapshotStore:
                 await self._run(agent_id, batch, by_digest=by_digest)
             batch = [ScriptCall(APPEND_CHUNKS, (staged,), (_STAGING_TTL // _MILLISECOND, *part))]
         manifest = await self._seal.seal(self._sealed_name(agent_id, packed), packed.manifest)
-        fields = (packed.digest.encode(), packed.order, len(packed.chunks), manifest)
-        swap = ScriptCall(PUT_SNAPSHOT, (chunks, meta, staged), (self._ttl // _MILLISECOND, *fields))
+        taken_at = datetime.fromtimestamp(packed.taken_at / 1000, UTC).isoformat()
+        fields = (
+            *(packed.digest.encode(), packed.order, len(packed.chunks), manifest),
+            *(taken_at.encode(), packed.key_count),
+        )
+        swap = ScriptCall(
+            PUT_SNAPSHOT, (chunks, meta, staged), (self._ttl // _MILLISECOND, *fields)
+        )
         *_, [answer, *_] = await self._run(agent_id, [*batch, swap], by_digest=by_digest)
         if answer == b"incomplete":
             raise MemoryUnavailable(f"Redis, {_name(agent_id)}: it lost part of the staged data")
         return bool(answer == b"ok")
 
-    async def _verify(self, agent_id: str, packed: Packed) -> Packed:
+    async def _verify(self, agent_id: str, packed: PackedSnapshot) -> PackedSnapshot:
         """Verify the manifest. It has a digest of every key, so chunks need no authentication."""
         _, meta = self._keys(agent_id)
         try:
-            manifest = await self._seal.unseal(self._sealed_name(agent_id, packed), packed.manifest)
+            manifest = await self._seal.unseal(
+                self._sealed_name(agent_id, packed), packed.manifest
+            )
         except CheckpointError as error:
             raise ConsistencyError(f"{decode_name(meta)} is not authentic: {error}") from error
         return replace(packed, manifest=manifest)
 
-    def _sealed_name(self, agent_id: str, packed: Packed) -> str:
+    def _sealed_name(self, agent_id: str, packed: PackedSnapshot) -> str:
         return f"{self._namespace}:{agent_id}:{packed.digest}:{packed.order}"
 
-    async def _run(self, agent_id: str, calls: Sequence[ScriptCall], *, by_digest: bool) -> list[ScriptReply]:
-        return await script_calls.run_scripts(self._connection, _name(agent_id), calls, by_digest=by_digest)
+    async def _run(
+        self, agent_id: str, calls: Sequence[ScriptCall], *, by_digest: bool
+    ) -> list[ScriptReply]:
+        return await script_calls.run_scripts(
+            self._connection, _name(agent_id), calls, by_digest=by_digest
+        )
 
 
 def _name(agent_id: str) -> str:
     return f"snapshot of memory {agent_id}"
 
 
-def _size(packed: Packed) -> int:
+def _size(packed: PackedSnapshot) -> int:
     """Size in bytes; at least as large as `GET_SNAPSHOT` counts it."""
     return (
         CODE_BYTES
@@ -198,17 +223,19 @@ def _chunk_batches(chunks: Sequence[bytes]) -> Iterator[list[bytes]]:
         yield batch
 
 
-def _to_packed(meta: bytes, fields: Sequence[bytes | None], chunks: Sequence[bytes]) -> Packed:
+def _to_packed(
+    meta: bytes, fields: Sequence[bytes | None], chunks: Sequence[bytes]
+) -> PackedSnapshot:
     digest, order, count, manifest = fields
     if digest is None or order is None or count is None or manifest is None:
         _raise_damaged(meta, "a field is missing")
     try:
-        packed = Packed(digest.decode(), int(order), manifest, tuple(chunks))
+        packed = PackedSnapshot(digest.decode(), int(order), manifest, tuple(chunks))
         expected = int(count)
     except ValueError:
         _raise_damaged(meta, "a field is damaged")
     if len(chunks) != expected:
-        _raise_damaged(meta, f"it has {len(chunks)} chunks instead of {expected}")
+        _raise_damaged(meta, f"it has {quantity(len(chunks), 'chunk')} instead of {expected}")
     return packed
 
 

@@ -15,7 +15,7 @@ from meshpoint.model.memory import Item, Kind
 STEP_BYTES = 256 * 1024
 """Approximate limit on the bytes of one step. A larger element is a step of its own."""
 
-STEP_KEYS = 500
+_STEP_KEYS = 500
 
 _ELEMENTS_PER_ENTRY = {Kind.HASH: 2, Kind.ZSET: 2}
 
@@ -40,7 +40,9 @@ def encode_steps(items: Sequence[Item]) -> Iterator[bytes]:
     for part in (part for item in items for part in _parts(item)):
         weight = sum(map(len, part.elements))
         if keys and (
-            keys == STEP_KEYS or count + len(part.elements) > MAX_COMMAND_ARGS or size + weight > STEP_BYTES
+            keys == _STEP_KEYS
+            or count + len(part.elements) > MAX_COMMAND_ARGS
+            or size + weight > STEP_BYTES
         ):
             yield _pack(args)
             args, keys, count, size = [], 0, 0, 0
@@ -64,7 +66,9 @@ def max_read_bytes(item: Item) -> int:
     """Upper bound, in bytes, on the size that the read scripts count for an item."""
     name = len(item.key.encode()) + 64
     return name + (
-        len(cast(bytes, item.content)) if item.kind is Kind.STRING else sum(8 + len(e) for e in _elements(item))
+        len(cast(bytes, item.content))
+        if item.kind is Kind.STRING
+        else sum(8 + len(e) for e in _elements(item))
     )
 
 

@@ -13,22 +13,47 @@ from redis.exceptions import NoScriptError
 
 from meshpoint.adapters.redis import script_calls
 from meshpoint.adapters.redis.connection import RedisConnection
-from meshpoint.adapters.redis.holding import decode_name, parse_contents
-from meshpoint.adapters.redis.outcomes import fenced_error, raise_for_reply, raise_if_damaged, unpack_reply
-from meshpoint.adapters.redis.script_calls import ScriptCall, ScriptReply
-from meshpoint.adapters.redis.scripts import ADOPT, EXECUTE, FORGET, LIST_KEYS, READ, RETAIN, STAGE, SWAP
+from meshpoint.adapters.redis.script_calls import (
+    ScriptCall,
+    ScriptReply,
+    decode_name,
+    fenced_error,
+    is_consistent,
+    parse_contents,
+    raise_for_reply,
+    raise_if_damaged,
+    unpack_reply,
+)
+from meshpoint.adapters.redis.scripts import (
+    ADOPT,
+    EXECUTE,
+    FORGET,
+    LIST_KEYS,
+    READ,
+    RETAIN,
+    STAGE,
+    SWAP,
+)
 from meshpoint.adapters.redis.staging import encode_steps, is_storable, max_read_bytes
 from meshpoint.errors import MemoryRefused, MemoryUnavailable
 from meshpoint.model.ids import new_id
-from meshpoint.model.memory import READS, WRITES, Answer, Command, Held, Item, Owner
+from meshpoint.model.memory import (
+    READ_COMMANDS,
+    WRITE_COMMANDS,
+    Answer,
+    Command,
+    Item,
+    MemoryContents,
+    Owner,
+)
 
-READ_BATCH_KEYS = 500
+_READ_BATCH_KEYS = 500
 """Keys that one script call handles, so that a large memory does not block the server."""
 
 READ_ATTEMPTS = 3
 """Attempts to read a memory in parts that no write separates. Then it is read in one call."""
 
-MAX_MEMORY_BYTES = 129 * 2**20
+_MAX_MEMORY_BYTES = 129 * 2**20
 """Maximum bytes of a memory to read at once, counting eight extra bytes per element."""
 
 _MAX_CONNECTIONS = 16
@@ -93,7 +118,7 @@ class RedisWorkingMemory:
         url: str,
         *,
         namespace: str,
-        max_bytes: int = MAX_MEMORY_BYTES,
+        max_bytes: int = _MAX_MEMORY_BYTES,
         active_ttl: timedelta = timedelta(hours=24),
         paused_ttl: timedelta = timedelta(days=14),
         timeout: timedelta = timedelta(seconds=5),
@@ -116,15 +141,19 @@ class RedisWorkingMemory:
         self.active_ttl, self.paused_ttl = active_ttl, paused_ttl
 
     @property
-    def survives(self) -> bool:
+    def durable(self) -> bool:
         """`True`: a memory outlives the process."""
         return True
 
     async def open(self) -> None:
         """Check that Redis answers and accepts writes."""
-        await self._connection.check(_MemoryKeys.for_memory(self._namespace, new_id()).head_and_index[0])
+        await self._connection.check(
+            _MemoryKeys.for_memory(self._namespace, new_id()).head_and_index[0]
+        )
 
-    async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
+    async def execute(
+        self, owner: Owner, commands: Sequence[Command], *, expected_version: int = 0
+    ) -> tuple[int, list[Answer]]:
         """Execute commands in one round trip. Returns the memory's version and the answers.
 
         Raises:
@@ -137,59 +166,75 @@ class RedisWorkingMemory:
         """
         names = self._memory_keys(owner.agent_id)
         for command in commands:
-            if command.name not in READS | WRITES:
-                raise MemoryRefused(f"memory key {command.key!r}: {command.name} is not a working-memory command")
+            if command.name not in READ_COMMANDS | WRITE_COMMANDS:
+                raise MemoryRefused(
+                    f"memory key {command.key!r}: {command.name} is not a working-memory command"
+                )
             if not command.key:
                 raise MemoryRefused(f"memory key '': {command.name} needs a key")
-        positions = {key: place for place, key in enumerate(dict.fromkeys(each.key for each in commands), start=3)}
-        writes = b"w" if any(command.writes for command in commands) else b"r"
+        positions = {
+            key: place
+            for place, key in enumerate(dict.fromkeys(each.key for each in commands), start=3)
+        }
+        writes = b"w" if any(command.is_write for command in commands) else b"r"
         ttl = self.active_ttl // _MILLISECOND
         args: list[bytes | int] = [
             *_owner_args(owner),
-            seen,
+            expected_version,
             ttl,
             len(names.value_prefix) + 1,
             writes,
             self._max_bytes,
         ]
         for command in commands:
-            mode = b"w" if command.writes else b"r"
-            args += [command.name.encode(), positions[command.key], mode, len(command.args), *command.args]
+            mode = b"w" if command.is_write else b"r"
+            args += [
+                command.name.encode(),
+                positions[command.key],
+                mode,
+                len(command.args),
+                *command.args,
+            ]
         keys = (*names.head_and_index, *[names.value_prefix + key.encode() for key in positions])
         [reply] = await self._run_idempotent(names, [ScriptCall(EXECUTE, keys, tuple(args))])
         raise_for_reply(owner, reply)
         _, version, answers = reply
-        return version, [_exact_integer(command, answer) for command, answer in zip(commands, answers, strict=True)]
+        return version, [
+            _exact_integer(command, answer)
+            for command, answer in zip(commands, answers, strict=True)
+        ]
 
-    async def keys(self, owner: Owner, *, seen: int = 0) -> list[str]:
+    async def keys(self, owner: Owner, *, expected_version: int = 0) -> list[str]:
         """The keys that exist. Raises like `execute`, and `MemoryLost` if any key was evicted."""
         names = self._memory_keys(owner.agent_id)
-        args = (*_owner_args(owner), seen, names.value_prefix, self._max_bytes)
-        [reply] = await self._run_idempotent(names, [ScriptCall(LIST_KEYS, names.head_and_index, args)])
+        args = (*_owner_args(owner), expected_version, names.value_prefix, self._max_bytes)
+        [reply] = await self._run_idempotent(
+            names, [ScriptCall(LIST_KEYS, names.head_and_index, args)]
+        )
         raise_for_reply(owner, reply)
         return [decode_name(key) for key in reply[1] if key]
 
-    async def read(self, agent_id: str) -> Held:
+    async def read(self, agent_id: str) -> MemoryContents:
         """The whole memory at one instant, in one round trip, or two for more than 500 keys."""
         return await self._read_all(self._memory_keys(agent_id), self._max_bytes)
 
-    async def _read_all(self, names: _MemoryKeys, limit: int) -> Held:
+    async def _read_all(self, names: _MemoryKeys, limit: int) -> MemoryContents:
         for _ in range(READ_ATTEMPTS):
-            replies = await self._read(names, 0, READ_BATCH_KEYS - 1, limit)
-            if parts := list(_ranks(replies[0][5], after=READ_BATCH_KEYS)):
+            replies = await self._read(names, 0, _READ_BATCH_KEYS - 1, limit)
+            if parts := list(_ranks(replies[0][5], after=_READ_BATCH_KEYS)):
                 each = limit // len(parts)
                 replies += map(
                     unpack_reply,
-                    await self._run_idempotent(names, [_read_call(names, *part, each) for part in parts]),
+                    await self._run_idempotent(
+                        names, [_read_call(names, *part, each) for part in parts]
+                    ),
                 )
-            found = parse_contents(replies)
-            if found is not None and not (parts and found.large):
-                return found
-            if found is not None:  # a part exceeds its share of the limit
-                break
-        found = parse_contents(await self._read(names, 0, -1, limit))
-        assert found is not None, "a single reply is consistent"
-        return found
+            if is_consistent(replies):
+                found = parse_contents(replies)
+                if not (parts and found.oversized_keys):
+                    return found
+                break  # a part exceeds its share of the limit
+        return parse_contents(await self._read(names, 0, -1, limit))
 
     async def adopt(self, owner: Owner, version: int) -> bool:
         """Become the owner of the memory if it still has this version. Returns whether it has.
@@ -205,17 +250,24 @@ class RedisWorkingMemory:
             version,
             self.active_ttl // _MILLISECOND,
             names.value_prefix,
-            READ_BATCH_KEYS - 1,
+            _READ_BATCH_KEYS - 1,
         )
-        [reply] = await self._run_idempotent(names, [ScriptCall(ADOPT, names.head_and_index, args)])
+        [reply] = await self._run_idempotent(
+            names, [ScriptCall(ADOPT, names.head_and_index, args)]
+        )
         raise_for_reply(owner, reply)
         if reply[0] == b"ok":
-            await self._retain(owner, self.active_ttl, _ranks(reply[1], after=READ_BATCH_KEYS))
+            await self._retain(owner, self.active_ttl, _ranks(reply[1], after=_READ_BATCH_KEYS))
         return bool(reply[0] == b"ok")
 
     async def replace(
-        self, owner: Owner, items: Sequence[Item], *, seen: int | None = None, force: bool = False
-    ) -> Held:
+        self,
+        owner: Owner,
+        items: Sequence[Item],
+        *,
+        expected_version: int | None = None,
+        force: bool = False,
+    ) -> MemoryContents:
         """Replace the whole memory with `items`, become its owner, and read it back.
 
         A few megabytes take one round trip. A failure at any point leaves either the old or the
@@ -228,12 +280,15 @@ class RedisWorkingMemory:
         """
         items = [item for item in items if is_storable(item)]
         try:
-            replies = await self._replace(owner, items, seen, force, by_digest=True)
+            replies = await self._replace(owner, items, expected_version, force, by_digest=True)
         except NoScriptError:
-            replies = await self._replace(owner, items, seen, force, by_digest=False)
-        found = parse_contents(replies)
-        if found is None:  # another write came in between
-            found = await self._read_all(self._memory_keys(owner.agent_id), self._read_limit(items))
+            replies = await self._replace(owner, items, expected_version, force, by_digest=False)
+        if is_consistent(replies):
+            found = parse_contents(replies)
+        else:  # another write came in between
+            found = await self._read_all(
+                self._memory_keys(owner.agent_id), self._read_limit(items)
+            )
         if found.run_id is not None and found.run_id != owner.run_id:
             raise fenced_error(owner, found.run_id, found.fence)
         return found
@@ -244,14 +299,15 @@ class RedisWorkingMemory:
         Does nothing if another run with the same or a higher fence owns it.
         """
         ttl = self.paused_ttl if paused else self.active_ttl
-        if total := await self._retain(owner, ttl, [(0, READ_BATCH_KEYS - 1)]):
-            await self._retain(owner, ttl, _ranks(total, after=READ_BATCH_KEYS))
+        if total := await self._retain(owner, ttl, [(0, _READ_BATCH_KEYS - 1)]):
+            await self._retain(owner, ttl, _ranks(total, after=_READ_BATCH_KEYS))
 
     async def forget(self, owner: Owner) -> None:
         """Delete the memory, unless another run with the same or a higher fence owns it."""
         names = self._memory_keys(owner.agent_id)
         [reply] = await self._run_idempotent(
-            names, [ScriptCall(FORGET, names.head_and_index, (*_owner_args(owner), names.value_prefix))]
+            names,
+            [ScriptCall(FORGET, names.head_and_index, (*_owner_args(owner), names.value_prefix))],
         )
         raise_if_damaged(reply)
 
@@ -262,7 +318,9 @@ class RedisWorkingMemory:
     def _memory_keys(self, agent_id: str) -> _MemoryKeys:
         return _MemoryKeys.for_memory(self._namespace, agent_id)
 
-    async def _read(self, names: _MemoryKeys, first: int, last: int, limit: int) -> list[ScriptReply]:
+    async def _read(
+        self, names: _MemoryKeys, first: int, last: int, limit: int
+    ) -> list[ScriptReply]:
         return [
             unpack_reply(reply)
             for reply in await self._run_idempotent(names, [_read_call(names, first, last, limit)])
@@ -287,7 +345,13 @@ class RedisWorkingMemory:
         return min([reply[1] if reply[0] == b"ok" else 0 for reply in replies], default=0)
 
     async def _replace(
-        self, owner: Owner, items: Sequence[Item], seen: int | None, force: bool, *, by_digest: bool
+        self,
+        owner: Owner,
+        items: Sequence[Item],
+        seen: int | None,
+        force: bool,
+        *,
+        by_digest: bool,
     ) -> list[ScriptReply]:
         """Stage `items`, swap them in and read them back. Returns the replies of the reads."""
         names = self._memory_keys(owner.agent_id)
@@ -310,19 +374,27 @@ class RedisWorkingMemory:
         limit = self._read_limit(items)
         reads = [_read_call(names, *rank_range, limit) for rank_range in ranks]
         replies = await self._run(
-            names, [*batch, ScriptCall(SWAP, (*names.head_and_index, index), args), *reads], by_digest=by_digest
+            names,
+            [*batch, ScriptCall(SWAP, (*names.head_and_index, index), args), *reads],
+            by_digest=by_digest,
         )
         for reply in replies[: -len(reads)]:
             raise_for_reply(owner, reply)
         return [unpack_reply(reply) for reply in replies[-len(reads) :]]
 
-    async def _run(self, names: _MemoryKeys, calls: Sequence[ScriptCall], *, by_digest: bool) -> list[ScriptReply]:
+    async def _run(
+        self, names: _MemoryKeys, calls: Sequence[ScriptCall], *, by_digest: bool
+    ) -> list[ScriptReply]:
         return await script_calls.run_scripts(
             self._connection, f"memory {names.agent_id}", calls, by_digest=by_digest
         )
 
-    async def _run_idempotent(self, names: _MemoryKeys, calls: Sequence[ScriptCall]) -> list[ScriptReply]:
-        return await script_calls.run_idempotent(self._connection, f"memory {names.agent_id}", calls)
+    async def _run_idempotent(
+        self, names: _MemoryKeys, calls: Sequence[ScriptCall]
+    ) -> list[ScriptReply]:
+        return await script_calls.run_idempotent(
+            self._connection, f"memory {names.agent_id}", calls
+        )
 
 
 def _owner_args(owner: Owner) -> tuple[bytes, int]:
@@ -330,9 +402,9 @@ def _owner_args(owner: Owner) -> tuple[bytes, int]:
 
 
 def _ranks(total: int, *, after: int = 0) -> Iterator[_RankRange]:
-    """Split the ranks from `after` to `total` into ranges of `READ_BATCH_KEYS`."""
-    for first in range(after, total, READ_BATCH_KEYS):
-        yield first, first + READ_BATCH_KEYS - 1
+    """Split the ranks from `after` to `total` into ranges of `_READ_BATCH_KEYS`."""
+    for first in range(after, total, _READ_BATCH_KEYS):
+        yield first, first + _READ_BATCH_KEYS - 1
 
 
 def _read_call(names: _MemoryKeys, first: int, last: int, limit: int) -> ScriptCall:

@@ -28,13 +28,9 @@ statement is its name in the database's statistics.
 
 from __future__ import annotations
 
-from meshpoint.adapters.sql.operation_statements import (
-    CHECKPOINT_COLUMNS,
-    JSON_COLUMNS,
-    ON_CONFLICT_REPLACE,
-    PLAIN_COLUMNS,
-    SNAPSHOT_COLUMNS,
-)
+from meshpoint.adapters.sql import columns
+from meshpoint.adapters.sql.columns import CONTEXT_TYPES, comma_separated, emptied
+from meshpoint.adapters.sql.operation_statements import ON_CONFLICT_REPLACE
 
 
 def _unnested_rows(first: int, **types: str) -> str:
@@ -48,7 +44,8 @@ def _unnested_rows(first: int, **types: str) -> str:
     """
     (key, kind), *others = types.items()
     indexed = "".join(
-        f", (${number}::{kind}[])[i.place::int] AS {name}" for number, (name, kind) in enumerate(others, first + 1)
+        f", (${number}::{kind}[])[i.place::int] AS {name}"
+        for number, (name, kind) in enumerate(others, first + 1)
     )
     unnested = f"unnest(${first}::{kind}[]) WITH ORDINALITY AS i({key}, place)"
     return f"(SELECT i.{key}, i.place{indexed} FROM {unnested})"
@@ -57,38 +54,30 @@ def _unnested_rows(first: int, **types: str) -> str:
 # The time of a batch, read after the last lock.
 _CLOCK_AFTER_LOCKS = """
 clock AS MATERIALIZED (
-  SELECT coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)) AS now
+  SELECT coalesce($1::double precision,
+                  CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)) AS now
     FROM (SELECT count(*) FROM locked) AS counted)"""
 
-CONTEXT_TYPES = {
-    "a2a_context": "text",
-    "effective_session_id": "text",
-    "user_id": "text",
-    "current_invocation_id": "text",
-    "produced_artifacts": "text",
-    "artifact_signals_to_return": "text",
-    "response_buffer": "text",
-    "flags": "text",
-    "security_context": "bytea",
-    "token_usage": "text",
-    "context_rest": "text",
-    "state": "bytea",
-    "state_format": "text",
-    "app_version": "text",
-    "framework": "text",
-}
-_CONTEXT_COLUMNS = ", ".join(CONTEXT_TYPES)
+_CONTEXT, _REQUESTER = comma_separated(columns.CONTEXT), comma_separated(columns.REQUESTER)
 
 # The columns of a task that its next segment needs.
-_RESUME_COLUMNS = ", ".join(
-    f"t.{name}"
-    for name in (
-        *("logical_task_id", "agent_name", "run_id", "fence", "generation", "attempt", "cancel_requested", "request"),
-        *("reply_to", "requester_app_id", "parent_task_id", "task_deadline", "idle_timeout"),
-        *("a2a_context", "produced_artifacts", "artifact_signals_to_return", "response_buffer", "flags"),
-        *("security_context", "token_usage", "context_rest", "state", "state_format"),
-        *("checkpoint_seq", "retry_count", "rescues", "dead_reason", "request_digest"),
-    )
+_RESUME_COLUMNS = comma_separated(
+    (
+        *(
+            "logical_task_id",
+            "agent_name",
+            "run_id",
+            "fence",
+            "generation",
+            "attempt",
+            "cancel_requested",
+            "request",
+        ),
+        *columns.REQUESTER,
+        *columns.RESTORED,
+        *("checkpoint_seq", "retry_count", "rescues", "dead_reason", "request_digest", "log_seq"),
+    ),
+    "t.",
 )
 
 # Delete the done calls of the tasks in `{moved}`. Calls with an unsent cancel stay. A cancel may
@@ -98,7 +87,8 @@ _DELETE_DONE_CALLS = """
 cancels_sent AS MATERIALIZED (
   SELECT c.logical_task_id, c.sub_task_id, c.status
     FROM (SELECT o.logical_task_id, o.sub_task_id
-            FROM agent_peer_sub_tasks AS o JOIN {moved} ON {moved}.logical_task_id = o.logical_task_id
+            FROM agent_peer_sub_tasks AS o
+            JOIN {moved} ON {moved}.logical_task_id = o.logical_task_id
            WHERE o.status = 'cancelling' OFFSET 0) AS candidates
     JOIN agent_peer_sub_tasks AS c
       ON c.logical_task_id = candidates.logical_task_id AND c.sub_task_id = candidates.sub_task_id
@@ -108,32 +98,33 @@ done_calls AS (
    WHERE c.logical_task_id = {moved}.logical_task_id
      AND (c.status = 'done' OR EXISTS (SELECT 1 FROM cancels_sent AS l
                                         WHERE l.logical_task_id = c.logical_task_id
-                                          AND l.sub_task_id = c.sub_task_id AND l.status = 'done')))"""
+                                          AND l.sub_task_id = c.sub_task_id
+                                          AND l.status = 'done')))"""
 
 # Insert the calls and joins of the tasks in `written`. The calls of a task rarely differ in peer,
 # headers and timeouts, so these terms are passed once per distinct value: the driver visits each
 # array element several times.
-_INSERT_CALLS_AND_JOINS = """
+_NEW_CALL = comma_separated(name for name in columns.NEW_CALL if name != "outcome")
+_INSERT_CALLS_AND_JOINS = f"""
 calls AS (
   INSERT INTO agent_peer_sub_tasks (
-    logical_task_id, sub_task_id, agent_name, invocation_id, seq, call_id, peer_agent, correlation_data, request,
-    status, send_attempts, idle_timeout, timeout_deadline, absolute_deadline, created_at)
-  SELECT w.logical_task_id, c.sub_task_id, w.agent_name, w.generation, c.place - terms.first, c.call_id, terms.peer,
-         terms.headers, c.request, 'pending', 1, terms.idle_timeout,
+    {_NEW_CALL})
+  SELECT w.logical_task_id, c.sub_task_id, w.agent_name, w.generation, c.place - terms.first,
+         c.call_id, terms.peer, terms.headers, c.request, 'pending', 1, terms.idle_timeout,
          LEAST(w.now + terms.timeout, w.now + terms.idle_timeout, w.task_deadline),
          LEAST(w.now + terms.timeout, w.task_deadline), w.now
     FROM unnest($3::text[], $4::text[], $5::bytea[], $6::int[]) WITH ORDINALITY
          AS c(sub_task_id, call_id, request, terms, place)
-    JOIN unnest($7::text[], $8::int[], $9::text[], $10::text[], $11::double precision[], $12::double precision[])
+    JOIN unnest($7::text[], $8::int[], $9::text[], $10::text[],
+                 $11::double precision[], $12::double precision[])
          WITH ORDINALITY AS terms(task_id, first, peer, headers, timeout, idle_timeout, number)
       ON terms.number = c.terms
     JOIN written AS w ON w.logical_task_id = terms.task_id),
 joins AS (
   INSERT INTO agent_parallel_invocations (
-    logical_task_id, invocation_id, total_expected, completed_count, succeeded_count, needed, join_deadline,
-    agent_name, send_due_at, send_attempts)
-  SELECT w.logical_task_id, w.generation, given.total, 0, 0, given.needed, w.now + given.join_timeout,
-         w.agent_name, w.now + $2::double precision, 1
+    {comma_separated(columns.NEW_JOIN)})
+  SELECT w.logical_task_id, w.generation, given.total, 0, 0, given.needed,
+         w.now + given.join_timeout, w.agent_name, w.now + $2::double precision, 1
     FROM given JOIN written AS w ON w.logical_task_id = given.task_id)
 SELECT logical_task_id, now FROM written"""
 
@@ -161,8 +152,26 @@ _NEW_TASK_TYPES = {
 }
 _WAKE_AT = "LEAST(now + earliest_timeout, task_deadline, now + join_timeout)"
 
-# Insert tasks that have no row, with their first checkpoints.
-PAUSE_NEW = f"""/* commits: pause */
+
+def _append_entries(first: int) -> str:
+    """Append entries to the logs of the tasks in `written`.
+
+    Three arrays, starting at `$first`, hold each entry's task, its number among the task's new
+    entries, and its bytes.
+    """
+    return f"""
+logged AS (
+  INSERT INTO agent_task_log (logical_task_id, seq, run_id, entry)
+  SELECT w.logical_task_id, w.log_seq - w.new_entries + e.number, w.run_id, e.entry
+    FROM unnest(${first}::text[], ${first + 1}::int[], ${first + 2}::bytea[])
+         AS e(task_id, number, entry)
+    JOIN written AS w ON w.logical_task_id = e.task_id),"""
+
+
+def _pause_new(
+    name: str, *, column: str = "", value: str = "", returned: str = "", logged: str = ""
+) -> str:
+    return f"""/* commits: {name} */
 WITH locked AS (SELECT 1), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
@@ -170,26 +179,50 @@ given AS MATERIALIZED (
    WHERE task_deadline IS NULL OR task_deadline > clock.now),
 written AS (
   INSERT INTO agent_paused_tasks (
-    logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request, reply_to,
-    requester_app_id, parent_task_id, task_deadline, idle_timeout, keep_alive_at, checkpointed_at, request_digest,
-    {_CONTEXT_COLUMNS})
-  SELECT task_id, agent, 'waiting', generation, 1, run_id, 0, wake_at, request, reply_to,
-         requester_app_id, parent_task_id, task_deadline, idle_timeout, now + idle_timeout / $44::int, now,
-         request_digest, {_CONTEXT_COLUMNS}
+    logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request,
+    {_REQUESTER}, keep_alive_at, checkpointed_at, request_digest,{column}
+    {_CONTEXT})
+  SELECT task_id, agent, 'waiting', generation, 1, run_id, 0, wake_at, request, {_REQUESTER},
+         now + idle_timeout / $44::int, now, request_digest,{value} {_CONTEXT}
     FROM given
   ON CONFLICT DO NOTHING
-  RETURNING logical_task_id, agent_name, generation, task_deadline, checkpointed_at AS now),
+  RETURNING logical_task_id, agent_name, generation, task_deadline, checkpointed_at AS now
+            {returned}),{logged}
 {_INSERT_CALLS_AND_JOINS}
 """
 
-# Write the checkpoints of tasks that have a row, and delete the done calls and the joins of their
-# earlier pauses.
-PAUSE_EXISTING = f"""/* commits: pause existing */
+
+# Insert tasks that have no row, with their first checkpoints.
+PAUSE_NEW = _pause_new("pause")
+
+# The same, with the first entries of their logs.
+PAUSE_NEW_WITH_LOG = _pause_new(
+    "pause with log",
+    column=" log_seq,",
+    value=" ($45::int[])[place::int],",
+    returned=", run_id, log_seq, log_seq AS new_entries",
+    logged=_append_entries(46),
+)
+
+
+def _pause_existing(
+    name: str,
+    *,
+    mine: str = "unnest($13::text[], $21::int[]) AS mine(task_id, fence)",
+    guard: str = "",
+    log_seq: str = "",
+    state: str = "g.state",
+    returned: str = "",
+    logged: str = "",
+) -> str:
+    values = comma_separated(state if each == "state" else f"g.{each}" for each in columns.CONTEXT)
+    return f"""/* commits: {name} */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id
-    FROM agent_paused_tasks AS t JOIN unnest($13::text[], $21::int[]) AS mine(task_id, fence)
+    FROM agent_paused_tasks AS t JOIN {mine}
       ON mine.task_id = t.logical_task_id AND mine.fence = t.fence
    WHERE t.logical_task_id = ANY($13::text[]) AND t.status = 'running' AND NOT t.cancel_requested
+         {guard}
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
@@ -198,17 +231,45 @@ given AS MATERIALIZED (
    WHERE task_deadline IS NULL OR task_deadline > clock.now),
 written AS (
   UPDATE agent_paused_tasks AS t SET
-    status = 'waiting', generation = g.generation, run_id = g.run_id, owner = NULL, attempt = 0, rescues = 0,
-    wake_at = g.wake_at, keep_alive_at = g.now + t.idle_timeout / $37::int, checkpointed_at = g.now,
-    incompatible_since = NULL, dead_reason = NULL,
-    ({_CONTEXT_COLUMNS}) = ROW({", ".join(f"g.{name}" for name in CONTEXT_TYPES)})
+    status = 'waiting', generation = g.generation, run_id = g.run_id, owner = NULL, attempt = 0,
+    rescues = 0, wake_at = g.wake_at, keep_alive_at = g.now + t.idle_timeout / $37::int,
+    checkpointed_at = g.now, dead_reason = NULL, {emptied(columns.PARKING)},{log_seq}
+    ({_CONTEXT}) = ROW({values})
     FROM given AS g WHERE t.logical_task_id = g.task_id
-  RETURNING t.logical_task_id, t.agent_name, t.generation, t.task_deadline, g.now),
+  RETURNING t.logical_task_id, t.agent_name, t.generation, t.task_deadline, g.now{returned}),
 {_DELETE_DONE_CALLS.format(moved="written")},
 met_joins AS (
-  DELETE FROM agent_parallel_invocations AS j USING written WHERE j.logical_task_id = written.logical_task_id),
+  DELETE FROM agent_parallel_invocations AS j USING written
+   WHERE j.logical_task_id = written.logical_task_id),{logged}
 {_INSERT_CALLS_AND_JOINS}
 """
+
+
+# Write the checkpoints of tasks that have a row, and delete the done calls and the joins of their
+# earlier pauses.
+PAUSE_EXISTING = _pause_existing("pause existing")
+
+# The same, with changes of their logs. `$38` has the last entry that each run has read, NULL for a
+# pause that leaves the log as it is. A row with another last entry, or with entries after it, is
+# left to the general transaction.
+PAUSE_EXISTING_WITH_LOG = _pause_existing(
+    "pause existing with log",
+    mine="unnest($13::text[], $21::int[], $38::int[]) AS mine(task_id, fence, after)",
+    guard="""
+     AND (mine.after IS NULL OR t.log_seq = mine.after
+          AND NOT EXISTS (SELECT 1 FROM agent_task_log AS l
+                           WHERE l.logical_task_id = t.logical_task_id AND l.seq > t.log_seq))""",
+    log_seq=" log_seq = t.log_seq + ($41::int[])[g.place::int],",
+    state="CASE WHEN ($40::boolean[])[g.place::int] THEN t.state ELSE g.state END",
+    returned=""",
+            t.run_id, t.log_seq, ($41::int[])[g.place::int] AS new_entries,
+            ($39::boolean[])[g.place::int] AS replaces""",
+    logged=f"""
+replaced AS (
+  DELETE FROM agent_task_log AS l
+   WHERE l.logical_task_id = ANY(ARRAY(SELECT logical_task_id FROM written WHERE replaces))),
+{_append_entries(42)}""",
+)
 
 # Record outcomes of calls whose join needs an outcome of every call. Tasks whose join is met are
 # assigned to the replica `$2`, or made ready.
@@ -218,7 +279,9 @@ met_joins AS (
 # - `acquired`: whether the replica owns the task now, or NULL if the join is not met;
 # - for an acquired task, its row, and its earlier outcomes as far as the statement's snapshot has
 #   them. Earlier outcomes of more than `$15` bytes are left to `READ_OWNED`, since a result row
-#   must stay below 1 GiB.
+#   must stay below 1 GiB;
+# - its log, within the same limit. The snapshot has the whole log if it has the last entry: all
+#   entries were committed by pauses, and a later pause would have changed the generation.
 #
 # The statement finds each row by its whole key, regardless of the planner's statistics: calls are
 # joined to `given` only, and `|| ''` prevents the use of an index on the agent's name.
@@ -227,14 +290,17 @@ WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id, t.generation, t.state_format
     FROM agent_paused_tasks AS t
     JOIN agent_parallel_invocations AS j
-      ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation AND j.needed IS NULL
-   WHERE t.logical_task_id = ANY($3::text[]) AND t.agent_name || '' = $4::text AND t.status = 'waiting'
+      ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation
+     AND j.needed IS NULL
+   WHERE t.logical_task_id = ANY($3::text[]) AND t.agent_name || '' = $4::text
+     AND t.status = 'waiting'
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT c.*, terms.task_id, terms.ok, terms.sender, l.generation, l.state_format
     FROM unnest($5::text[], $6::text[], $7::bytea[], $8::int[]) WITH ORDINALITY
          AS c(sub_task_id, claim_id, outcome, terms, place)
-    JOIN unnest($9::text[], $10::boolean[], $11::text[]) WITH ORDINALITY AS terms(task_id, ok, sender, number)
+    JOIN unnest($9::text[], $10::boolean[], $11::text[]) WITH ORDINALITY
+         AS terms(task_id, ok, sender, number)
       ON terms.number = c.terms
     JOIN locked AS l ON l.logical_task_id = terms.task_id),
 recorded AS (
@@ -243,32 +309,39 @@ recorded AS (
     FROM given AS g
    WHERE c.logical_task_id = g.task_id AND c.sub_task_id = g.sub_task_id AND c.status = 'pending'
      AND c.invocation_id = g.generation AND (g.sender IS NULL OR g.sender = c.peer_agent)
-  RETURNING c.logical_task_id, g.generation, g.state_format, g.place::int, g.ok, c.call_id, c.peer_agent, c.seq),
+  RETURNING c.logical_task_id, g.generation, g.state_format, g.place::int, g.ok,
+            c.call_id, c.peer_agent, c.seq),
 counted AS MATERIALIZED (
-  SELECT logical_task_id, generation, state_format, count(*) AS outcomes, count(*) FILTER (WHERE ok) AS results,
+  SELECT logical_task_id, generation, state_format, count(*) AS outcomes,
+         count(*) FILTER (WHERE ok) AS results,
          max(place) AS last, array_agg(place) AS places, array_agg(call_id) AS call_ids,
          array_agg(peer_agent) AS peers, array_agg(seq) AS seqs
     FROM recorded GROUP BY logical_task_id, generation, state_format),
 joined AS (
   UPDATE agent_parallel_invocations AS j
-     SET completed_count = j.completed_count + n.outcomes, succeeded_count = j.succeeded_count + n.results,
-         send_due_at = CASE WHEN j.completed_count + n.outcomes < j.total_expected THEN j.send_due_at END
-    FROM counted AS n WHERE j.logical_task_id = n.logical_task_id AND j.invocation_id = n.generation
+     SET completed_count = j.completed_count + n.outcomes,
+         succeeded_count = j.succeeded_count + n.results,
+         send_due_at = CASE WHEN j.completed_count + n.outcomes < j.total_expected
+                            THEN j.send_due_at END
+    FROM counted AS n
+   WHERE j.logical_task_id = n.logical_task_id AND j.invocation_id = n.generation
   RETURNING j.logical_task_id, n.state_format, n.last, j.total_expected,
             j.completed_count >= j.total_expected AS met),
 met AS MATERIALIZED (
   SELECT logical_task_id, last, total_expected,
          state_format = ANY($12::text[])
-         AND sum((state_format = ANY($12::text[]))::int) OVER (ORDER BY logical_task_id) <= $13::int AS acquired
+         AND sum((state_format = ANY($12::text[]))::int)
+               OVER (ORDER BY logical_task_id) <= $13::int AS acquired
     FROM joined WHERE met),
 owned AS (
   UPDATE agent_paused_tasks AS t SET
-    status = CASE WHEN met.acquired THEN 'running' ELSE 'ready' END, fence = t.fence + met.acquired::int,
-    run_id = ($6::text[])[met.last], owner = CASE WHEN met.acquired THEN $2::text END, attempt = met.acquired::int,
+    status = CASE WHEN met.acquired THEN 'running' ELSE 'ready' END,
+    fence = t.fence + met.acquired::int, run_id = ($6::text[])[met.last],
+    owner = CASE WHEN met.acquired THEN $2::text END, attempt = met.acquired::int,
     wake_at = CASE WHEN met.acquired THEN clock.now + $14::double precision ELSE clock.now END
     FROM met, clock WHERE t.logical_task_id = met.logical_task_id
   RETURNING {_RESUME_COLUMNS})
-SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*,
+SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*, log.*,
        CASE WHEN met.acquired THEN counted.seqs END AS seqs,
        CASE WHEN met.acquired THEN counted.call_ids END AS call_ids,
        CASE WHEN met.acquired THEN counted.peers END AS peers
@@ -282,8 +355,17 @@ SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*,
      WHERE c.logical_task_id = counted.logical_task_id AND c.invocation_id = counted.generation
        AND c.status <> 'pending' AND met.acquired AND counted.outcomes < met.total_expected
        AND (SELECT coalesce(sum(octet_length(s.outcome)), 0) FROM agent_peer_sub_tasks AS s
-             WHERE s.logical_task_id = counted.logical_task_id AND s.invocation_id = counted.generation
+             WHERE s.logical_task_id = counted.logical_task_id
+               AND s.invocation_id = counted.generation
                AND s.status <> 'pending') <= $15::bigint) AS before ON true
+  LEFT JOIN LATERAL (
+    SELECT array_agg(l.entry ORDER BY l.seq) AS log_entries, max(l.seq) AS log_last
+      FROM agent_task_log AS l
+     WHERE owned.log_seq > 0 AND met.acquired
+       AND l.logical_task_id = owned.logical_task_id AND l.seq <= owned.log_seq
+       AND (SELECT coalesce(sum(octet_length(s.entry)), 0) FROM agent_task_log AS s
+             WHERE s.logical_task_id = owned.logical_task_id
+               AND s.seq <= owned.log_seq) <= $15::bigint) AS log ON true
 """
 
 # The same, but tasks that other sessions hold are skipped and left to the general transaction.
@@ -296,8 +378,10 @@ CLAIM_SKIP_LOCKED = CLAIM.replace("commits: claim", "commits: claim skip locked"
 READ_OWNED = f"""/* reads: owned */
 SELECT {_RESUME_COLUMNS}, sizes.outcome_bytes, calls.*
   FROM agent_paused_tasks AS t,
-       LATERAL (SELECT coalesce(sum(octet_length(outcome)), 0) AS outcome_bytes FROM agent_peer_sub_tasks
-                 WHERE logical_task_id = t.logical_task_id AND invocation_id = t.generation) AS sizes,
+       LATERAL (SELECT coalesce(sum(octet_length(outcome)), 0) AS outcome_bytes
+                  FROM agent_peer_sub_tasks
+                 WHERE logical_task_id = t.logical_task_id
+                   AND invocation_id = t.generation) AS sizes,
        LATERAL (SELECT array_agg(c.call_id) AS call_ids, array_agg(c.peer_agent) AS peers,
                        array_agg(c.outcome) AS outcomes
                   FROM (SELECT call_id, peer_agent, outcome FROM agent_peer_sub_tasks
@@ -324,52 +408,63 @@ WITH given AS MATERIALIZED (
   SELECT * FROM {_unnested_rows(4, **_END_TYPES)} AS e),
 locked AS MATERIALIZED (
   SELECT given.*
-    FROM agent_paused_tasks AS t JOIN given ON given.task_id = t.logical_task_id AND given.fence = t.fence
+    FROM agent_paused_tasks AS t
+    JOIN given ON given.task_id = t.logical_task_id AND given.fence = t.fence
    WHERE t.logical_task_id = ANY($4::text[]) AND t.status = 'running' AND t.checkpoint_seq IS NULL
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},
 ended AS (
   UPDATE agent_paused_tasks AS t SET
-    status = given.status, run_id = given.run_id, owner = NULL, wake_at = clock.now + $2::double precision,
+    status = given.status, run_id = given.run_id, owner = NULL,
+    wake_at = clock.now + $2::double precision,
     keep_alive_at = NULL, reply = given.reply, reply_sent = false, reply_attempts = 1,
-    dead_reason = given.dead_reason, request = CASE WHEN given.dead_reason IS NOT NULL THEN t.request END,
+    dead_reason = given.dead_reason,
+    request = CASE WHEN given.dead_reason IS NOT NULL THEN t.request END,
     ended_at = clock.now, expires_at = GREATEST(clock.now, t.task_deadline) + $3::double precision,
-    a2a_context = NULL, effective_session_id = NULL, user_id = NULL, current_invocation_id = NULL,
-    produced_artifacts = NULL, artifact_signals_to_return = NULL, response_buffer = NULL, flags = NULL,
-    security_context = NULL, token_usage = NULL, context_rest = NULL, state = NULL
+    {emptied(columns.WIPED_AT_END)}
     FROM locked AS given, clock WHERE t.logical_task_id = given.task_id
-  RETURNING t.logical_task_id, t.agent_name, t.reply_to, t.requester_app_id, t.parent_task_id, t.task_deadline,
-            t.idle_timeout),
+  RETURNING t.logical_task_id, t.agent_name, {comma_separated(columns.REQUESTER, "t.")},
+            t.log_seq),
 {_DELETE_DONE_CALLS.format(moved="ended")},
 met_joins AS (
-  DELETE FROM agent_parallel_invocations AS j USING ended WHERE j.logical_task_id = ended.logical_task_id)
+  DELETE FROM agent_parallel_invocations AS j USING ended
+   WHERE j.logical_task_id = ended.logical_task_id),
+log_entries AS (
+  DELETE FROM agent_task_log AS l
+   WHERE l.logical_task_id = ANY(ARRAY(SELECT logical_task_id FROM ended WHERE log_seq > 0)))
 SELECT * FROM ended
 """
 
 _TIME_COLUMNS = {"checkpoint_time", "created_at"}
 _SAVED_TYPES = {"progress_pct": "double precision", "retry_count": "int", "l1_snapshot": "bytea"}
-_SAVED_TYPES |= dict.fromkeys(JSON_COLUMNS, "text::jsonb")
+_SAVED_TYPES |= dict.fromkeys(columns.CHECKPOINT_JSON, "text::jsonb")
 
-SAVED_COLUMNS = tuple(
-    name for name in (*PLAIN_COLUMNS, *JSON_COLUMNS, *SNAPSHOT_COLUMNS) if name not in _TIME_COLUMNS
-)
+SAVED_COLUMNS = tuple(name for name in columns.CHECKPOINT_VALUES if name not in _TIME_COLUMNS)
 """The columns whose values come from the checkpoint, in the order of the parameters of `SAVE`."""
 
 _POSITIONS = {name: place for place, name in enumerate(SAVED_COLUMNS, 7)}
 _CHECKPOINT_VALUES = ", ".join(
-    "clock.now" if name in _TIME_COLUMNS else f"${_POSITIONS[name]}::{_SAVED_TYPES.get(name, 'text')}"
-    for name in (*PLAIN_COLUMNS, *JSON_COLUMNS, *SNAPSHOT_COLUMNS)
+    "clock.now"
+    if name in _TIME_COLUMNS
+    else f"${_POSITIONS[name]}::{_SAVED_TYPES.get(name, 'text')}"
+    for name in columns.CHECKPOINT_VALUES
 )
 _HAS_SNAPSHOT = f"${_POSITIONS['l1_snapshot']}::bytea IS NOT NULL"
+# The statement does not see the row that it inserts, which belongs to the current attempt.
+_ENDS_ATTEMPT = f"""c.retry_count <> ${_POSITIONS["retry_count"]}::int AND NOT EXISTS (
+         SELECT 1 FROM agent_checkpoints AS later
+          WHERE later.analysis_id = c.analysis_id AND later.agent_type = c.agent_type
+            AND later.seq > c.seq AND later.retry_count = c.retry_count)"""
 
-# Write the checkpoint of one running operation and delete those beyond the history. If the new
-# checkpoint has a working memory, it is removed from the others. Deleted and updated rows are
-# distinguished by `seq`, because one statement must not do both to a row.
+# Write the checkpoint of one running operation and delete those beyond the history, except the
+# final checkpoint of each attempt. If the new checkpoint has a working memory, it is removed from
+# the others. Deleted and updated rows are distinguished by `seq` and attempt, because one
+# statement must not do both to a row.
 SAVE = f"""/* commits: save */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id, t.agent_name
     FROM agent_paused_tasks AS t
-   WHERE t.logical_task_id = $2::text AND t.fence = $3::int AND t.status = 'running' AND NOT t.cancel_requested
-     AND t.checkpoint_seq < $4::int
+   WHERE t.logical_task_id = $2::text AND t.fence = $3::int AND t.status = 'running'
+     AND NOT t.cancel_requested AND t.checkpoint_seq < $4::int
      FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},
 updated_task AS (
   UPDATE agent_paused_tasks AS t SET
@@ -379,21 +474,25 @@ updated_task AS (
 pruned AS (
   DELETE FROM agent_checkpoints AS c USING locked
    WHERE c.analysis_id = locked.logical_task_id AND c.agent_type = locked.agent_name
-     AND c.seq <= $4::int - $5::int AND (c.l1_snapshot IS NULL OR {_HAS_SNAPSHOT})),
+     AND c.seq <= $4::int - $5::int AND (c.l1_snapshot IS NULL OR {_HAS_SNAPSHOT})
+     AND NOT ({_ENDS_ATTEMPT})),
 dropped AS (
   UPDATE agent_checkpoints AS c SET l1_snapshot = NULL FROM locked
    WHERE {_HAS_SNAPSHOT}
      AND c.analysis_id = locked.logical_task_id AND c.agent_type = locked.agent_name
-     AND c.seq > $4::int - $5::int AND c.seq < $4::int AND c.l1_snapshot IS NOT NULL)
-INSERT INTO agent_checkpoints ({CHECKPOINT_COLUMNS})
+     AND (c.seq > $4::int - $5::int OR {_ENDS_ATTEMPT})
+     AND c.seq < $4::int AND c.l1_snapshot IS NOT NULL)
+INSERT INTO agent_checkpoints ({comma_separated(columns.CHECKPOINT)})
 SELECT locked.logical_task_id, locked.agent_name, $4::int, {_CHECKPOINT_VALUES} FROM locked, clock
 {ON_CONFLICT_REPLACE}
 RETURNING seq
 """
 
-# Let COMMIT return before the data is on disk, for this transaction only. A crash may lose sent
-# marks, which only causes resends.
-_ASYNC_COMMIT = "async_commit AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
+# Let COMMIT return before the data is on disk, for this transaction only. A crash may lose
+# the records, which only causes resends.
+_ASYNC_COMMIT = (
+    "async_commit AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
+)
 
 # Mark the requests of pauses as sent where as many were sent as the pause has calls. Returns the
 # remaining tasks: with `complete` false, if only some requests were sent or the previous release
@@ -402,8 +501,10 @@ _ASYNC_COMMIT = "async_commit AS MATERIALIZED (SELECT set_config('synchronous_co
 CONFIRM_DISPATCHED = f"""/* commits: confirm dispatched */
 WITH {_ASYNC_COMMIT},
 due AS MATERIALIZED (
-  SELECT j.logical_task_id, j.invocation_id, j.send_attempts > 0 AND j.total_expected = sent.requests AS complete
-    FROM async_commit, unnest($2::text[], $3::int[], $4::int[]) AS sent(task_id, generation, requests)
+  SELECT j.logical_task_id, j.invocation_id,
+         j.send_attempts > 0 AND j.total_expected = sent.requests AS complete
+    FROM async_commit,
+         unnest($2::text[], $3::int[], $4::int[]) AS sent(task_id, generation, requests)
     JOIN agent_parallel_invocations AS j
       ON j.logical_task_id = sent.task_id AND j.invocation_id = sent.generation
    WHERE j.send_due_at IS NOT NULL OR j.send_attempts = 0),
@@ -414,9 +515,11 @@ locked AS MATERIALIZED (
    WHERE due.complete FOR NO KEY UPDATE OF j SKIP LOCKED),
 confirmed AS (
   UPDATE agent_parallel_invocations AS j SET
-    dispatched_at = coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)),
+    dispatched_at = coalesce($1::double precision,
+                             CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)),
     send_due_at = NULL
-    FROM locked WHERE j.logical_task_id = locked.logical_task_id AND j.invocation_id = locked.invocation_id
+    FROM locked
+   WHERE j.logical_task_id = locked.logical_task_id AND j.invocation_id = locked.invocation_id
   RETURNING j.logical_task_id)
 SELECT due.logical_task_id, due.complete FROM due
  WHERE NOT EXISTS (SELECT 1 FROM confirmed WHERE confirmed.logical_task_id = due.logical_task_id)
@@ -440,10 +543,10 @@ UPDATE agent_paused_tasks AS t SET reply_sent = true, wake_at = expires_at
 
 # Look up tasks by id, without a lock; ended tasks include their reply. Also returns the time, in a
 # row of NULLs if no task exists.
-LOOKUP = """/* reads: lookup */
-SELECT t.logical_task_id, t.agent_name, t.status, t.fence, t.reply, t.reply_to, t.requester_app_id, t.parent_task_id,
-       t.task_deadline, t.idle_timeout, t.ended_at, t.reply_attempts, t.request_digest, clock.now
-  FROM (SELECT coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS double precision))
+LOOKUP = f"""/* reads: lookup */
+SELECT {comma_separated(columns.REPLY, "t.")}, t.request_digest, clock.now
+  FROM (SELECT coalesce($1::double precision,
+                        CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS double precision))
                AS now) AS clock
   LEFT JOIN agent_paused_tasks AS t ON t.logical_task_id = ANY($2::text[])
 """

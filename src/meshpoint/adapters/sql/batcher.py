@@ -17,8 +17,8 @@ from typing import Generic, TypeVar
 
 from meshpoint.errors import CommitInDoubt, StoreUnavailable, Unavailable
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 BATCH_BYTES = 4 * 1024 * 1024
 """Approximate maximum bytes of a batch, which keeps the wait for the next batch short."""
@@ -38,15 +38,15 @@ _FLUSH_LINGER = 0.005
 """Replaces `linger`, in seconds, while a caller awaits `flush`."""
 _CLOSED = "the store is closed"
 
-log = logging.getLogger("meshpoint.store")
+_log = logging.getLogger("meshpoint.store")
 
 
 @dataclass(slots=True)
-class _Group(Generic[Item, Result]):
+class _Group(Generic[_Item, _Result]):
     """The items of one caller. `results` is `None` if the caller does not wait for them."""
 
-    items: Sequence[Item]
-    results: asyncio.Future[list[Result]] | None
+    items: Sequence[_Item]
+    results: asyncio.Future[list[_Result]] | None
 
     @property
     def is_done(self) -> bool:
@@ -55,13 +55,13 @@ class _Group(Generic[Item, Result]):
 
 
 def split_by_size(
-    items: Sequence[Item], sizes: Sequence[int], max_bytes: int = PART_BYTES
-) -> Iterator[Sequence[Item]]:
+    items: Sequence[_Item], sizes: Sequence[int], max_bytes: int = PART_BYTES
+) -> Iterator[Sequence[_Item]]:
     """Split `items`, in order, into parts of at most `max_bytes`. A larger item is one part."""
     if items and sum(sizes) <= max_bytes:
         yield items
         return
-    part: list[Item] = []
+    part: list[_Item] = []
     total = 0
     for item, size in zip(items, sizes, strict=True):
         total += size
@@ -73,7 +73,7 @@ def split_by_size(
         yield part
 
 
-class Batcher(Generic[Item, Result]):
+class Batcher(Generic[_Item, _Result]):
     """Collects the items of concurrent callers into batches, flushed one at a time.
 
     If a flush fails while the database is available, each caller's items are flushed separately,
@@ -89,14 +89,14 @@ class Batcher(Generic[Item, Result]):
 
     def __init__(
         self,
-        flush: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
-        size: Callable[[Item], int] = lambda item: 0,
+        flush: Callable[[Sequence[_Item]], Awaitable[Sequence[_Result]]],
+        size: Callable[[_Item], int] = lambda item: 0,
         linger: float = 0.0,
         max_items: int = BATCH_ITEMS,
     ) -> None:
         self._flush = flush
         self._size = size
-        self._waiting: deque[_Group[Item, Result]] = deque()
+        self._waiting: deque[_Group[_Item, _Result]] = deque()
         self._flushing: asyncio.Task[None] | None = None
         self._linger = linger
         self._max_items = max_items
@@ -105,7 +105,7 @@ class Batcher(Generic[Item, Result]):
         self._flush_requested = asyncio.Event()
         self._flush_waiters = 0  # callers that await `flush`
 
-    async def put(self, items: Sequence[Item]) -> list[Result]:
+    async def put(self, items: Sequence[_Item]) -> list[_Result]:
         """Flush `items` with others, and return their results in the same order.
 
         Cancelling the caller does not undo items that are already being flushed.
@@ -115,16 +115,16 @@ class Batcher(Generic[Item, Result]):
         """
         if not items:
             return []
-        results: asyncio.Future[list[Result]] = asyncio.get_running_loop().create_future()
+        results: asyncio.Future[list[_Result]] = asyncio.get_running_loop().create_future()
         self._enqueue(_Group(items, results))
         return await results
 
-    def put_nowait(self, items: Sequence[Item]) -> None:
+    def put_nowait(self, items: Sequence[_Item]) -> None:
         """Flush `items` soon, without waiting. A crash or an error loses them."""
         if items:
             self._enqueue(_Group(items, None))
 
-    def _enqueue(self, group: _Group[Item, Result]) -> None:
+    def _enqueue(self, group: _Group[_Item, _Result]) -> None:
         if self._closed:
             _fail_groups([group], StoreUnavailable(_CLOSED))
             return
@@ -171,7 +171,11 @@ class Batcher(Generic[Item, Result]):
     async def _wait_for_more(self) -> None:
         # Linger after a batch too: otherwise, items that a flush puts back because a row is locked
         # would be flushed again in a tight loop.
-        if self._linger and self._waiting and sum(len(group.items) for group in self._waiting) < self._max_items:
+        if (
+            self._linger
+            and self._waiting
+            and sum(len(group.items) for group in self._waiting) < self._max_items
+        ):
             if self._flush_waiters:
                 await asyncio.sleep(_FLUSH_LINGER)
             else:
@@ -190,8 +194,8 @@ class Batcher(Generic[Item, Result]):
             if turn > end or (len(self._waiting) == waiting and turn - begun < _IDLE_LOOP_SECONDS):
                 return
 
-    def _next_batch(self) -> list[_Group[Item, Result]]:
-        batch: list[_Group[Item, Result]] = []
+    def _next_batch(self) -> list[_Group[_Item, _Result]]:
+        batch: list[_Group[_Item, _Result]] = []
         items = size = 0
         while self._waiting and items < self._max_items and size < BATCH_BYTES:
             group = self._waiting.popleft()
@@ -201,7 +205,7 @@ class Batcher(Generic[Item, Result]):
                 size += sum(map(self._size, group.items))
         return batch
 
-    async def _flush_batch(self, batch: Sequence[_Group[Item, Result]]) -> None:
+    async def _flush_batch(self, batch: Sequence[_Group[_Item, _Result]]) -> None:
         try:
             results = await self._flush([item for group in batch for item in group.items])
         except asyncio.CancelledError:
@@ -215,7 +219,7 @@ class Batcher(Generic[Item, Result]):
         else:
             _deliver_results(batch, results)
 
-    async def _flush_each(self, batch: Sequence[_Group[Item, Result]]) -> None:
+    async def _flush_each(self, batch: Sequence[_Group[_Item, _Result]]) -> None:
         left = deque(batch)
         try:
             while left:
@@ -224,7 +228,7 @@ class Batcher(Generic[Item, Result]):
             _fail_groups(left, StoreUnavailable(_CLOSED))
 
 
-def _deliver_results(batch: Sequence[_Group[Item, Result]], results: Sequence[Result]) -> None:
+def _deliver_results(batch: Sequence[_Group[_Item, _Result]], results: Sequence[_Result]) -> None:
     first = 0
     for group in batch:
         after = first + len(group.items)
@@ -233,9 +237,9 @@ def _deliver_results(batch: Sequence[_Group[Item, Result]], results: Sequence[Re
         first = after
 
 
-def _fail_groups(batch: Iterable[_Group[Item, Result]], error: Exception) -> None:
+def _fail_groups(batch: Iterable[_Group[_Item, _Result]], error: Exception) -> None:
     for group in batch:
         if group.results is None:
-            log.debug("lost a batch that no caller waits for: %s", error)
+            _log.debug("lost a batch that no caller waits for: %s", error)
         elif not group.results.done():
             group.results.set_exception(error)

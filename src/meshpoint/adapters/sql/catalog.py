@@ -1,73 +1,200 @@
-"""Summaries of tasks and calls, for people and scripts."""
+"""The methods of the SQL store that list and show tasks for people."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import from_json
 from sqlalchemy import Row
 
-from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.rows import AgentNames, instant, unpack_outcome
-from meshpoint.model.checkpoint import CallState, CallSummary, TaskState, TaskSummary
+from meshpoint.adapters.sql import catalog_statements as sql
+from meshpoint.adapters.sql.codec import unpack
+from meshpoint.adapters.sql.database import Database
+from meshpoint.adapters.sql.rows import (
+    epoch_seconds,
+    instant,
+    tried_versions,
+    unpack_outcome,
+)
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
-from meshpoint.model.outcomes import Ok
+from meshpoint.model.outcomes import Failed, Ok
+from meshpoint.model.tasks import (
+    EVERY_TASK,
+    CallState,
+    CallSummary,
+    TaskFilter,
+    TaskState,
+    TaskSummary,
+)
+from meshpoint.model.usage import TokenUsage
 
 
-async def list_tasks(
-    tx: Transaction, names: AgentNames, agent: AgentName | None, states: list[str], limit: int
-) -> list[TaskSummary]:
-    """List tasks, newest first. An empty list of states means all."""
-    statuses = states or [state.value for state in TaskState]
-    if agent is None:
-        rows = await tx.fetch(sql.LIST_TASKS, prefix=names.prefix, statuses=statuses, limit=limit)
-    else:
-        rows = await tx.fetch(sql.LIST_AGENT_TASKS, agent=names.qualified(agent), statuses=statuses, limit=limit)
-    return [_task(row, names) for row in rows]
+class SqlCatalog:
+    """`meshpoint.ports.task_store.Catalog`, a base class of `SqlStore`."""
 
+    _database: Database
 
-async def show_task(
-    tx: Transaction, names: AgentNames, task_id: TaskId
-) -> tuple[TaskSummary, list[CallSummary]] | None:
-    """One task of this namespace and its calls in call order, or `None` if it does not exist."""
-    rows = await tx.fetch(sql.SHOW_TASK, task_id=task_id)
-    if not rows or not rows[0].agent_name.startswith(names.prefix):
+    async def tasks(
+        self,
+        *,
+        agent: AgentName | None = None,
+        states: Sequence[TaskState] = (),
+        where: TaskFilter = EVERY_TASK,
+        limit: int = 100,
+        after: TaskId | None = None,
+    ) -> list[TaskSummary]:
+        """List tasks, newest first. Without `states`, in every state."""
+        parameters = _parameters(states, where)
+        if after is not None:
+            position = await self._database.fetch(sql.READ_POSITION, task_id=after)
+            if not position:
+                return []
+            parameters |= {"after_at": position[0].checkpointed_at, "after_id": after}
+        rows = await self._list(agent, parameters, limit)
+        waits = await self._read_waits(
+            [row.logical_task_id for row in rows if row.status == TaskState.WAITING]
+        )
+        return [self._summary(row, waits.get(row.logical_task_id, ())) for row in rows]
+
+    async def _list(
+        self, agent: AgentName | None, parameters: dict[str, Any], limit: int
+    ) -> list[Row[Any]]:
+        names = self._database.options.names
+        if parameters.keys() & {"subject", "user"}:  # they have their own indexes
+            place = (
+                {"prefix": names.prefix} if agent is None else {"agent": names.qualified(agent)}
+            )
+            rows = list(await self._fetch_page(place | parameters, limit))
+        else:
+            agents = await self._agents() if agent is None else [names.qualified(agent)]
+            rows = [
+                row for each in agents for row in await self._list_agent(each, parameters, limit)
+            ]
+        rows.sort(key=lambda row: (row.checkpointed_at, row.logical_task_id), reverse=True)
+        return rows[:limit]
+
+    async def _list_agent(
+        self, agent: str, parameters: dict[str, Any], limit: int
+    ) -> list[Row[Any]]:
+        """List the tasks of an agent, one state at a time, as the index orders them."""
+        states = parameters.get("states", [state.value for state in TaskState])
+        conditions = {name: value for name, value in parameters.items() if name != "states"}
+        if "waiting_for" in parameters:
+            states = [state for state in states if state == TaskState.WAITING]
+        return [
+            row
+            for state in states
+            for row in await self._fetch_page(
+                {**conditions, "agent": agent, "status": state}, limit
+            )
+        ]
+
+    async def _fetch_page(self, parameters: dict[str, Any], limit: int) -> Sequence[Row[Any]]:
+        statement = sql.list_tasks(parameters)
+        return await self._database.fetch(statement, **parameters, limit=limit)
+
+    async def _agents(self) -> list[str]:
+        """The qualified names of the agents of this namespace that have tasks."""
+        prefix = self._database.options.names.prefix
+        rows = await self._database.fetch(sql.READ_AGENTS)
+        return [row.name for row in rows if row.name.startswith(prefix)]
+
+    async def task(self, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:
+        """One task of this namespace and its calls in call order. `None` if it does not exist."""
+        rows = await self._database.fetch(sql.SHOW_TASK, task_id=task_id)
+        if not rows or not self._is_in_namespace(rows[0]):
+            return None
+        calls = await self._database.fetch(sql.SHOW_CALLS, task_id=task_id)
+        waits = await self._read_waits([task_id])
+        summary = self._summary(rows[0], waits.get(task_id, ()), rows[0].token_usage)
+        return summary, [await _call_summary(row) for row in calls]
+
+    async def stored_request(self, task_id: TaskId) -> bytes | None:
+        """The encoded request of a task of this namespace. `None` if missing."""
+        for row in await self._database.fetch(sql.READ_REQUEST, task_id=task_id):
+            if self._is_in_namespace(row):
+                return await unpack(row.request)
         return None
-    calls = await tx.fetch(sql.SHOW_CALLS, task_id=task_id)
-    return _task(rows[0], names), [await _call(row) for row in calls]
+
+    def _is_in_namespace(self, row: Row[Any]) -> bool:
+        return bool(row.agent_name.startswith(self._database.options.names.prefix))
+
+    async def _read_waits(self, ids: Sequence[str]) -> dict[str, list[str]]:
+        """The peers that have not answered yet, by task."""
+        waits: dict[str, list[str]] = {}
+        for row in await self._database.fetch(sql.READ_WAITS, ids=list(ids)) if ids else ():
+            waits.setdefault(row.logical_task_id, []).append(row.peer_agent)
+        return waits
+
+    def _summary(
+        self, row: Row[Any], waiting_for: Sequence[str], usage: str | None = None
+    ) -> TaskSummary:
+        return TaskSummary(
+            task_id=TaskId(row.logical_task_id),
+            agent=self._database.options.names.plain(row.agent_name),
+            state=TaskState(row.status),
+            generation=row.generation,
+            fence=row.fence,
+            attempt=row.attempt,
+            owner=None if row.owner is None else ReplicaId(row.owner),
+            completed=row.completed_count or 0,
+            expected=row.total_expected or 0,
+            checkpointed_at=instant(row.checkpointed_at),
+            wake_at=instant(row.wake_at),
+            dead_reason=row.dead_reason,
+            rescues=row.rescues,
+            subject=row.subject,
+            requester=row.requester_app_id,
+            parent_task_id=row.parent_task_id,
+            user_id=row.user_id,
+            session_id=row.effective_session_id,
+            deadline=None if row.task_deadline is None else instant(row.task_deadline),
+            ended_at=None if row.ended_at is None else instant(row.ended_at),
+            retry_count=row.retry_count,
+            waiting_for=tuple(sorted(waiting_for)),
+            state_format=row.state_format,
+            app_version=row.app_version,
+            incompatible_since=None
+            if row.incompatible_since is None
+            else instant(row.incompatible_since),
+            join_deadline=None if row.join_deadline is None else instant(row.join_deadline),
+            usage=None if usage is None else TokenUsage.model_validate(from_json(usage)),
+            parked_reason=row.parked_reason,
+            tried_versions=tried_versions(row.tried_versions),
+        )
 
 
-def _task(row: Row[Any], names: AgentNames) -> TaskSummary:
-    return TaskSummary(
-        task_id=TaskId(row.logical_task_id),
-        agent=names.plain(row.agent_name),
-        state=TaskState(row.status),
-        generation=row.generation,
-        fence=row.fence,
-        attempt=row.attempt,
-        owner=None if row.owner is None else ReplicaId(row.owner),
-        completed=row.completed_count or 0,
-        expected=row.total_expected or 0,
-        checkpointed_at=instant(row.checkpointed_at),
-        wake_at=instant(row.wake_at),
-        dead_reason=row.dead_reason,
-        rescues=row.rescues,
-    )
+def _parameters(states: Sequence[TaskState], where: TaskFilter) -> dict[str, Any]:
+    parameters = {
+        "states": [state.value for state in states] or None,
+        "subject": where.subject,
+        "requester": where.requester,
+        "user": where.user,
+        "since": epoch_seconds(where.since),
+        "until": epoch_seconds(where.until),
+        "waiting_for": where.waiting_for,
+    }
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
-async def _call(row: Row[Any]) -> CallSummary:
+async def _call_summary(row: Row[Any]) -> CallSummary:
+    outcome = None if row.outcome is None else await unpack_outcome(row.outcome)
     return CallSummary(
         sub_task_id=TaskId(row.sub_task_id),
         call_id=row.call_id,
         peer=AgentName(row.peer_agent),
         generation=row.invocation_id,
         state=CallState(row.status),
-        outcome=None if row.outcome is None else await _outcome_label(row),
+        outcome=None
+        if outcome is None
+        else "ok"
+        if isinstance(outcome, Ok)
+        else outcome.kind.value,
         dispatched_at=None if row.dispatched_at is None else instant(row.dispatched_at),
         deadline=instant(row.timeout_deadline),
+        message=outcome.message if isinstance(outcome, Failed) else None,
+        since=instant(row.created_at),
+        attempts=row.attempts,
+        absolute_deadline=instant(row.absolute_deadline),
     )
-
-
-async def _outcome_label(row: Row[Any]) -> str:
-    outcome = await unpack_outcome(row.outcome)
-    return "ok" if isinstance(outcome, Ok) else outcome.kind.value

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import zstandard
 
 from meshpoint.own_threads import run_in_own_thread
 
+Packed: TypeAlias = bytes | None
+"""An encoded value: a marker and bytes, or `None` for NULL."""
 RAW = b"\x00"
 ZSTD = b"\x01"
 
@@ -46,7 +49,9 @@ async def pack(value: bytes | None) -> bytes | None:
 async def pack_all(values: Iterable[bytes | None]) -> list[bytes | None]:
     """Encode several values, as `pack` does, in the same order."""
     return [
-        RAW + value if value is not None and len(value) < _MIN_COMPRESS_BYTES else await pack(value)
+        RAW + value
+        if value is not None and len(value) < _MIN_COMPRESS_BYTES
+        else await pack(value)
         for value in values
     ]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from sqlalchemy import Row
@@ -27,7 +29,6 @@ from meshpoint.adapters.sql.engine import (
 )
 from meshpoint.adapters.sql.failures import (
     Failure,
-    as_configuration_error,
     certainly_rolled_back,
     classify,
     driver_errors,
@@ -37,25 +38,47 @@ from meshpoint.adapters.sql.failures import (
     is_stale,
     summarize,
 )
-from meshpoint.adapters.sql.sessions import check_session
-from meshpoint.adapters.sql.time import DatabaseTime
+from meshpoint.adapters.sql.rows import AgentNames, Columns
 from meshpoint.adapters.sql.writer_thread import ThreadConnection, WriterThread
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
+from meshpoint.model.transitions import TaskLocked
 from meshpoint.ports.clock import Clock
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _CLOSE_TIMEOUT = 5.0  # seconds
 _BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 
-Values = Mapping[str, Any]
-AnyConnection = AsyncConnection | ThreadConnection
+_SKIP_SECONDS = 10.0
+_LOCKED_SECONDS = 10.0
+_MAX_TASKS = 10_000
 
-_write_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakValueDictionary[str, asyncio.Lock]] = (
-    WeakKeyDictionary()
-)
+AnyConnection: TypeAlias = AsyncConnection | ThreadConnection
+
+_write_locks: WeakKeyDictionary[
+    asyncio.AbstractEventLoop, WeakValueDictionary[str, asyncio.Lock]
+] = WeakKeyDictionary()
 """Locks that order the writers of this process to each SQLite file, by event loop and path."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """Options that all transitions of one store share. Durations are in seconds."""
+
+    names: AgentNames
+    dispatch_lease: float
+    tombstone_ttl: float
+    parked_limit: float
+    checkpoint_ttl: float
+    checkpoint_history: int
+    checkpoint_archive: bool
+    max_join_bytes: int
+
+    def backoff(self, attempts: int) -> float:
+        """Seconds that the sender of an item has it leased on the given attempt, starting at 1."""
+        return self.dispatch_lease * float(2 ** min(max(attempts - 1, 0), 6))
+
+
+@dataclass(frozen=True, slots=True)
 class Transaction:
     """An open transaction, or a connection for reads that each see their own snapshot.
 
@@ -63,40 +86,76 @@ class Transaction:
     for.
     """
 
-    def __init__(
-        self,
-        connection: AnyConnection,
-        dialect: Dialect,
-        clock: Clock | None,
-        *,
-        skip_locked: bool = False,
-    ) -> None:
-        self.connection = connection
-        self.dialect = dialect
-        self.skip_locked = skip_locked
-        self._clock = clock
+    connection: AnyConnection
+    dialect: Dialect
+    options: StoreOptions
+    skip_locked: bool = False
 
     async def fetch(self, template: str, **values: Any) -> Sequence[Row[Any]]:
         """Execute a statement and return all its rows."""
-        statement = self.dialect.statement(template)
-        bound = {name: self.dialect.bind(value) for name, value in values.items()}
-        return (await self.connection.execute(statement, bound | self._fake_now(template))).all()
+        return (await self.connection.execute(*self.dialect.prepare(template, values))).all()
 
     async def execute(self, template: str, **values: Any) -> None:
         """Execute a statement that returns nothing."""
-        statement = self.dialect.statement(template)
-        bound = {name: self.dialect.bind(value) for name, value in values.items()}
-        await self.connection.execute(statement, bound | self._fake_now(template))
+        await self.connection.execute(*self.dialect.prepare(template, values))
 
-    async def execute_many(self, template: str, rows: Sequence[Values]) -> None:
+    async def execute_many(self, template: str, rows: Sequence[Columns]) -> None:
         """Execute a statement once for each of `rows`, in one round trip."""
         if rows:
-            now = self._fake_now(template)
-            await self.connection.execute(self.dialect.statement(template), [{**row, **now} for row in rows])
+            prepared = [self.dialect.prepare(template, row) for row in rows]
+            await self.connection.execute(prepared[0][0], [values for _, values in prepared])
 
-    def _fake_now(self, template: str) -> dict[str, float]:
-        asks = "{clock}" in template or "{instant}" in template
-        return {"clock_now": self._clock.now().timestamp()} if self._clock and asks else {}
+
+Body: TypeAlias = Callable[[Transaction], Awaitable[_T]]
+"""The statements of a transaction. They may be executed several times."""
+
+
+class LockedRows:
+    """Remembers for a few seconds that a lock timed out, and which tasks were skipped.
+
+    This avoids waiting repeatedly for rows that other sessions hold.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._skip_until = float("-inf")
+        self._tasks: dict[str, float] = {}
+
+    @property
+    def skip_locked(self) -> bool:
+        """Whether to skip locked rows instead of waiting for them."""
+        return self._clock() < self._skip_until
+
+    def record_timeout(self) -> None:
+        """Start skipping locked rows, since a statement timed out waiting for one."""
+        self._skip_until = self._clock() + _SKIP_SECONDS
+
+    def record_locked(self, task_ids: Iterable[str]) -> None:
+        """Remember tasks that were skipped because another session holds a row."""
+        now = self._clock()
+        self._tasks = {task_id: until for task_id, until in self._tasks.items() if until > now}
+        if len(self._tasks) < _MAX_TASKS:
+            self._tasks.update(dict.fromkeys(task_ids, now + _LOCKED_SECONDS))
+
+    def require_unlocked(self, results: Sequence[_T | TaskLocked]) -> list[_T]:
+        """Return `results` if no other session holds a task among them.
+
+        Raises:
+            RowLocked: Another session holds a task. The other tasks are written; repeating the
+                call finds them.
+        """
+        locked_ids = {result.task_id for result in results if isinstance(result, TaskLocked)}
+        if locked_ids:
+            self.record_locked(locked_ids)
+            raise RowLocked(f"another session holds {', '.join(sorted(locked_ids)[:3])}")
+        return [result for result in results if not isinstance(result, TaskLocked)]
+
+    def recently_locked(self, task_ids: Iterable[str]) -> set[str]:
+        """The recently skipped tasks among `task_ids`, to be kept out of batches with others."""
+        if not self._tasks:
+            return set()
+        now = self._clock()
+        return {task_id for task_id in task_ids if self._tasks.get(task_id, now) > now}
 
 
 class Database:
@@ -109,6 +168,7 @@ class Database:
         self,
         url: str,
         *,
+        options: StoreOptions,
         command_timeout: timedelta,
         transaction_timeout: timedelta = TRANSACTION_TIMEOUT,
         lock_timeout: timedelta = LOCK_TIMEOUT,
@@ -122,9 +182,9 @@ class Database:
             lock_timeout=lock_timeout,
             pool_size=pool_size,
         )
-        self.dialect = Dialect(self.engine.dialect.name, fake_clock=clock is not None)
+        self.dialect = Dialect(self.engine.dialect.name, clock)
+        self.options, self.locked_rows = options, LockedRows()
         self._command_timeout = command_timeout.total_seconds()
-        self._clock = clock
         self._file = str(Path(self.engine.url.database or "").resolve())
         self.writing_engine = self.engine.sync_engine
         self._writer: WriterThread | None = None
@@ -147,34 +207,37 @@ class Database:
         if self._writer is not None:
             self._writer.waits_for_lock = False
 
-    async def check_session(self, time: DatabaseTime) -> None:
-        """Check that sessions, possibly through a pooler, behave as transitions require.
-
-        Also updates `time`. Does nothing on SQLite.
-
-        Raises:
-            ConfigurationError: The sessions are unsuitable, or the database refuses the URL's
-                user.
-            StoreUnavailable: The database does not respond.
-        """
-        if self.dialect.is_sqlite:
-            return
-        try:
-            await check_session(self.engine, time)
-        except driver_errors() as error:
-            raise as_configuration_error(error) or StoreUnavailable(summarize(error)) from error
-
-    async def read(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
+    async def read(self, body: Body[_T]) -> _T:
         """Run `body` without a transaction, so that each statement has its own snapshot.
 
         Raises:
             StoreUnavailable: The database does not respond.
         """
-        return await self._retry(
-            lambda: self._with_connection(lambda connection: body(self._transaction(connection)))
-        )
+        return await self._retry(partial(self._run, body))
 
-    async def write(self, body: Callable[[Transaction], Awaitable[T]], *, skip_locked: bool = False) -> T:
+    async def fetch(self, template: str, **values: Any) -> Sequence[Row[Any]]:
+        """Return the rows of a statement that writes nothing.
+
+        Raises:
+            StoreUnavailable: The database does not respond.
+        """
+        fetch = partial(Transaction.fetch, template=template, **values)
+        return await self._retry(partial(self._run, fetch))
+
+    async def write(self, body: Body[_T]) -> _T:
+        """Run `body` like `transact`, and again without the locked rows if a lock wait times out.
+
+        Raises:
+            RowLocked: A lock wait timed out again.
+        """
+        if not self.locked_rows.skip_locked:
+            try:
+                return await self.transact(body)
+            except RowLocked:
+                self.locked_rows.record_timeout()
+        return await self.transact(body, skip_locked=True)
+
+    async def transact(self, body: Body[_T], *, skip_locked: bool = False) -> _T:
         """Run `body` in a transaction and return its result after the commit.
 
         `body` may run several times: after a conflict with another transaction, it is rolled back
@@ -185,15 +248,17 @@ class Database:
             CommitInDoubt: COMMIT was sent, but the response was lost.
             RowLocked: A lock wait timed out. Nothing was written.
         """
-
-        async def transaction(connection: AnyConnection) -> T:
-            return await self._commit(connection, body, skip_locked)
-
-        writer = self._writer
+        transaction, writer = partial(self._commit, body), self._writer
         if writer is None:
-            return await self._retry(lambda: self._with_connection(transaction))
+            return await self._retry(partial(self._run, transaction, skip_locked=skip_locked))
+
+        async def run(connection: ThreadConnection) -> _T:
+            return await transaction(
+                Transaction(connection, self.dialect, self.options, skip_locked)
+            )
+
         async with self._write_lock():
-            return await self._retry(lambda: writer.run(transaction))
+            return await self._retry(partial(writer.run, run))
 
     @asynccontextmanager
     async def _write_lock(self) -> AsyncIterator[None]:
@@ -202,9 +267,9 @@ class Database:
         SQLite allows one writer at a time, and its own waiting has no order: with a few busy
         stores in a process, some would wait for seconds.
         """
-        lock = _write_locks.setdefault(asyncio.get_running_loop(), WeakValueDictionary()).setdefault(
-            self._file, asyncio.Lock()
-        )
+        lock = _write_locks.setdefault(
+            asyncio.get_running_loop(), WeakValueDictionary()
+        ).setdefault(self._file, asyncio.Lock())
         try:
             async with asyncio.timeout(self._command_timeout):
                 await lock.acquire()
@@ -231,52 +296,43 @@ class Database:
             else:
                 return
 
-    async def _commit(
-        self,
-        connection: AnyConnection,
-        body: Callable[[Transaction], Awaitable[T]],
-        skip_locked: bool,
-    ) -> T:
-        await self._begin(connection)
+    async def _commit(self, body: Body[_T], tx: Transaction) -> _T:
+        await self._begin(tx.connection)
         try:
-            result = await body(Transaction(connection, self.dialect, self._clock, skip_locked=skip_locked))
+            result = await body(tx)
         except driver_errors(RowLocked) as error:
-            if not _is_lock_failure(error, skip_locked):
+            if not _is_lock_failure(error, tx.skip_locked):
                 if classify(error) is Failure.BUG:
-                    await self._rollback(connection)
+                    await _rollback(tx.connection)
                 raise
-            await connection.exec_driver_sql("ROLLBACK")
+            await tx.connection.exec_driver_sql("ROLLBACK")
             raise RowLocked(summarize(error)) from error
         except Exception:
-            await self._rollback(connection)
+            await _rollback(tx.connection)
             raise
         try:
-            await connection.exec_driver_sql("COMMIT")
+            await tx.connection.exec_driver_sql("COMMIT")
         except driver_errors() as error:
             if certainly_rolled_back(error):
                 raise
             raise CommitInDoubt(f"the answer to COMMIT was lost: {summarize(error)}") from error
         return result
 
-    async def _rollback(self, connection: AnyConnection) -> None:
-        """Roll back explicitly.
-
-        A server may notice a closed connection late, and would keep its locks until then.
-        """
-        with suppress(*driver_errors()):
-            await connection.exec_driver_sql("ROLLBACK")
-
-    async def _retry(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _retry(self, attempt: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         end = monotonic() + (self._command_timeout if self.dialect.is_sqlite else 0.0)
         for number in count(1):
             try:
-                return await (_run_to_completion(attempt()) if self.dialect.is_sqlite else attempt())
+                return await (
+                    _run_to_completion(attempt()) if self.dialect.is_sqlite else attempt()
+                )
             except driver_errors() as error:
                 match classify(error):
                     case Failure.BUG:
                         raise
                     case Failure.RETRY if number < MAX_ATTEMPTS or monotonic() < end:
-                        await asyncio.sleep(random.uniform(0.001, 0.02) * min(number, MAX_ATTEMPTS))
+                        await asyncio.sleep(
+                            random.uniform(0.001, 0.02) * min(number, MAX_ATTEMPTS)
+                        )
                     case Failure.RETRY if is_duplicate(error):
                         raise
                     case Failure.UNAVAILABLE if number == 1 and is_stale(error):
@@ -285,10 +341,10 @@ class Database:
                         raise StoreUnavailable(summarize(error)) from error
         raise AssertionError("the last attempt returns or raises")
 
-    async def _with_connection(self, attempt: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+    async def _run(self, body: Body[_T], *, skip_locked: bool = False) -> _T:
         async with self.engine.connect() as connection:
             try:
-                return await attempt(connection)
+                return await body(Transaction(connection, self.dialect, self.options, skip_locked))
             except RowLocked:
                 raise  # the transaction has rolled back, so the connection is still usable
             except BaseException:
@@ -296,8 +352,14 @@ class Database:
                 await connection.invalidate()
                 raise
 
-    def _transaction(self, connection: AsyncConnection) -> Transaction:
-        return Transaction(connection, self.dialect, self._clock)
+
+async def _rollback(connection: AnyConnection) -> None:
+    """Roll back explicitly.
+
+    A server may notice a closed connection late, and would keep its locks until then.
+    """
+    with suppress(*driver_errors()):
+        await connection.exec_driver_sql("ROLLBACK")
 
 
 def _is_lock_failure(error: Exception, skip_locked: bool) -> bool:
@@ -311,7 +373,7 @@ def _is_lock_failure(error: Exception, skip_locked: bool) -> bool:
     return is_row_lock_timeout(error) if skip_locked else is_lock_timeout(error)
 
 
-async def _run_to_completion(step: Coroutine[Any, Any, T]) -> T:
+async def _run_to_completion(step: Coroutine[Any, Any, _T]) -> _T:
     """Run `step` to completion even if the caller is cancelled, then re-raise the cancellation.
 
     An abandoned statement would keep SQLite's write lock.

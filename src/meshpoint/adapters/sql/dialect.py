@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from sqlalchemy import TextClause, text
+
+from meshpoint.ports.clock import Clock
 
 _FAKE_CLOCK = "CAST(:clock_now AS double precision)"
 
@@ -28,22 +31,27 @@ class _ParameterFragment:
 
 @dataclass(frozen=True)
 class Dialect:
-    """The SQL dialect of one database. With `fake_clock`, instants come from bound `clock_now`."""
+    """The SQL dialect of one database. `clock` replaces the database's clock in tests."""
 
     name: str
-    fake_clock: bool = False
+    clock: Clock | None = None
 
-    @property
+    @cached_property
     def is_sqlite(self) -> bool:
         return self.name == "sqlite"
 
-    def bind(self, value: Any) -> Any:
-        """Convert `value` for the driver. SQLite has no arrays, so it takes lists as JSON."""
-        return json.dumps(value) if self.is_sqlite and isinstance(value, list) else value
-
-    def statement(self, template: str) -> TextClause:
-        """Fill in the fragments of `template` for this database."""
-        return _statement(template, self.name, self.fake_clock)
+    def prepare(
+        self, template: str, values: Mapping[str, Any]
+    ) -> tuple[TextClause, dict[str, Any]]:
+        """Fill in the fragments of `template`, and convert `values` for the driver."""
+        bound = dict(values)
+        if self.is_sqlite:  # it has no arrays, so it takes lists as JSON
+            for name, value in values.items():
+                if isinstance(value, list):
+                    bound[name] = json.dumps(value)
+        if self.clock is not None and ("{clock}" in template or "{instant}" in template):
+            bound["clock_now"] = self.clock.now().timestamp()
+        return _statement(template, self.name, self.clock is not None), bound
 
 
 @cache
@@ -76,7 +84,8 @@ _SQLITE = {
     "one_of": _ParameterFragment("IN (SELECT value FROM json_each(:{}))"),
     "jsonb": _ParameterFragment(":{}"),
     "pairs": (
-        "(SELECT json_extract(value, '$[0]') AS task_id, json_extract(value, '$[1]') AS sub_task_id"
+        "(SELECT json_extract(value, '$[0]') AS task_id,"
+        " json_extract(value, '$[1]') AS sub_task_id"
         " FROM json_each(:pairs)) AS pair"
     ),
     "clock": "((julianday('now') - 2440587.5) * 86400.0)",

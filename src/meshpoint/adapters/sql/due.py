@@ -1,77 +1,421 @@
-"""Work that becomes due by time: acquire, rescue, renew, keep alive and purge."""
+"""The methods of the SQL store for owners of tasks, and for work that becomes due by time."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 from sqlalchemy import Row
 
-from meshpoint.adapters.sql import operation_statements
+from meshpoint.adapters.sql import ending, expiring, operation_statements, outbox
 from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.checkpointing import KEEP_ALIVES_PER_TIMEOUT
-from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.due_rows import DueQuery
-from meshpoint.adapters.sql.locking import StoreOptions, lock_child_rows
-from meshpoint.adapters.sql.owning import OwnedTasks, owner_columns, read_owned, ready_columns
-from meshpoint.adapters.sql.rows import Columns, requester_from_row
-from meshpoint.model.checkpoint import SUSPECT_FROM, Due, KeepAlive, Replica, Run, TaskState
-from meshpoint.model.ids import TaskId, new_id
+from meshpoint.adapters.sql.database import Database, Transaction
+from meshpoint.adapters.sql.due_rows import DueQuery, process_due
+from meshpoint.adapters.sql.locking import lock_child_rows
+from meshpoint.adapters.sql.owning import (
+    OwnedTask,
+    OwnedTasks,
+    owner_columns,
+    read_missing_parts,
+    read_owned,
+    ready_columns,
+)
+from meshpoint.adapters.sql.rows import (
+    KEEP_ALIVES_PER_TIMEOUT,
+    AgentNames,
+    Columns,
+    endable_from_row,
+    requester_from_row,
+    resumable_from_row,
+    run_from_row,
+    version_item,
+)
+from meshpoint.errors import StoreUnavailable
+from meshpoint.model.ids import AgentName, RunId, TaskId, new_id
+from meshpoint.model.secrets import mask_reason
+from meshpoint.model.tasks import (
+    SUSPECT_AFTER_RESCUES,
+    DueCounts,
+    KeepAlive,
+    OutboxItem,
+    Replica,
+    Resumable,
+    Run,
+    TaskState,
+)
+from meshpoint.model.transitions import ExpiryResult, Overdue, Release
+
+_log = logging.getLogger("meshpoint.store")
+
+_LOCK_WARNING_DELAY = 1.0
+"""Seconds after which a lease that waits for a locked row is logged."""
+_MAX_SEPARATE_RENEWALS = 4
+"""Maximum leases that wait for locked rows at a time, each on its own connection."""
 
 
-async def count_due(tx: Transaction, replica: Replica, limit: int, options: StoreOptions) -> Due:
-    """Count the due work of each kind, up to `limit`, without locks."""
-    (row,) = await tx.fetch(
-        sql.COUNT_DUE, agent=options.names.qualified(replica.agent), formats=sorted(replica.formats), limit=limit
-    )
-    return Due(row.ready, row.lapsed, row.expired, row.keep_alives, min(row.unsent, limit))
+class SqlDueWork:
+    """`meshpoint.ports.task_store.DueWork` on a SQL database; a base class of `SqlStore`."""
+
+    _database: Database
+    _command_timeout: timedelta
+    _separate_renewals: dict[Run, asyncio.Task[None]]
+
+    async def due(self, replica: Replica, limit: int) -> DueCounts:
+        """Count the due work of each kind, up to `limit`, without locks."""
+        (row,) = await self._database.fetch(
+            sql.COUNT_DUE,
+            agent=self._database.options.names.qualified(replica.agent),
+            formats=sorted(replica.formats),
+            limit=limit,
+        )
+        unsent = min(row.unsent, limit)
+        return DueCounts(
+            row.ready,
+            row.lapsed,
+            row.expired,
+            row.keep_alives,
+            unsent,
+            overdue=min(row.overdue, limit),
+            parked=row.parked,
+        )
+
+    def _query(self, template: str, agent: AgentName, limit: int, **values: Any) -> DueQuery:
+        qualified = self._database.options.names.qualified(agent)
+        return DueQuery(template, {"agent": qualified, "limit": limit, **values})
+
+    async def expire(self, replica: Replica, limit: int, slots: int) -> list[ExpiryResult]:
+        """Close calls and joins past their deadline, and acquire tasks whose joins are met."""
+        query = self._query(sql.PICK_EXPIRED, replica.agent, limit)
+        results, owned = list[ExpiryResult](), dict[str, OwnedTask]()
+
+        async def body(tx: Transaction, only: str | None) -> tuple[list[ExpiryResult], OwnedTasks]:
+            due = await query.fetch(tx, only)
+            return await expiring.expire(tx, due, replica, slots - len(owned))
+
+        async for expired, acquired in process_due(
+            self._database, [query], [sql.POSTPONE_TASK], body
+        ):
+            results += expired
+            owned |= acquired
+        return expiring.with_tasks(results, await self._decode_owned(owned, replica))
+
+    async def acquire(
+        self, replica: Replica, limit: int, suspect_slots: int = 0
+    ) -> list[Resumable]:
+        """Acquire ready tasks, most overdue first, including at most `suspect_slots` suspects."""
+        query = self._query(
+            sql.PICK_READY,
+            replica.agent,
+            limit,
+            formats=sorted(replica.formats),
+            suspects=suspect_slots,
+            suspect_from=SUSPECT_AFTER_RESCUES,
+        )
+        return await self._acquire_due(query, replica, suspect_slots, _acquire)
+
+    async def acquire_parked(
+        self, replica: Replica, limit: int, suspect_slots: int = 0
+    ) -> list[Resumable]:
+        """Acquire parked tasks that no replica with this version has tried, due ones first."""
+        query = self._query(
+            sql.PICK_PARKED,
+            replica.agent,
+            limit,
+            formats=sorted(replica.formats),
+            suspects=suspect_slots,
+            suspect_from=SUSPECT_AFTER_RESCUES,
+            tried=version_item(replica.version),
+        )
+        return await self._acquire_due(query, replica, suspect_slots, _acquire)
+
+    async def acquire_overdue(self, replica: Replica, limit: int) -> list[Overdue]:
+        """Acquire tasks in any format that only need to be ended."""
+        queries = [
+            self._query(pick, replica.agent, limit)
+            for pick in (sql.PICK_PARKED_TOO_LONG, sql.PICK_READY_TOO_LATE)
+        ]
+
+        async def body(tx: Transaction, only: str | None) -> list[tuple[Row[Any], Columns]]:
+            due = [row for query in queries for row in await query.fetch(tx, only)]
+            owners = [_acquired_columns(replica, row) for row in due]
+            await tx.execute_many(sql.UPDATE_OWNER, owners)
+            return list(zip(due, owners, strict=True))
+
+        acquired = process_due(self._database, queries, [sql.POSTPONE_TASK], body)
+        found: list[Overdue] = []
+        for row, owner in [*chain.from_iterable([each async for each in acquired])]:
+            run = _new_run(row, owner, self._database.options.names)
+            try:
+                found.append(_overdue(row, run))
+            except Exception as error:  # one damaged row must not stop the other tasks
+                await self._park_damaged(run, error, replica)
+        return found
+
+    async def unread(self, replica: Replica, age: timedelta) -> dict[str, int]:
+        """Count ready tasks that were due `age` ago, by the formats `replica` cannot read."""
+        rows = await self._database.fetch(
+            sql.COUNT_UNREAD,
+            agent=self._database.options.names.qualified(replica.agent),
+            formats=sorted(replica.formats),
+            age=age.total_seconds(),
+        )
+        return {row.state_format: row.tasks for row in rows}
+
+    async def unpark(self, task_ids: Sequence[TaskId]) -> list[bool]:
+        """Make parked tasks ready for any version. `False` for a task that is not parked."""
+        if not task_ids:
+            return []
+        return self._database.locked_rows.require_unlocked(
+            await self._database.write(lambda tx: ending.unpark(tx, task_ids))
+        )
+
+    async def rescue(
+        self, replica: Replica, limit: int, suspect_slots: int = 0
+    ) -> list[Resumable]:
+        """Rescue running tasks whose lease has expired.
+
+        At most `suspect_slots` of them are suspects; further ones become ready instead.
+        """
+        formats = sorted(replica.formats)
+        query = self._query(sql.PICK_LOST, replica.agent, limit, formats=formats)
+        return await self._acquire_due(query, replica, suspect_slots, _rescue)
+
+    async def _acquire_due(
+        self,
+        query: DueQuery,
+        replica: Replica,
+        suspect_slots: int,
+        acquire: Callable[[Transaction, Sequence[Row[Any]], Replica, int], Awaitable[OwnedTasks]],
+    ) -> list[Resumable]:
+        owned: OwnedTasks = {}
+
+        async def body(tx: Transaction, only: str | None) -> OwnedTasks:
+            suspects = sum(task.row.rescues >= SUSPECT_AFTER_RESCUES for task in owned.values())
+            due = await query.fetch(tx, only)
+            return await acquire(tx, due, replica, suspect_slots - suspects)
+
+        async for acquired in process_due(self._database, [query], [sql.POSTPONE_TASK], body):
+            owned |= acquired
+        return list((await self._decode_owned(owned, replica)).values())
+
+    async def find_owned(self, run: Run) -> Resumable | None:
+        """Read the task owned by exactly this run. `None` if the run has lost it."""
+        owned = await self._database.read(lambda tx: read_owned(tx, [run.task_id]))
+        mine = (TaskState.RUNNING, run.id, run.fence)
+        if [(each.row.status, each.row.run_id, each.row.fence) for each in owned.values()] != [
+            mine
+        ]:
+            return None
+        return (await self._decode_owned(owned)).get(run.task_id)  # its owner renews the lease
+
+    async def _decode_owned(
+        self, owned: Mapping[str, OwnedTask], replica: Replica | None = None
+    ) -> dict[str, Resumable]:
+        """Decode owned tasks, and release the unreadable ones to other replicas.
+
+        If outcomes are too large to read at once, the leases of `replica` are renewed meanwhile.
+        """
+        if all(task.is_complete for task in owned.values()):
+            return await self._decode_or_release(owned, replica)
+        names = self._database.options.names
+        runs = [run_from_row(task.row, names) for task in owned.values()]
+        renewal = asyncio.create_task(self._keep_renewing(runs, replica))
+        try:
+            max_bytes = self._database.options.max_join_bytes
+            return await self._decode_or_release(
+                await read_missing_parts(self._database, owned, max_bytes), replica
+            )
+        finally:
+            renewal.cancel()
+            await asyncio.gather(renewal, return_exceptions=True)
+
+    async def _keep_renewing(self, runs: Sequence[Run], replica: Replica | None) -> None:
+        """Extend the leases of `runs` every third of a lease, until cancelled."""
+        while replica is not None:
+            await asyncio.sleep(replica.lease.total_seconds() / 3)
+            with suppress(StoreUnavailable):
+                await self.renew(runs, replica)
+
+    async def _decode_or_release(
+        self, owned: Mapping[str, OwnedTask], replica: Replica | None
+    ) -> dict[str, Resumable]:
+        readable: dict[str, Resumable] = {}
+        damaged: list[tuple[Run, Exception]] = []
+        for task_id, task in owned.items():
+            try:
+                readable[task_id] = await self._decode(task)
+            except Exception as error:  # one damaged row must not stop the other tasks
+                damaged.append((run_from_row(task.row, self._database.options.names), error))
+        for run, reason in damaged:
+            await self._park_damaged(run, reason, replica)
+        return readable
+
+    async def _decode(self, task: OwnedTask) -> Resumable:
+        """Decode an owned task. If its cancel was requested, damaged content is left out."""
+        options = self._database.options
+        try:
+            return await resumable_from_row(
+                task.row, task.outcomes, task.log, options.names, options.max_join_bytes
+            )
+        except Exception as error:
+            if not task.row.cancel_requested:
+                raise
+            run = run_from_row(task.row, options.names)
+            _log.warning(
+                "task %s: cancelling it although its row is damaged: %s", run.task_id, error
+            )
+            return endable_from_row(task.row, run)
+
+    async def _park_damaged(self, run: Run, error: Exception, replica: Replica | None) -> None:
+        _log.error("task %s: cannot decode its row; parking it", run.task_id, exc_info=error)
+        version = "" if replica is None else replica.version
+        reason = mask_reason(f"the row cannot be read: {error}")
+        try:
+            await self.release([Release(run, parked_reason=reason, version=version)])
+        except Exception as failure:
+            _log.warning(
+                "task %s: cannot park it; its lease will expire: %s", run.task_id, failure
+            )
+
+    async def release(self, releases: Sequence[Release]) -> list[bool]:
+        """Make running tasks ready again, or park them. `False` for a run that lost its task."""
+        if not releases:
+            return []
+        return self._database.locked_rows.require_unlocked(
+            await self._database.write(lambda tx: ending.release(tx, releases))
+        )
+
+    async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
+        """Extend leases, and return the runs that no longer own their task.
+
+        A lease on a locked row is extended separately, as soon as the row is free.
+        """
+        if not runs:
+            return []
+        lost, locked = await self._database.write(lambda tx: _renew(tx, runs, replica))
+        for run in locked:
+            if (
+                run not in self._separate_renewals
+                and len(self._separate_renewals) < _MAX_SEPARATE_RENEWALS
+            ):
+                self._separate_renewals[run] = asyncio.create_task(
+                    self._renew_when_unlocked(run, replica)
+                )
+        return lost
+
+    async def _renew_when_unlocked(self, run: Run, replica: Replica) -> None:
+        lock_timeout = self._command_timeout * 0.9
+        # Delayed, because this process's own transactions also lock rows for a moment.
+        text = "task %s: another session holds its row; its lease is extended later"
+        warning = asyncio.get_running_loop().call_later(
+            _LOCK_WARNING_DELAY, _log.warning, text, run.task_id
+        )
+        try:
+            with suppress(StoreUnavailable):  # the next renewal tries again
+                await self._database.transact(
+                    lambda tx: _renew_when_unlocked(tx, run, replica, lock_timeout)
+                )
+        finally:
+            warning.cancel()
+            del self._separate_renewals[run]
+
+    async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
+        """Return due keep-alives of paused tasks, and set when the next ones are due."""
+        query = self._query(sql.PICK_KEEP_ALIVES, replica.agent, limit)
+
+        async def body(tx: Transaction, only: str | None) -> list[KeepAlive]:
+            rows = await query.fetch(tx, only)
+            await tx.execute_many(
+                sql.UPDATE_KEEP_ALIVE,
+                [
+                    {
+                        "task_id": row.logical_task_id,
+                        # At most one per second, so that one requester cannot keep the sweeper
+                        # busy.
+                        "keep_alive_at": row.now
+                        + max(row.idle_timeout / KEEP_ALIVES_PER_TIMEOUT, 1.0),
+                    }
+                    for row in rows
+                ],
+            )
+            return [
+                KeepAlive(replica.agent, TaskId(row.logical_task_id), requester_from_row(row))
+                for row in rows
+            ]
+
+        due = process_due(self._database, [query], [sql.POSTPONE_KEEP_ALIVE], body)
+        return [*chain.from_iterable([each async for each in due])]
+
+    async def purge(self, agent: AgentName, limit: int) -> int:
+        """Delete expired tombstones with everything that belongs to them, and return their number.
+
+        Only tombstones with nothing left to send. Tasks with a row that another session holds are
+        left for a later call.
+        """
+        query = self._query(sql.PICK_PURGEABLE, agent, limit)
+
+        async def body(tx: Transaction, only: str | None) -> int:
+            return await _purge(tx, await query.fetch(tx, only))
+
+        due = process_due(self._database, [query], [sql.POSTPONE_TASK], body)
+        return sum([each async for each in due])
+
+    async def unsent(self, agent: AgentName, limit: int) -> list[OutboxItem]:
+        """Lease due messages of the outbox to the caller."""
+        picks = (sql.PICK_UNSENT_REPLIES, sql.PICK_UNSENT_CALLS, sql.PICK_UNSENT_JOINS)
+        replies, calls, joins = queries = [self._query(pick, agent, limit) for pick in picks]
+
+        async def body(tx: Transaction, only: str | None) -> list[Row[Any]]:
+            return await outbox.unsent(tx, replies, calls, joins, limit, only)
+
+        rows = process_due(self._database, queries, sql.POSTPONE_UNSENT, body)
+        leased = [*chain.from_iterable([each async for each in rows])]
+        return await outbox.decode_unsent(leased, self._database.options.names)
 
 
-def pick_ready(replica: Replica, limit: int, suspects: int, options: StoreOptions) -> DueQuery:
-    """The query for ready tasks that `replica` can resume."""
-    return _pick_resumable(sql.PICK_READY, replica, limit, options, suspects=suspects, suspect_from=SUSPECT_FROM)
-
-
-def pick_lost(replica: Replica, limit: int, options: StoreOptions) -> DueQuery:
-    """The query for running tasks with an expired lease that `replica` can resume."""
-    return _pick_resumable(sql.PICK_LOST, replica, limit, options)
-
-
-def _pick_resumable(template: str, replica: Replica, limit: int, options: StoreOptions, **more: int) -> DueQuery:
-    agent = options.names.qualified(replica.agent)
-    return DueQuery(template, {"agent": agent, "formats": sorted(replica.formats), "limit": limit, **more})
-
-
-async def acquire(
-    tx: Transaction, replica: Replica, limit: int, suspects: int, options: StoreOptions, only: str | None = None
+async def _acquire(
+    tx: Transaction, due: Sequence[Row[Any]], replica: Replica, suspects: int
 ) -> OwnedTasks:
-    """Acquire ready tasks, most overdue first, including at most `suspects` suspects."""
-    rows = await pick_ready(replica, limit, suspects, options).fetch(tx, only)
-    mine, _ = _split_suspects(rows, suspects, lambda row: int(row.rescues))
+    mine, _ = _split_suspects(due, suspects, lambda row: int(row.rescues))
     await tx.execute_many(sql.UPDATE_OWNER, [_acquired_columns(replica, row) for row in mine])
-    return await _read_in_order(tx, mine)
+    return await read_owned(tx, [row.logical_task_id for row in mine])
 
 
-async def rescue(
-    tx: Transaction, replica: Replica, limit: int, suspects: int, options: StoreOptions, only: str | None = None
+async def _rescue(
+    tx: Transaction, due: Sequence[Row[Any]], replica: Replica, suspects: int
 ) -> OwnedTasks:
-    """Acquire running tasks whose lease has expired.
-
-    At most `suspects` of them are suspects; further ones become ready instead.
-    """
-    rows = await pick_lost(replica, limit, options).fetch(tx, only)
-    mine, others = _split_suspects(rows, suspects, lambda row: row.rescues + 1)
+    mine, others = _split_suspects(due, suspects, lambda row: row.rescues + 1)
     # A replica that does not isolate suspects cannot count deaths, so each lost owner counts as an
     # attempt.
-    attempts = {row.logical_task_id: max(row.attempt, 1) + (not replica.isolates) for row in rows}
+    attempts = {row.logical_task_id: max(row.attempt, 1) + (not replica.isolates) for row in due}
     acquired = [_acquired_columns(replica, row) for row in mine]
     left = [ready_columns(row, new_id(), row.now) for row in others]
     rescued = [{**each, "attempt": attempts[each["task_id"]]} for each in (*acquired, *left)]
     await tx.execute_many(sql.UPDATE_RESCUED, rescued)
-    return await _read_in_order(tx, mine)
+    return await read_owned(tx, [row.logical_task_id for row in mine])
+
+
+def _overdue(picked: Row[Any], run: Run) -> Overdue:
+    deadline = picked.task_deadline
+    past_deadline = deadline is not None and deadline <= picked.now
+    return Overdue(endable_from_row(picked, run), past_deadline, picked.parked_reason)
+
+
+def _new_run(row: Row[Any], owner: Columns, names: AgentNames) -> Run:
+    """The run that became the owner of a row by `owner_columns`."""
+    return Run(
+        task_id=TaskId(row.logical_task_id),
+        agent=names.plain(row.agent_name),
+        id=RunId(owner["run_id"]),
+        fence=owner["fence"],
+        generation=row.generation,
+    )
 
 
 def _split_suspects(
@@ -80,7 +424,7 @@ def _split_suspects(
     """Split rows into tasks that fit a replica with room for `suspects` suspects, and the rest."""
     mine, others = list[Row[Any]](), list[Row[Any]]()
     for row in rows:
-        suspect = rescues(row) >= SUSPECT_FROM
+        suspect = rescues(row) >= SUSPECT_AFTER_RESCUES
         (others if suspect and suspects <= 0 else mine).append(row)
         suspects -= suspect
     return mine, others
@@ -90,92 +434,54 @@ def _acquired_columns(replica: Replica, row: Row[Any]) -> Columns:
     return owner_columns(replica, row, new_id(), attempt=max(row.attempt, 1), now=row.now)
 
 
-async def _read_in_order(tx: Transaction, rows: Sequence[Row[Any]]) -> OwnedTasks:
-    owned = await read_owned(tx, [row.logical_task_id for row in rows])
-    in_order = {row.logical_task_id: owned.tasks[row.logical_task_id] for row in rows}
-    return OwnedTasks(in_order, owned.calls)
+async def _renew(
+    tx: Transaction, runs: Sequence[Run], replica: Replica
+) -> tuple[list[Run], list[Run]]:
+    """Extend leases. Rows that another session holds are skipped, so that they delay no others.
 
-
-@dataclass(frozen=True, slots=True)
-class Renewals:
-    """Runs whose leases were not extended.
-
-    Runs in `lost` no longer own their task. Another session holds the task's row of runs in
-    `locked`.
+    Returns the runs that no longer own their task, and the runs with a locked row.
     """
-
-    lost: list[Run]
-    locked: list[Run]
-
-
-async def renew(tx: Transaction, runs: Sequence[Run], replica: Replica) -> Renewals:
-    """Extend leases. Rows that another session holds are skipped, so that they delay no others."""
     ids = sorted({run.task_id for run in runs})
     locked = await tx.fetch(sql.LOCK_TASKS_SKIP_LOCKED, ids=ids)
     mine, others = _split_by_ownership(runs, locked)
     if mine:
         wake_at = max(row.now for row in locked) + replica.lease.total_seconds()
-        await tx.execute(sql.UPDATE_LEASES, ids=sorted({run.task_id for run in mine}), wake_at=wake_at)
+        await tx.execute(
+            sql.UPDATE_LEASES, ids=sorted({run.task_id for run in mine}), wake_at=wake_at
+        )
     if not others:
-        return Renewals([], [])
+        return [], []
     free = {row.logical_task_id for row in locked}
     unseen = [run for run in others if run.task_id not in free]
     locked_runs = _split_by_ownership(unseen, await tx.fetch(sql.READ_OWNERS, ids=ids))[0]
-    return Renewals([run for run in others if run not in locked_runs], locked_runs)
+    return [run for run in others if run not in locked_runs], locked_runs
 
 
-async def renew_when_unlocked(tx: Transaction, run: Run, replica: Replica, lock_timeout: timedelta) -> None:
+async def _renew_when_unlocked(
+    tx: Transaction, run: Run, replica: Replica, lock_timeout: timedelta
+) -> None:
     """Wait for a locked row, then extend its lease if the run still owns it."""
-    await tx.execute(sql.SET_LOCK_TIMEOUT, limit=f"{math.ceil(lock_timeout.total_seconds() * 1000)}ms")
+    await tx.execute(
+        sql.SET_LOCK_TIMEOUT, limit=f"{math.ceil(lock_timeout.total_seconds() * 1000)}ms"
+    )
     locked = await tx.fetch(sql.LOCK_TASKS, ids=[run.task_id])
     if _split_by_ownership([run], locked)[0]:
-        await tx.execute(sql.UPDATE_LEASES, ids=[run.task_id], wake_at=locked[0].now + replica.lease.total_seconds())
+        wake_at = locked[0].now + replica.lease.total_seconds()
+        await tx.execute(sql.UPDATE_LEASES, ids=[run.task_id], wake_at=wake_at)
 
 
-def _split_by_ownership(runs: Sequence[Run], rows: Sequence[Row[Any]]) -> tuple[list[Run], list[Run]]:
+def _split_by_ownership(
+    runs: Sequence[Run], rows: Sequence[Row[Any]]
+) -> tuple[list[Run], list[Run]]:
     """Split runs into owners of a task in `rows`, and others."""
     owned = {(row.logical_task_id, row.fence) for row in rows if row.status == TaskState.RUNNING}
     mine = [run for run in runs if (run.task_id, run.fence) in owned]
     return mine, [run for run in runs if (run.task_id, run.fence) not in owned]
 
 
-def pick_keep_alives(replica: Replica, limit: int, options: StoreOptions) -> DueQuery:
-    """The query for paused tasks that are due to send a keep-alive."""
-    return DueQuery(sql.PICK_KEEP_ALIVES, {"agent": options.names.qualified(replica.agent), "limit": limit})
-
-
-async def keep_alives(
-    tx: Transaction, replica: Replica, limit: int, options: StoreOptions, only: str | None = None
-) -> list[KeepAlive]:
-    """Return due keep-alives of paused tasks, and set when the next ones are due."""
-    rows = await pick_keep_alives(replica, limit, options).fetch(tx, only)
-    await tx.execute_many(
-        sql.UPDATE_KEEP_ALIVE,
-        [
-            {
-                "task_id": row.logical_task_id,
-                # At most one per second, so that one requester cannot keep the sweeper busy.
-                "keep_alive_at": row.now + max(row.idle_timeout / KEEP_ALIVES_PER_TIMEOUT, 1.0),
-            }
-            for row in rows
-        ],
-    )
-    return [KeepAlive(replica.agent, TaskId(row.logical_task_id), requester_from_row(row)) for row in rows]
-
-
-def pick_purgeable(agent: str, limit: int) -> DueQuery:
-    """The query for expired tombstones with nothing left to send."""
-    return DueQuery(sql.PICK_PURGEABLE, {"agent": agent, "limit": limit})
-
-
-async def purge(tx: Transaction, agent: str, limit: int, only: str | None = None) -> int:
-    """Delete expired tombstones with everything that belongs to them, and return their number.
-
-    Tasks with a row that another session holds are left for a later call.
-    """
-    rows = await pick_purgeable(agent, limit).fetch(tx, only)
-    locked_elsewhere = await lock_child_rows(tx, [row.logical_task_id for row in rows])
-    rows = [row for row in rows if row.logical_task_id not in locked_elsewhere]
+async def _purge(tx: Transaction, due: Sequence[Row[Any]]) -> int:
+    locked_elsewhere = await lock_child_rows(tx, [row.logical_task_id for row in due])
+    rows = [row for row in due if row.logical_task_id not in locked_elsewhere]
     if rows:
         ids = sorted(row.logical_task_id for row in rows)
         for statement in (sql.DELETE_CALLS, sql.DELETE_JOINS, sql.DELETE_TASKS):

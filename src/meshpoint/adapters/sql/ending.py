@@ -3,145 +3,194 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from datetime import timedelta
+from math import inf
 from typing import Any
 
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.claiming import close_pending
+from meshpoint.adapters.sql.codec import Packed
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.locking import LockedTasks, StoreOptions, lock_tasks, run_in_rounds
-from meshpoint.adapters.sql.rows import FAR_FUTURE, Columns, is_early_cancel, reply_from_row, requester_from_row
+from meshpoint.adapters.sql.locking import LockedTasks, run_in_rounds
+from meshpoint.adapters.sql.rows import (
+    Columns,
+    add_version,
+    is_early_cancel,
+    reply_from_row,
+    requester_from_row,
+)
 from meshpoint.adapters.sql.subtasking import EndingOperation, close_operations
-from meshpoint.model.checkpoint import (
+from meshpoint.model.ids import ReplicaId, TaskId
+from meshpoint.model.tasks import (
+    CancelNotice,
+    Reply,
+    Run,
+    TaskState,
+    add_canceller,
+    same_requester,
+)
+from meshpoint.model.transitions import (
     Cancel,
     CancelBeforeRequest,
-    CancelledNow,
-    CancelNotice,
+    CancelCommitted,
     CancelRefused,
     CancelRequested,
     CancelResult,
     CancelStale,
     CancelTooLate,
     End,
-    Ended,
+    EndCommitted,
     EndResult,
     Fenced,
-    Locked,
     Release,
-    Reply,
-    Run,
-    TaskState,
+    TaskLocked,
 )
-from meshpoint.model.ids import ReplicaId
-from meshpoint.model.requesters import same_requester, with_canceller
 
-Packed = bytes | None
+_RETRY_SECONDS = 60.0
+"""Retry delay, in seconds, for a parked task that was due to end but could not be read."""
+_IDLE_STATES = frozenset({TaskState.WAITING, TaskState.READY, TaskState.PARKED})
 
 
-async def end(tx: Transaction, ends: Sequence[tuple[End, Packed]], options: StoreOptions) -> list[EndResult | Locked]:
+async def end(tx: Transaction, ends: Sequence[tuple[End, Packed]]) -> list[EndResult | TaskLocked]:
     """Turn running tasks into tombstones, each with its packed reply.
 
     A repeated end finds its own tombstone and returns the same result.
     """
 
-    async def process_round(batch: list[tuple[End, Packed]]) -> list[EndResult | Locked]:
-        locked = await lock_tasks(tx, [wish.run.task_id for wish, _ in batch])
-        owned = [pair for pair in batch if _owns(pair[0].run, locked)]
-        closed = await close_operations(tx, _closings([wish for wish, _ in owned], locked), locked.now, options)
-        await _write_tombstones(tx, [_end_columns(wish, reply, locked, options) for wish, reply in owned], closed)
-        return [_end_result(command, locked, options) for command, _ in batch]
+    async def process_round(
+        batch: list[tuple[End, Packed]], locked: LockedTasks
+    ) -> list[EndResult]:
+        owned = [
+            (command, reply, row)
+            for command, reply in batch
+            if (row := _owned_row(command.run, locked)) is not None
+        ]
+        closings = [
+            EndingOperation(
+                row,
+                command.state,
+                command.reason or command.dead_reason,
+                command.checkpoint,
+                command.usage,
+            )
+            for command, _, row in owned
+            if row.checkpoint_seq is not None
+        ]
+        tombstones = [
+            {
+                **_tombstone_columns(tx, row, command.state, reply, locked.now),
+                "run_id": command.run.id,
+                "dead_reason": command.dead_reason,
+                "keep_request": command.dead_reason is not None,
+            }
+            for command, reply, row in owned
+        ]
+        logged = [
+            row.logical_task_id for command, _, row in owned if _ends_log(row, command.state)
+        ]
+        await _write_tombstones(tx, tombstones, closings, logged, locked.now)
+        return [_end_result(tx, command, locked) for command, _ in batch]
 
-    return await run_in_rounds(ends, lambda pair: pair[0].run.task_id, process_round)
+    return await run_in_rounds(tx, ends, lambda pair: pair[0].run.task_id, process_round)
 
 
-def _owns(run: Run, locked: LockedTasks) -> bool:
+def _ends_log(row: Row[Any], state: TaskState) -> bool:
+    """Whether a task that ends in `state` has a log that no resume will need."""
+    is_resumable = row.checkpoint_seq is not None and state is not TaskState.COMPLETED
+    return bool(row.log_seq) and not is_resumable
+
+
+def _owned_row(run: Run, locked: LockedTasks) -> Row[Any] | None:
+    """The row of the run's task, or `None` if the run does not own it."""
     row = locked.rows.get(run.task_id)
-    return row is not None and row.status == TaskState.RUNNING and row.fence == run.fence
+    owned = row is not None and row.status == TaskState.RUNNING and row.fence == run.fence
+    return row if owned else None
 
 
-def _closings(ends: Sequence[End], locked: LockedTasks) -> list[EndingOperation]:
-    rows = [locked.rows[command.run.task_id] for command in ends]
-    return [
-        EndingOperation(row, wish.state, wish.reason or wish.dead_reason, wish.checkpoint)
-        for wish, row in zip(ends, rows, strict=True)
-        if row.checkpoint_seq is not None
-    ]
-
-
-def _end_columns(command: End, reply: Packed, locked: LockedTasks, options: StoreOptions) -> Columns:
-    row = locked.rows[command.run.task_id]
-    return {
-        **_tombstone_columns(row, command.state, reply, locked.now, options),
-        "run_id": command.run.id,
-        "dead_reason": command.dead_reason,
-        "keep_request": command.dead_reason is not None,
-    }
-
-
-def _end_result(command: End, locked: LockedTasks, options: StoreOptions) -> EndResult | Locked:
-    if command.run.task_id in locked.locked_elsewhere:
-        return Locked(command.run.task_id)
+def _end_result(tx: Transaction, command: End, locked: LockedTasks) -> EndResult:
     row = locked.rows.get(command.run.task_id)
     if row is None:
         return Fenced()
-    is_repeat = TaskState(row.status).ended and (row.run_id, row.fence) == (command.run.id, command.run.fence)
-    if not (_owns(command.run, locked) or is_repeat):
+    is_repeat = TaskState(row.status).is_final and (row.run_id, row.fence) == (
+        command.run.id,
+        command.run.fence,
+    )
+    if not is_repeat and _owned_row(command.run, locked) is None:
         return Fenced()
-    ended_at = row.ended_at if is_repeat else locked.now
-    return Ended(_new_reply(row, command.state, command.reply, timedelta(seconds=locked.now - ended_at), options))
+    age = timedelta(seconds=locked.now - row.ended_at if is_repeat else 0.0)
+    return EndCommitted(_new_reply(tx, row, command.state, command.reply, age))
 
 
-def _tombstone_columns(row: Row[Any], state: TaskState, reply: Packed, now: float, options: StoreOptions) -> Columns:
+def _tombstone_columns(
+    tx: Transaction, row: Row[Any], state: TaskState, reply: Packed, now: float
+) -> Columns:
     return {
         "task_id": row.logical_task_id,
         "status": state.value,
-        "wake_at": now + options.backoff(1),
+        "wake_at": now + tx.options.backoff(1),
         "reply": reply,
         "now": now,
         # Until then, a late duplicate of the request finds the tombstone; after that, it is past
         # its deadline.
-        "expires_at": max(now, row.task_deadline or now) + options.tombstone_ttl,
+        "expires_at": max(now, row.task_deadline or now) + tx.options.tombstone_ttl,
         "checkpoint_seq": None,
+        "keep_usage": False,
+        "usage": None,
     }
 
 
-def _new_reply(row: Row[Any], state: TaskState, body: bytes, age: timedelta, options: StoreOptions) -> Reply:
-    agent = options.names.plain(row.agent_name)
-    return Reply(agent, row.logical_task_id, state, body, requester_from_row(row), age, fence=row.fence)
+def _new_reply(
+    tx: Transaction, row: Row[Any], state: TaskState, body: bytes, age: timedelta
+) -> Reply:
+    agent = tx.options.names.plain(row.agent_name)
+    return Reply(
+        agent, row.logical_task_id, state, body, requester_from_row(row), age, fence=row.fence
+    )
 
 
-async def _write_tombstones(tx: Transaction, tombstones: Sequence[Columns], closed: Mapping[str, Columns]) -> None:
-    """Write tombstones. For operations, the columns in `closed` override the defaults."""
+async def _write_tombstones(
+    tx: Transaction,
+    tombstones: Sequence[Columns],
+    closings: Sequence[EndingOperation],
+    logged: Sequence[str],
+    now: float,
+) -> None:
+    """Write tombstones, close the operations among them, and delete the logs of `logged`."""
     if tombstones:
+        # For operations, these columns override the others.
+        closed = await close_operations(tx, closings, now)
         ids = [columns["task_id"] for columns in tombstones]
         await tx.execute_many(
-            sql.UPDATE_ENDED, [{**columns, **closed.get(columns["task_id"], {})} for columns in tombstones]
+            sql.UPDATE_ENDED,
+            [{**columns, **closed.get(columns["task_id"], {})} for columns in tombstones],
         )
         await tx.execute(sql.DELETE_DONE_CALLS, ids=ids)
         await tx.execute(sql.DELETE_JOINS, ids=ids)
+        if logged:
+            await tx.execute(sql.DELETE_LOGS, ids=list(logged))
 
 
-async def release(tx: Transaction, releases: Sequence[Release], options: StoreOptions) -> list[bool | Locked]:
-    """Make running tasks ready again, or park them if no replica could read them for too long.
+async def release(tx: Transaction, releases: Sequence[Release]) -> list[bool | TaskLocked]:
+    """Make running tasks ready again, or park them. A task that was cancelled becomes ready.
 
     `False` means that the run no longer owns its task.
     """
 
-    async def process_round(batch: list[Release]) -> list[bool | Locked]:
-        locked = await lock_tasks(tx, [wish.run.task_id for wish in batch])
-        owned = [command for command in batch if _owns(command.run, locked)]
-        await tx.execute_many(sql.UPDATE_RELEASED, [_release_columns(wish, locked, options) for wish in owned])
+    async def process_round(batch: list[Release], locked: LockedTasks) -> list[bool]:
+        owned = {
+            command.run.task_id: _release_columns(tx, command, row, locked.now)
+            for command in batch
+            if (row := _owned_row(command.run, locked)) is not None
+        }
+        await tx.execute_many(sql.UPDATE_RELEASED, list(owned.values()))
         return [
-            Locked(wish.run.task_id)
-            if wish.run.task_id in locked.locked_elsewhere
-            else wish in owned or _is_repeated_release(wish.run, locked)
-            for wish in batch
+            command.run.task_id in owned or _is_repeated_release(command.run, locked)
+            for command in batch
         ]
 
-    return await run_in_rounds(releases, lambda wish: wish.run.task_id, process_round)
+    return await run_in_rounds(tx, releases, lambda command: command.run.task_id, process_round)
 
 
 def _is_repeated_release(run: Run, locked: LockedTasks) -> bool:
@@ -154,78 +203,150 @@ def _is_repeated_release(run: Run, locked: LockedTasks) -> bool:
     )
 
 
-def _release_columns(command: Release, locked: LockedTasks, options: StoreOptions) -> Columns:
-    row, now = locked.rows[command.run.task_id], locked.now
-    since = row.incompatible_since
-    if command.incompatible is not None and since is None:
-        since = now
-    parked = command.incompatible is not None and now - since >= options.incompatible_limit
-    return {
+def _release_columns(tx: Transaction, command: Release, row: Row[Any], now: float) -> Columns:
+    columns = {
         "task_id": command.run.task_id,
-        "status": TaskState.PARKED.value if parked else TaskState.READY.value,
+        "status": TaskState.READY.value,
         "run_id": command.run.id,
-        "wake_at": FAR_FUTURE if parked else now + command.not_before.total_seconds(),
-        "attempt": row.attempt + command.counted,
+        "wake_at": now + command.delay.total_seconds(),
+        "attempt": row.attempt + command.counts_as_attempt,
+        "incompatible_since": row.incompatible_since,
+        "tried_versions": row.tried_versions,
+        "parked_reason": None,
+        "death": command.crash_reason,
+    }
+    if command.parked_reason is None or row.cancel_requested:
+        return columns
+    since = row.incompatible_since or now
+    due_at = min(since + tx.options.parked_limit, row.task_deadline or inf)
+    return columns | {
+        "status": TaskState.PARKED.value,
+        "wake_at": due_at if due_at > now else now + _RETRY_SECONDS,
         "incompatible_since": since,
-        "death": command.incompatible if parked else command.death,
+        "tried_versions": add_version(row.tried_versions, command.version),
+        "parked_reason": command.parked_reason,
     }
 
 
+async def unpark(tx: Transaction, task_ids: Sequence[TaskId]) -> list[bool | TaskLocked]:
+    """Make parked tasks ready for any version. `False` for a task that is not parked."""
+
+    async def process_round(batch: list[TaskId], locked: LockedTasks) -> list[bool]:
+        prefix = tx.options.names.prefix
+        parked = [
+            task_id
+            for task_id in batch
+            if (row := locked.rows.get(task_id)) is not None
+            and row.status == TaskState.PARKED
+            and row.agent_name.startswith(prefix)
+        ]
+        await tx.execute_many(
+            sql.UPDATE_UNPARKED, [{"task_id": task_id, "now": locked.now} for task_id in parked]
+        )
+        return [task_id in parked for task_id in batch]
+
+    return await run_in_rounds(tx, task_ids, lambda task_id: task_id, process_round)
+
+
 async def cancel(
-    tx: Transaction, cancels: Sequence[tuple[Cancel, Packed]], options: StoreOptions
-) -> list[CancelResult]:
+    tx: Transaction, cancels: Sequence[tuple[Cancel, Packed]]
+) -> list[CancelResult | TaskLocked]:
     """Cancel tasks, each with its packed reply.
 
     Waiting, ready and parked tasks end at once. Running tasks are flagged for their owner. An
     unknown task gets a tombstone that its request will find.
     """
 
-    async def process_round(batch: list[tuple[Cancel, Packed]]) -> list[CancelResult]:
-        locked = await lock_tasks(tx, [wish.task_id for wish, _ in batch])
-        all_cancels, batch = batch, [pair for pair in batch if pair[0].task_id not in locked.locked_elsewhere]
-        found = {command.task_id: _row_of_agent(command, locked, options) for command, _ in batch}
-        refusals = {wish.task_id: no for wish, _ in batch if (no := _refusal(wish, found[wish.task_id])) is not None}
-        rows = {task_id: row for task_id, row in found.items() if task_id not in refusals}
-        idle = [(wish, reply) for wish, reply in batch if _has_state(rows.get(wish.task_id), _IDLE_STATES)]
-        notices = await close_pending(tx, [wish.task_id for wish, _ in idle], locked.now, options)
-        closed = await close_operations(tx, _cancel_closings([wish for wish, _ in idle], locked), locked.now, options)
-        await _write_tombstones(tx, [_cancel_columns(wish, reply, locked, options) for wish, reply in idle], closed)
-        unknown = [(wish, reply) for wish, reply in batch if wish.task_id not in locked.rows]
+    async def process_round(
+        batch: list[tuple[Cancel, Packed]], locked: LockedTasks
+    ) -> list[CancelResult]:
+        rows = {command.task_id: _row_of_agent(tx, command, locked) for command, _ in batch}
+        refusals = {
+            command.task_id: no
+            for command, _ in batch
+            if (no := _refusal(command, rows[command.task_id])) is not None
+        }
+        accepted = [
+            (command, reply, row)
+            for command, reply in batch
+            if command.task_id not in refusals and (row := rows[command.task_id]) is not None
+        ]
+        notices = await _cancel_idle(
+            tx, [each for each in accepted if each[2].status in _IDLE_STATES], locked.now
+        )
         await tx.execute_many(
             sql.INSERT_EARLY_CANCEL,
-            [_early_cancel_columns(wish, reply, locked.now, options) for wish, reply in unknown],
+            [
+                _early_cancel_columns(tx, command, reply, locked.now)
+                for command, reply in batch
+                if command.task_id not in locked.rows
+            ],
         )
-        cancellers = [
-            columns for wish, _ in batch if (columns := _canceller_columns(wish, rows.get(wish.task_id))) is not None
+        await tx.execute_many(
+            sql.UPDATE_CANCELLERS,
+            [
+                {
+                    "task_id": command.task_id,
+                    "cancellers": add_canceller(row.requester_app_id, command.sender),
+                }
+                for command, _, row in accepted
+                if is_early_cancel(row) and _adds_canceller(command, row)
+            ],
+        )
+        running = [
+            command.task_id for command, _, row in accepted if row.status == TaskState.RUNNING
         ]
-        await tx.execute_many(sql.UPDATE_CANCELLERS, cancellers)
-        running = [task_id for task_id, row in rows.items() if _has_state(row, {TaskState.RUNNING})]
         if running:
             await tx.execute(sql.SET_CANCEL_REQUESTED, ids=running)
-        ended = [task_id for task_id, row in rows.items() if row is not None and TaskState(row.status).ended]
-        late = {row.logical_task_id: row for row in await tx.fetch(sql.LOOKUP, ids=ended)} if ended else {}
+        ended = [command.task_id for command, _, row in accepted if TaskState(row.status).is_final]
+        tombstones = await tx.fetch(sql.LOOKUP, ids=ended) if ended else []
+        late = {row.logical_task_id: row for row in tombstones}
         return [
-            Locked(wish.task_id)
-            if wish.task_id in locked.locked_elsewhere
-            else refusals[wish.task_id]
-            if wish.task_id in refusals
-            else await _cancel_result(wish, rows[wish.task_id], late, notices.get(wish.task_id, ()), options)
-            for wish, _ in all_cancels
+            refusals[command.task_id]
+            if command.task_id in refusals
+            else await _cancel_result(
+                tx, command, rows[command.task_id], late, notices.get(command.task_id, ())
+            )
+            for command, _ in batch
         ]
 
-    return await run_in_rounds(cancels, lambda pair: pair[0].task_id, process_round)
+    return await run_in_rounds(tx, cancels, lambda pair: pair[0].task_id, process_round)
 
 
-_IDLE_STATES = frozenset({TaskState.WAITING, TaskState.READY, TaskState.PARKED})
+async def _cancel_idle(
+    tx: Transaction, idle: Sequence[tuple[Cancel, Packed, Row[Any]]], now: float
+) -> dict[str, tuple[CancelNotice, ...]]:
+    """End tasks that no run owns. Returns the cancels to send, by task."""
+    notices = await close_pending(tx, [command.task_id for command, _, _ in idle], now)
+    closings = [
+        EndingOperation(row, TaskState.CANCELLED, "cancelled on request")
+        for _, _, row in idle
+        if row.checkpoint_seq is not None
+    ]
+    tombstones = [
+        {
+            **_tombstone_columns(tx, row, TaskState.CANCELLED, reply, now),
+            "run_id": command.run_id,
+            "dead_reason": None,
+            "keep_request": False,
+        }
+        for command, reply, row in idle
+    ]
+    logged = [row.logical_task_id for _, _, row in idle if _ends_log(row, TaskState.CANCELLED)]
+    await _write_tombstones(tx, tombstones, closings, logged, now)
+    return notices
 
 
-def _row_of_agent(command: Cancel, locked: LockedTasks, options: StoreOptions) -> Row[Any] | None:
+def _row_of_agent(tx: Transaction, command: Cancel, locked: LockedTasks) -> Row[Any] | None:
     """The task's row, or `None` if it is missing or belongs to another agent."""
     row = locked.rows.get(command.task_id)
-    return row if row is not None and row.agent_name == options.names.qualified(command.agent) else None
+    mine = row is not None and row.agent_name == tx.options.names.qualified(command.agent)
+    return row if mine else None
 
 
-def _refusal(command: Cancel, row: Row[Any] | None) -> CancelStale | CancelRefused | CancelRequested | None:
+def _refusal(
+    command: Cancel, row: Row[Any] | None
+) -> CancelStale | CancelRefused | CancelRequested | None:
     """The refusal of a cancel, or `None` if it applies.
 
     A cancel is refused if the task has another requester, or if another parent has requested the
@@ -233,7 +354,9 @@ def _refusal(command: Cancel, row: Row[Any] | None) -> CancelStale | CancelRefus
     """
     if row is None or is_early_cancel(row):
         return None
-    if command.sender not in {None, command.agent} and not same_requester(row.requester_app_id, command.sender):
+    if command.sender not in {None, command.agent} and not same_requester(
+        row.requester_app_id, command.sender
+    ):
         if row.status == TaskState.RUNNING and row.cancel_requested:  # the owner may not know yet
             return _cancel_requested(row)
         return None if row.status == TaskState.CANCELLED else CancelRefused()
@@ -241,70 +364,41 @@ def _refusal(command: Cancel, row: Row[Any] | None) -> CancelStale | CancelRefus
     return CancelStale() if stale else None
 
 
-def _canceller_columns(command: Cancel, row: Row[Any] | None) -> Columns | None:
-    """The update that adds this sender to an early cancel's tombstone, or `None`."""
-    if row is None or not is_early_cancel(row) or not _adds_canceller(command, row):
-        return None
-    return {"task_id": command.task_id, "cancellers": with_canceller(row.requester_app_id, command.sender)}
-
-
 def _adds_canceller(command: Cancel, row: Row[Any]) -> bool:
-    return bool(with_canceller(row.requester_app_id, command.sender) != row.requester_app_id)
+    return bool(add_canceller(row.requester_app_id, command.sender) != row.requester_app_id)
 
 
 def _cancel_requested(row: Row[Any]) -> CancelRequested:
     return CancelRequested(None if row.owner is None else ReplicaId(row.owner))
 
 
-def _has_state(row: Row[Any] | None, states: AbstractSet[TaskState]) -> bool:
-    return row is not None and row.status in states
-
-
-def _cancel_closings(cancels: Sequence[Cancel], locked: LockedTasks) -> list[EndingOperation]:
-    rows = [locked.rows[command.task_id] for command in cancels]
-    return [
-        EndingOperation(row, TaskState.CANCELLED, "cancelled on request")
-        for row in rows
-        if row.checkpoint_seq is not None
-    ]
-
-
-def _cancel_columns(command: Cancel, reply: Packed, locked: LockedTasks, options: StoreOptions) -> Columns:
-    row = locked.rows[command.task_id]
-    return {
-        **_tombstone_columns(row, TaskState.CANCELLED, reply, locked.now, options),
-        "run_id": command.run_id,
-        "dead_reason": None,
-        "keep_request": False,
-    }
-
-
-def _early_cancel_columns(command: Cancel, reply: Packed, now: float, options: StoreOptions) -> Columns:
+def _early_cancel_columns(tx: Transaction, command: Cancel, reply: Packed, now: float) -> Columns:
     return {
         "task_id": command.task_id,
-        "agent": options.names.qualified(command.agent),
+        "agent": tx.options.names.qualified(command.agent),
         "run_id": command.run_id,
         "reply": reply,
         "now": now,
-        "expires_at": now + options.tombstone_ttl,
+        "expires_at": now + tx.options.tombstone_ttl,
         "canceller": command.sender,
     }
 
 
 async def _cancel_result(
+    tx: Transaction,
     command: Cancel,
     row: Row[Any] | None,
-    late: dict[str, Row[Any]],
+    late: Mapping[str, Row[Any]],
     notices: tuple[CancelNotice, ...],
-    options: StoreOptions,
 ) -> CancelResult:
     if row is None:
         return CancelBeforeRequest()
     if row.status == TaskState.RUNNING:
         return _cancel_requested(row)
-    if not TaskState(row.status).ended:
-        return CancelledNow(_new_reply(row, TaskState.CANCELLED, command.reply, timedelta(), options), notices)
+    if not TaskState(row.status).is_final:
+        reply = _new_reply(tx, row, TaskState.CANCELLED, command.reply, timedelta())
+        return CancelCommitted(reply, notices)
     if is_early_cancel(row) and (row.run_id == command.run_id or _adds_canceller(command, row)):
         return CancelBeforeRequest()  # a repeated cancel: its broadcast may not have been sent
     tombstone = late[command.task_id]
-    return CancelTooLate(await reply_from_row(tombstone, tombstone.now, options.names))
+    return CancelTooLate(await reply_from_row(tombstone, tombstone.now, tx.options.names))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from meshpoint import extras
 from meshpoint.errors import ConfigurationError
-from meshpoint.private_files import create_private
+from meshpoint.files import create_private
 
 MAX_ATTEMPTS = 5
 """Maximum attempts of a transaction that conflicts with others."""
@@ -52,7 +51,11 @@ _POSTGRES_OPTIONS = frozenset(
 )
 _SQLITE_OPTIONS = frozenset({"timeout"})
 _SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
-_DRIVERS = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
+_DRIVERS = {
+    "postgresql": "postgresql+asyncpg",
+    "postgres": "postgresql+asyncpg",
+    "sqlite": "sqlite+aiosqlite",
+}
 
 
 def async_url(url: str) -> URL:
@@ -73,7 +76,9 @@ def async_url(url: str) -> URL:
         raise ConfigurationError("session_db_url", "names no file", _FIX)
     _check_options(parsed, _SQLITE_OPTIONS if name.startswith("sqlite") else _POSTGRES_OPTIONS)
     if "sslmode" in parsed.query:  # libpq's name for the option
-        parsed = parsed.difference_update_query(["sslmode"]).update_query_dict({"ssl": parsed.query["sslmode"]})
+        parsed = parsed.difference_update_query(["sslmode"]).update_query_dict(
+            {"ssl": parsed.query["sslmode"]}
+        )
     if parsed.get_backend_name() == "postgresql":
         extras.POSTGRESQL.require("session_db_url")
     return parsed.set(drivername=_DRIVERS.get(name, name))
@@ -86,10 +91,14 @@ def _check_options(url: URL, known: frozenset[str]) -> None:
             problem = f"has the unknown option {name!r:.80}"
             raise ConfigurationError("session_db_url", problem, f"use {', '.join(sorted(known))}")
         if name in {"ssl", "sslmode"} and value not in _SSL_MODES:
-            raise ConfigurationError("session_db_url", f"has no such {name}", f"use {', '.join(_SSL_MODES)}")
+            raise ConfigurationError(
+                "session_db_url", f"has no such {name}", f"use {', '.join(_SSL_MODES)}"
+            )
         numbers = [value] if isinstance(value, str) else value
         if name in {"port", "timeout"} and not all(each.isdecimal() for each in numbers):
-            raise ConfigurationError("session_db_url", f"has a {name} that is not a whole number", _FIX)
+            raise ConfigurationError(
+                "session_db_url", f"has a {name} that is not a whole number", _FIX
+            )
 
 
 def engine_for(
@@ -107,17 +116,25 @@ def engine_for(
     """
     parsed = async_url(url)
     if parsed.get_backend_name() == "sqlite":
-        return _sqlite(parsed, command_timeout)
+        engine = create_async_engine(parsed, **_sqlite_options(command_timeout))
+        _prepare_sqlite(engine.sync_engine, command_timeout)
+        return engine
     return _postgres(parsed, command_timeout, transaction_timeout, lock_timeout, pool_size)
 
 
 def _postgres(
-    url: URL, command_timeout: timedelta, transaction_timeout: timedelta, lock_timeout: timedelta, pool_size: int
+    url: URL,
+    command_timeout: timedelta,
+    transaction_timeout: timedelta,
+    lock_timeout: timedelta,
+    pool_size: int,
 ) -> AsyncEngine:
     seconds = command_timeout.total_seconds()
     session = {
         # A process that freezes inside a transaction would keep its row locks and block its tasks.
-        "idle_in_transaction_session_timeout": str(math.ceil(transaction_timeout.total_seconds() * 1000)),
+        "idle_in_transaction_session_timeout": str(
+            math.ceil(transaction_timeout.total_seconds() * 1000)
+        ),
         # All statements look up rows by key, so a plan for a small table also fits a large one.
         "plan_cache_mode": "force_generic_plan",
         "enable_seqscan": "off",
@@ -132,7 +149,11 @@ def _postgres(
         pool_reset_on_return=None,
         skip_autocommit_rollback=True,
         pool_use_lifo=True,
-        connect_args={"timeout": min(seconds, 10.0), "command_timeout": seconds, "server_settings": session},
+        connect_args={
+            "timeout": min(seconds, 10.0),
+            "command_timeout": seconds,
+            "server_settings": session,
+        },
     )
     settings = {
         # Overrides the defaults of the server, the database and the role.
@@ -148,20 +169,13 @@ def _postgres(
 
     @event.listens_for(engine.sync_engine, "connect")
     def prepare(connection: Any, record: object) -> None:
-        connection.run_async(lambda driver: _apply_settings(driver, settings))
+        # Does nothing if a pooler shares the session with others.
+        connection.run_async(
+            lambda driver: driver.fetch(
+                _SET_CONFIG, list(settings), list(settings.values()), driver.get_server_pid()
+            )
+        )
 
-    return engine
-
-
-async def _apply_settings(driver: Any, settings: Mapping[str, str]) -> None:
-    """Set the parameters the store depends on, unless a pooler shares the session with others."""
-    names, values = list(settings), list(settings.values())
-    await driver.fetch(_SET_CONFIG, names, values, driver.get_server_pid())
-
-
-def _sqlite(url: URL, command_timeout: timedelta) -> AsyncEngine:
-    engine = create_async_engine(url, **_sqlite_options(command_timeout))
-    _prepare_sqlite(engine.sync_engine, command_timeout)
     return engine
 
 
@@ -195,16 +209,26 @@ def _prepare_sqlite(engine: Engine, command_timeout: timedelta) -> None:
     def prepare(connection: Any, record: object) -> None:
         cursor = connection.cursor()
         busy = f"busy_timeout = {_SQLITE_BUSY_MS}"
-        for pragma in (f"busy_timeout = {opening_ms}", "journal_mode = WAL", "synchronous = FULL", busy):
+        for pragma in (
+            f"busy_timeout = {opening_ms}",
+            "journal_mode = WAL",
+            "synchronous = FULL",
+            "foreign_keys = ON",  # off by default, and set for each connection
+            busy,
+        ):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
 
 def _require_regular_file(path: Path) -> None:
     if not path.parent.is_dir():
-        raise ConfigurationError("session_db_url", f"there is no folder {path.parent}", "create it")
+        raise ConfigurationError(
+            "session_db_url", f"there is no folder {path.parent}", "create it"
+        )
     if path.exists() and not path.is_file():
-        raise ConfigurationError("session_db_url", f"{path} is not a regular file", "name another file")
+        raise ConfigurationError(
+            "session_db_url", f"{path} is not a regular file", "name another file"
+        )
 
 
 def make_files_private(engine: Engine) -> None:
@@ -214,13 +238,17 @@ def make_files_private(engine: Engine) -> None:
     """
 
     @event.listens_for(engine, "do_connect")
-    def create(dialect: object, record: object, arguments: list[Any], options: dict[str, Any]) -> None:
+    def create(
+        dialect: object, record: object, arguments: list[Any], options: dict[str, Any]
+    ) -> None:
         path = str(arguments[0] if arguments else options.get("database", ""))
         if not path.startswith("file:"):
             _require_regular_file(Path(path))
             try:
                 create_private(Path(path))
             except FileExistsError as error:
-                raise ConfigurationError("session_db_url", str(error), "name another file") from error
+                raise ConfigurationError(
+                    "session_db_url", str(error), "name another file"
+                ) from error
             except OSError:
                 return  # SQLite has the better error message

@@ -30,11 +30,20 @@ _UNAVAILABLE = ("08", "53", "57", "58", "25006", "55P03", "42P01", "42703", *_RE
 # session.
 _POOLER_SWITCHED = ("26000", "42P05")
 _POOLER = "a connection pooler does not keep prepared statements"
-_POOLER_FIX = "use PgBouncer 1.21 or later with max_prepared_statements above 0, or pool_mode = session"
+_POOLER_FIX = (
+    "use PgBouncer 1.21 or later with max_prepared_statements above 0, or pool_mode = session"
+)
 _ALREADY_EXISTS = ("42P07", "42701", "42710")
 _ALREADY_EXISTS_SQLITE = "already exists"
+"""Part of the message: the error code of SQLite is SQLITE_ERROR, as for any wrong statement."""
 _RETRY = ("40001", "40P01", "23505")
-_UNAVAILABLE_SQLITE = ("SQLITE_IOERR", "SQLITE_FULL", "SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PROTOCOL")
+_UNAVAILABLE_SQLITE = (
+    "SQLITE_IOERR",
+    "SQLITE_FULL",
+    "SQLITE_CANTOPEN",
+    "SQLITE_READONLY",
+    "SQLITE_PROTOCOL",
+)
 _RETRY_SQLITE = ("SQLITE_BUSY", "SQLITE_LOCKED")
 
 
@@ -44,7 +53,13 @@ def driver_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
     `OSError` is among them, because SQLAlchemy 2.0 does not wrap a refused connection, and the
     driver's timeout is an `OSError`.
     """
-    return (*others, DBAPIError, PoolTimeout, OSError, *_asyncpg("PostgresError", "InterfaceError"))
+    return (
+        *others,
+        DBAPIError,
+        PoolTimeout,
+        OSError,
+        *_asyncpg("PostgresError", "InterfaceError"),
+    )
 
 
 def classify(error: BaseException) -> Failure:
@@ -54,7 +69,7 @@ def classify(error: BaseException) -> Failure:
     state, sqlite = _sqlstate(error), _sqlite_name(error)
     # A duplicate key is retried: two transactions inserted the row of one task, and the second one
     # finds it when it is repeated.
-    if state.startswith(_RETRY) or sqlite.startswith(_RETRY_SQLITE) or "cached statement plan" in str(error):
+    if state.startswith(_RETRY) or sqlite.startswith(_RETRY_SQLITE) or _is_outdated_plan(error):
         return Failure.RETRY
     if (
         is_stale(error)
@@ -108,7 +123,11 @@ def certainly_rolled_back(error: BaseException) -> bool:
         return False
     state = _sqlstate(error)
     conflict = state[:2] in {"40", "23"} and state != "40003"
-    return conflict or isinstance(error, IntegrityError) or _sqlite_name(error).startswith(_RETRY_SQLITE)
+    return (
+        conflict
+        or isinstance(error, IntegrityError)
+        or _sqlite_name(error).startswith(_RETRY_SQLITE)
+    )
 
 
 def as_configuration_error(error: BaseException | None) -> ConfigurationError | None:
@@ -121,19 +140,25 @@ def as_configuration_error(error: BaseException | None) -> ConfigurationError | 
         )
     if _is_misconfigured(error):
         return ConfigurationError(
-            "session_db_url", f"cannot be used: {summarize(_dbapi_error(error))}", "correct the URL"
+            "session_db_url",
+            f"cannot be used: {summarize(_dbapi_error(error))}",
+            "correct the URL",
         )
     if is_pooler_switch(error):
         return ConfigurationError("session_db_url", _POOLER, _POOLER_FIX)
     if _sqlstate(error).startswith(_REFUSED):
-        return ConfigurationError("session_db_url", f"the database refused: {_dbapi_error(error)}", "correct the URL")
+        return ConfigurationError(
+            "session_db_url", f"the database refused: {_dbapi_error(error)}", "correct the URL"
+        )
     return None
 
 
 def summarize(error: BaseException) -> str:
     """The type and message of the driver's error, on one line."""
     cause = _dbapi_error(error)
-    said = str(cause) or ("no answer in time" if isinstance(cause, TimeoutError) else "no reason given")
+    said = str(cause) or (
+        "no answer in time" if isinstance(cause, TimeoutError) else "no reason given"
+    )
     words = f"{type(cause).__name__}: {said}".splitlines()[0]
     return f"{words}: {_POOLER}; {_POOLER_FIX}" if is_pooler_switch(error) else words
 
@@ -141,13 +166,20 @@ def summarize(error: BaseException) -> str:
 def _is_misconfigured(error: BaseException) -> bool:
     # SQLAlchemy may wrap the driver's error.
     cause = _dbapi_error(error)
-    return isinstance(cause, kinds := _asyncpg("ClientConfigurationError")) or isinstance(cause.__cause__, kinds)
+    return isinstance(cause, kinds := _asyncpg("ClientConfigurationError")) or isinstance(
+        cause.__cause__, kinds
+    )
 
 
 def _asyncpg(*names: str) -> tuple[type[Exception], ...]:
     """Exception classes of asyncpg. Empty if it is not loaded, since nothing raises them then."""
     module = sys.modules.get("asyncpg")
     return tuple(kind for name in names if (kind := getattr(module, name, None)) is not None)
+
+
+def _is_outdated_plan(error: BaseException) -> bool:
+    """Whether a migration changed a table after the statement on it was prepared."""
+    return isinstance(_driver_error(error), _asyncpg("InvalidCachedStatementError"))
 
 
 def _is_misuse(error: BaseException) -> bool:
@@ -159,7 +191,11 @@ def _is_misuse(error: BaseException) -> bool:
 def _driver_error(error: BaseException) -> BaseException:
     """The error as the driver raised it, without the wrappers of SQLAlchemy and its adapter."""
     original = _dbapi_error(error)
-    return original.__cause__ if original is not error and original.__cause__ is not None else original
+    return (
+        original.__cause__
+        if original is not error and original.__cause__ is not None
+        else original
+    )
 
 
 def _dbapi_error(error: BaseException) -> BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import accumulate
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic_core import to_json
@@ -16,35 +17,37 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from meshpoint.adapters.sql import batch_statements as sql
 from meshpoint.adapters.sql.batcher import PART_BYTES
-from meshpoint.adapters.sql.checkpointing import (
-    KEEP_ALIVES_PER_TIMEOUT,
-    PackedPause,
-    committed_pause,
-)
-from meshpoint.adapters.sql.claiming import Acquired
+from meshpoint.adapters.sql.checkpointing import PackedPause, committed_pause
+from meshpoint.adapters.sql.codec import Packed
+from meshpoint.adapters.sql.columns import CONTEXT
+from meshpoint.adapters.sql.database import StoreOptions
 from meshpoint.adapters.sql.engine import FAST_PATH_CONNECTIONS
-from meshpoint.adapters.sql.locking import StoreOptions, duration_seconds
-from meshpoint.adapters.sql.owning import OwnedTasks
-from meshpoint.adapters.sql.prepared import PreparedConnection, as_namespace
-from meshpoint.adapters.sql.rows import Columns, StoredOutcome, requester_from_row
-from meshpoint.adapters.sql.time import DatabaseTime
-from meshpoint.errors import CommitInDoubt, StoreUnavailable
-from meshpoint.model.checkpoint import (
-    Arrival,
-    Claim,
-    Dispatch,
-    End,
-    Ended,
-    EndResult,
-    MadeReady,
-    PauseResult,
-    Replica,
-    Reply,
-    Save,
-    StillWaiting,
+from meshpoint.adapters.sql.owning import OwnedTask, OwnedTasks, complete_log
+from meshpoint.adapters.sql.prepared import PreparedConnection
+from meshpoint.adapters.sql.rows import (
+    KEEP_ALIVES_PER_TIMEOUT,
+    Columns,
+    StoredOutcome,
+    duration_seconds,
+    epoch_seconds,
+    requester_from_row,
 )
+from meshpoint.adapters.sql.sessions import DatabaseTime
+from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Ok, Outcome
+from meshpoint.model.tasks import Dispatch, Replica, Reply
+from meshpoint.model.transitions import (
+    Claim,
+    ClaimResult,
+    End,
+    EndCommitted,
+    EndResult,
+    PauseResult,
+    Save,
+    StillWaiting,
+    TaskReady,
+)
 from meshpoint.ports.clock import Clock
 
 
@@ -59,14 +62,16 @@ class FastPath:
         RowLocked: A lock wait timed out.
     """
 
-    def __init__(self, engine: AsyncEngine, options: StoreOptions, clock: Clock | None, time: DatabaseTime) -> None:
+    def __init__(
+        self, engine: AsyncEngine, options: StoreOptions, clock: Clock | None, time: DatabaseTime
+    ) -> None:
         self._options = options
         self._time = time
         self._clock = clock
         connections = [PreparedConnection(engine) for _ in range(FAST_PATH_CONNECTIONS)]
-        self._pauses, self._claims, self._ends, self._saves, self._reads, self._confirms = self._connections = (
-            connections
-        )
+        self._pauses, self._claims, self._ends, self._saves, self._reads, self._confirms = (
+            self._connections
+        ) = connections
 
     async def close(self) -> None:
         """Return all connections to the pool."""
@@ -84,60 +89,73 @@ class FastPath:
         self._time.observe(rows[0].now, sent_at)
         return [row for row in rows if row.logical_task_id is not None]
 
-    async def pause(self, pauses: Sequence[tuple[PackedPause, bytes | None]]) -> dict[int, PauseResult]:
+    async def pause(self, pauses: Sequence[PackedPause]) -> dict[int, PauseResult]:
         """Write checkpoints if the task's row is as its run expects.
 
         Only for pauses with `fits_fast_path`.
         """
         # In lock order, since an insert waits for a concurrent insert of the same key.
-        places = dict(sorted(_first_positions(packed.pause.run.task_id for packed, _ in pauses).items()))
+        places = dict(sorted(_first_positions(each.pause.run.task_id for each in pauses).items()))
         written: dict[str, float] = {}
-        fresh = [pauses[place] for place in places.values() if pauses[place][0].pause.run.fence == 0]
-        known = [pauses[place] for place in places.values() if pauses[place][0].pause.run.fence != 0]
-        for statement, each, more in (
-            (sql.PAUSE_NEW, fresh, self._new_task_arrays(fresh)),
-            (sql.PAUSE_EXISTING, known, ()),
+        fresh = [pauses[place] for place in places.values() if not pauses[place].pause.run.fence]
+        known = [pauses[place] for place in places.values() if pauses[place].pause.run.fence]
+        for statements, each, more in (
+            ((sql.PAUSE_NEW, sql.PAUSE_NEW_WITH_LOG), fresh, self._new_task_arrays(fresh)),
+            ((sql.PAUSE_EXISTING, sql.PAUSE_EXISTING_WITH_LOG), known, ()),
         ):
+            with_log = any(packed.pause.log is not None for packed in each)
             if each:
-                calls = _call_arrays([packed for packed, _ in each])
-                tasks = _task_arrays([packed for packed, _ in each])
-                values = (self._now, self._options.backoff(1), *calls, *tasks, *more, KEEP_ALIVES_PER_TIMEOUT)
                 try:
-                    rows = await self._pauses.write(statement, *values)
+                    rows = await self._pauses.write(
+                        statements[with_log],
+                        self._now,
+                        self._options.backoff(1),
+                        *_call_arrays(each),
+                        *_task_arrays(each),
+                        *more,
+                        KEEP_ALIVES_PER_TIMEOUT,
+                        *(_log_arrays(each)[3 if more else 0 :] if with_log else ()),
+                    )
                 except StoreUnavailable:
                     if not written:
                         raise
                     break
                 written.update({row.logical_task_id: row.now for row in rows})
         return {
-            place: committed_pause(pauses[place][0], written[task_id])
+            place: committed_pause(pauses[place], written[task_id])
             for task_id, place in places.items()
             if task_id in written
         }
 
-    def _new_task_arrays(self, fresh: Sequence[tuple[PackedPause, bytes | None]]) -> tuple[list[Any], ...]:
-        requesters = [packed.pause.requester for packed, _ in fresh]
+    def _new_task_arrays(self, fresh: Sequence[PackedPause]) -> tuple[list[Any], ...]:
+        requesters = [packed.pause.requester for packed in fresh]
         return (
-            [self._options.names.qualified(packed.pause.run.agent) for packed, _ in fresh],
-            [request for _, request in fresh],
+            [self._options.names.qualified(packed.pause.run.agent) for packed in fresh],
+            [packed.request for packed in fresh],
             [requester.reply_to for requester in requesters],
             [requester.app_id for requester in requesters],
             [requester.parent_task_id for requester in requesters],
             [duration_seconds(requester.idle_timeout) for requester in requesters],
-            [packed.pause.digest for packed, _ in fresh],
+            [packed.pause.digest for packed in fresh],
         )
 
     async def claim(
-        self, claims: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int, *, skip_locked: bool
-    ) -> tuple[dict[int, Arrival | Acquired], OwnedTasks]:
+        self,
+        claims: Sequence[tuple[Claim, Packed]],
+        replica: Replica,
+        slots: int,
+        *,
+        skip_locked: bool,
+    ) -> tuple[dict[int, ClaimResult], OwnedTasks]:
         """Record outcomes of pending calls, and acquire the tasks whose joins are met.
 
-        Also returns the rows of the acquired tasks.
+        Returns acquired tasks as ready, and their rows to be decoded.
         """
-        places = _first_positions((wish.task_id, wish.sub_task_id) for wish, _ in claims)
+        places = _first_positions((command.task_id, command.sub_task_id) for command, _ in claims)
         commands = [claims[place] for place in places.values()]
         terms, term_numbers = _number_distinct(
-            (wish.task_id, isinstance(wish.outcome, Ok), wish.sender) for wish, _ in commands
+            (command.task_id, isinstance(command.outcome, Ok), command.sender)
+            for command, _ in commands
         )
         rows = await self._claims.write(
             sql.CLAIM_SKIP_LOCKED if skip_locked else sql.CLAIM,
@@ -145,8 +163,8 @@ class FastPath:
             replica.id,
             sorted({task_id for task_id, _, _ in terms}),
             self._options.names.qualified(replica.agent),
-            [wish.sub_task_id for wish, _ in commands],
-            [wish.id for wish, _ in commands],
+            [command.sub_task_id for command, _ in commands],
+            [command.id for command, _ in commands],
             [outcome for _, outcome in commands],
             term_numbers,
             *map(list, zip(*terms, strict=True)),
@@ -156,43 +174,55 @@ class FastPath:
             PART_BYTES,
         )
         positions = [0, *places.values()]  # SQL arrays start at 1
-        arrivals: dict[int, Arrival | Acquired] = {}
-        owned, unseen = OwnedTasks(), list[Claim]()
+        results: dict[int, ClaimResult] = {}
+        owned, unseen = dict[str, OwnedTask](), list[Claim]()
         for row in rows:
             for number in row["places"]:
                 command, _ = claims[positions[number]]
-                arrivals[positions[number]] = StillWaiting(command.task_id, command.sub_task_id)
+                results[positions[number]] = StillWaiting(command.task_id, command.sub_task_id)
             if (acquired := row["acquired"]) is None:
                 continue
             last = positions[max(row["places"])]
             command, _ = claims[last]
-            arrivals[last] = (Acquired if acquired else MadeReady)(command.task_id, command.sub_task_id)
+            results[last] = TaskReady(command.task_id, command.sub_task_id)
             if acquired:
-                outcomes = _outcomes(row, [claims[positions[number]][0].outcome for number in row["places"]])
+                outcomes = _outcomes(
+                    row, [claims[positions[number]][0].outcome for number in row["places"]]
+                )
                 if len(outcomes) == row["total_expected"]:
-                    owned.tasks[command.task_id], owned.calls[command.task_id] = as_namespace(row), outcomes
+                    # Each lookup of a column in a record is slow, and decoding reads them all.
+                    columns = SimpleNamespace(**dict(row))
+                    log = complete_log(columns, columns.log_last, columns.log_entries or ())
+                    owned[command.task_id] = OwnedTask(columns, outcomes, log)
                 else:  # some were recorded while this statement waited for the task's lock
                     unseen.append(command)
-        return arrivals, owned.merged_with(await self._read_owned(unseen, replica))
+        return results, owned | await self._read_owned(unseen, replica)
 
     async def _read_owned(self, claims: Sequence[Claim], replica: Replica) -> OwnedTasks:
         if not claims:
-            return OwnedTasks()
-        task_ids, run_ids = [command.task_id for command in claims], [wish.id for wish in claims]
+            return {}
         try:
-            rows = await self._reads.read(sql.READ_OWNED, task_ids, replica.id, run_ids, PART_BYTES)
+            rows = await self._reads.read(
+                sql.READ_OWNED,
+                [command.task_id for command in claims],
+                replica.id,
+                [command.id for command in claims],
+                PART_BYTES,
+            )
         except StoreUnavailable as error:
             raise CommitInDoubt(f"recorded outcomes, but cannot read tasks: {error}") from error
-        return OwnedTasks(
-            {row.logical_task_id: row for row in rows},
-            {
-                row.logical_task_id: list(zip(row.call_ids, row.peers, row.outcomes, strict=True))
-                for row in rows
+        return {
+            row.logical_task_id: OwnedTask(
+                row,
+                list(zip(row.call_ids, row.peers, row.outcomes, strict=True))
                 if row.outcome_bytes <= PART_BYTES
-            },
-        )
+                else None,
+                complete_log(row, None, ()),
+            )
+            for row in rows
+        }
 
-    async def end(self, ends: Sequence[tuple[End, bytes | None]]) -> dict[int, EndResult]:
+    async def end(self, ends: Sequence[tuple[End, Packed]]) -> dict[int, EndResult]:
         """Turn tasks into tombstones if their runs own them and they are not operations."""
         places = _first_positions(command.run.task_id for command, _ in ends)
         commands = [ends[place] for place in places.values()]
@@ -202,22 +232,27 @@ class FastPath:
             self._options.backoff(1),
             self._options.tombstone_ttl,
             list(places),
-            [wish.run.fence for wish, _ in commands],
-            [wish.run.id for wish, _ in commands],
-            [wish.state.value for wish, _ in commands],
+            [command.run.fence for command, _ in commands],
+            [command.run.id for command, _ in commands],
+            [command.state.value for command, _ in commands],
             [reply for _, reply in commands],
-            [wish.dead_reason for wish, _ in commands],
+            [command.dead_reason for command, _ in commands],
         )
-        return {
-            places[row.logical_task_id]: self._end_result(ends[places[row.logical_task_id]][0], row) for row in rows
-        }
-
-    def _end_result(self, command: End, row: Any) -> Ended:
-        agent = self._options.names.plain(row.agent_name)
-        run = command.run
-        return Ended(
-            Reply(agent, run.task_id, command.state, command.reply, requester_from_row(row), fence=run.fence)
-        )
+        results: dict[int, EndResult] = {}
+        for row in rows:
+            place = places[row.logical_task_id]
+            command, _ = ends[place]
+            results[place] = EndCommitted(
+                Reply(
+                    self._options.names.plain(row.agent_name),
+                    command.run.task_id,
+                    command.state,
+                    command.reply,
+                    requester_from_row(row),
+                    fence=command.run.fence,
+                )
+            )
+        return results
 
     async def save(self, command: Save, columns: Columns) -> bool:
         """Write a checkpoint of an operation if its run owns it.
@@ -236,7 +271,9 @@ class FastPath:
         )
         return bool(rows)
 
-    async def confirm_dispatched(self, sent: Sequence[Dispatch]) -> tuple[list[Dispatch], list[Dispatch]]:
+    async def confirm_dispatched(
+        self, sent: Sequence[Dispatch]
+    ) -> tuple[list[Dispatch], list[Dispatch]]:
         """Record that the broker has stored requests, for pauses whose requests are all in `sent`.
 
         Returns the requests that are not recorded: first the requests of pauses with other unsent
@@ -263,8 +300,12 @@ class FastPath:
     async def confirm_replied(self, sent: Sequence[Reply]) -> None:
         """Record that the broker has stored replies. Rows locked by other sessions are skipped."""
         if sent:
-            in_order = sorted({(send.task_id, send.fence, send.requester.reply_to or "") for send in sent})
-            await self._confirms.write(sql.CONFIRM_REPLIED, *map(list, zip(*in_order, strict=True)))
+            in_order = sorted(
+                {(send.task_id, send.fence, send.requester.reply_to or "") for send in sent}
+            )
+            await self._confirms.write(
+                sql.CONFIRM_REPLIED, *map(list, zip(*in_order, strict=True))
+            )
 
 
 def _first_positions(keys: Iterable[Hashable]) -> dict[Any, int]:
@@ -294,7 +335,7 @@ def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
             packed.pause.run.id,
             packed.pause.run.generation + 1,
             packed.earliest_timeout,
-            None if packed.pause.requester.deadline is None else packed.pause.requester.deadline.timestamp(),
+            epoch_seconds(packed.pause.requester.deadline),
             len(packed.pause.calls),
             packed.pause.join.needed,
             duration_seconds(packed.pause.join.deadline),
@@ -304,7 +345,24 @@ def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
     ]
     return [
         *map(list, zip(*plain, strict=True)),
-        *([packed.columns[name] for packed in pauses] for name in sql.CONTEXT_TYPES),
+        *([packed.columns[name] for packed in pauses] for name in CONTEXT),
+    ]
+
+
+def _log_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
+    """The changes of the tasks' logs, as arrays.
+
+    The first four have one element per pause, in the order of `_task_arrays`, and the others one
+    per entry.
+    """
+    return [
+        [packed.log.after if packed.pause.log is not None else None for packed in pauses],
+        [packed.log.replaces for packed in pauses],
+        [packed.log.keeps_state for packed in pauses],
+        [len(packed.entries) for packed in pauses],
+        [packed.pause.run.task_id for packed in pauses for _ in packed.entries],
+        [number for packed in pauses for number in range(1, len(packed.entries) + 1)],
+        [entry for packed in pauses for entry in packed.entries],
     ]
 
 
@@ -317,7 +375,14 @@ def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
     calls = [call for packed in pauses for call in packed.pause.calls]
     first_places = accumulate((len(packed.pause.calls) for packed in pauses), initial=1)
     terms, term_numbers = _number_distinct(
-        (packed.pause.run.task_id, first, call.peer, to_json(call.headers), call.timeout, call.idle_timeout)
+        (
+            packed.pause.run.task_id,
+            first,
+            call.peer,
+            to_json(call.headers),
+            call.timeout,
+            call.idle_timeout,
+        )
         for packed, first in zip(pauses, first_places, strict=False)
         for call in packed.pause.calls
     )
@@ -336,7 +401,9 @@ def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
     ]
 
 
-def _number_distinct(terms: Iterable[tuple[Any, ...]]) -> tuple[Collection[tuple[Any, ...]], list[int]]:
+def _number_distinct(
+    terms: Iterable[tuple[Any, ...]],
+) -> tuple[Collection[tuple[Any, ...]], list[int]]:
     """The distinct `terms`, and for each term its number among them, from 1 as in SQL arrays."""
     numbers: dict[tuple[Any, ...], int] = {}
     assigned = [numbers.setdefault(each, len(numbers) + 1) for each in terms]

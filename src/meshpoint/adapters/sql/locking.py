@@ -1,39 +1,21 @@
-"""Lock tasks for a transition, and process batches in which a task occurs more than once."""
+"""Lock tasks for a transition, and split batches that repeat a task."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.rows import AgentNames
 from meshpoint.errors import RowLocked
+from meshpoint.model.ids import TaskId
+from meshpoint.model.transitions import TaskLocked
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
-    """Options that all transitions of one store share. Durations are in seconds."""
-
-    names: AgentNames
-    dispatch_lease: float
-    tombstone_ttl: float
-    incompatible_limit: float
-    checkpoint_ttl: float
-    checkpoint_history: int
-    checkpoint_archive: bool
-    max_join_bytes: int
-
-    def backoff(self, attempts: int) -> float:
-        """Seconds that the sender of an item has it leased on the given attempt, starting at 1."""
-        return self.dispatch_lease * float(2 ** min(max(attempts - 1, 0), 6))
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +27,39 @@ class LockedTasks:
 
     now: float
     rows: dict[str, Row[Any]]
-    locked_elsewhere: frozenset[str] = frozenset()
+    locked_elsewhere: set[str] = field(default_factory=set)
+
+    async def delete(self, tx: Transaction, task_ids: Sequence[str]) -> None:
+        """Delete the rows of tasks that have no calls and no joins."""
+        if task_ids:
+            await tx.execute(sql.DELETE_TASKS, ids=list(task_ids))
+            for task_id in task_ids:
+                del self.rows[task_id]
 
 
 async def lock_tasks(tx: Transaction, task_ids: Iterable[str]) -> LockedTasks:
     """Lock tasks in order of id. Tasks that do not exist are left out."""
     ids = sorted(set(task_ids))
-    rows = await tx.fetch(sql.LOCK_TASKS_SKIP_LOCKED if tx.skip_locked else sql.LOCK_TASKS, ids=ids)
-    present = {row.logical_task_id: row for row in rows if row.logical_task_id is not None}
-    locked_elsewhere: set[str] = set()
+    rows = await tx.fetch(
+        sql.LOCK_TASKS_SKIP_LOCKED if tx.skip_locked else sql.LOCK_TASKS, ids=ids
+    )
+    locked = LockedTasks(
+        max(row.now for row in rows),
+        {row.logical_task_id: row for row in rows if row.logical_task_id is not None},
+    )
     if tx.skip_locked:
-        if len(present) < len(ids):
-            locked_elsewhere.update(row.logical_task_id for row in await tx.fetch(sql.READ_EXISTING_IDS, ids=ids))
-            locked_elsewhere -= present.keys()
-        locked_elsewhere |= await lock_child_rows(tx, present)
-    free = {task_id: row for task_id, row in present.items() if task_id not in locked_elsewhere}
-    return LockedTasks(now=max(row.now for row in rows), rows=free, locked_elsewhere=frozenset(locked_elsewhere))
+        if len(locked.rows) < len(ids):
+            existing = await tx.fetch(sql.READ_EXISTING_IDS, ids=ids)
+            locked.locked_elsewhere.update(row.logical_task_id for row in existing)
+            locked.locked_elsewhere.difference_update(locked.rows)
+        for task_id in await lock_child_rows(tx, locked.rows):
+            locked.locked_elsewhere.add(task_id)
+            del locked.rows[task_id]
+    return locked
 
 
-async def lock_task(tx: Transaction, task_id: str) -> LockedTasks:
-    """Lock one task.
+async def lock_task(tx: Transaction, task_id: str) -> tuple[Row[Any] | None, float]:
+    """Lock one task, and return its row, if it exists, and the database's time.
 
     Raises:
         RowLocked: Another session holds the task, or a row that belongs to it.
@@ -72,7 +67,7 @@ async def lock_task(tx: Transaction, task_id: str) -> LockedTasks:
     locked = await lock_tasks(tx, [task_id])
     if locked.locked_elsewhere:
         raise RowLocked(f"another session holds task {task_id}")
-    return locked
+    return locked.rows.get(task_id), locked.now
 
 
 async def lock_child_rows(tx: Transaction, task_ids: Iterable[str]) -> set[str]:
@@ -88,26 +83,29 @@ async def lock_child_rows(tx: Transaction, task_ids: Iterable[str]) -> set[str]:
 
 
 async def run_in_rounds(
-    items: Sequence[Item],
-    task_id: Callable[[Item], str],
-    process_round: Callable[[list[Item]], Awaitable[list[Result]]],
-) -> list[Result]:
-    """Process `items` in rounds, and return their results in the same order.
+    tx: Transaction,
+    items: Sequence[_Item],
+    task_id: Callable[[_Item], TaskId],
+    process_round: Callable[[list[_Item], LockedTasks], Awaitable[list[_Result]]],
+) -> list[_Result | TaskLocked]:
+    """Lock the tasks of `items`, process the items in rounds, and return results in their order.
 
     Each round has at most one item per task, so that the next round sees what this one wrote.
+    Tasks that another session holds are left out.
     """
-    results: dict[int, Result] = {}
-    waiting = list(enumerate(items))
-    while waiting:
-        first: dict[str, tuple[int, Item]] = {}
-        for index, item in waiting:
-            first.setdefault(task_id(item), (index, item))
-        answers = await process_round([item for _, item in first.values()])
-        results.update(zip((index for index, _ in first.values()), answers, strict=True))
-        waiting = [(index, item) for index, item in waiting if index not in results]
-    return [results[index] for index in range(len(items))]
-
-
-def duration_seconds(duration: timedelta | None) -> float | None:
-    """Convert a duration to seconds, as the database stores it."""
-    return None if duration is None else duration.total_seconds()
+    results: dict[int, _Result | TaskLocked] = {}
+    while len(results) < len(items):
+        first: dict[TaskId, int] = {}
+        for place, item in enumerate(items):
+            if place not in results:
+                first.setdefault(task_id(item), place)
+        locked = await lock_tasks(tx, first)
+        free = []
+        for id_, place in first.items():
+            if id_ in locked.locked_elsewhere:
+                results[place] = TaskLocked(id_)
+            else:
+                free.append(place)
+        answers = await process_round([items[place] for place in free], locked) if free else []
+        results.update(zip(free, answers, strict=True))
+    return [results[place] for place in range(len(items))]

@@ -5,49 +5,33 @@ A transaction locks the task before it changes the task's operation or checkpoin
 
 from __future__ import annotations
 
-# The columns of a checkpoint except its key: plain values, JSON, and large values that are read
-# separately.
-PLAIN_COLUMNS = (
-    "subject",
-    "checkpoint_time",
-    "progress_pct",
-    "current_subtask",
-    "failure_reason",
-    "retry_count",
-    "agent_version",
-    "created_at",
-    "l1_snapshot_hash",
-)
-JSON_COLUMNS = (
-    "completed_subtasks",
-    "pending_subtasks",
-    "planned_subtasks",
-    "working_memory",
-    "interim_results",
-    "subtasks",
-    "agent_config",
-    "error_details",
-)
-SNAPSHOT_COLUMNS = ("l1_snapshot",)
-_READ_COLUMNS = ("analysis_id", "agent_type", "seq", *PLAIN_COLUMNS, *JSON_COLUMNS)
-CHECKPOINT_COLUMNS = ", ".join((*_READ_COLUMNS, *SNAPSHOT_COLUMNS))
+from meshpoint.adapters.sql import columns
+from meshpoint.adapters.sql.columns import assigned, comma_separated, emptied, replaced
+
+_CHECKPOINT, _READ = comma_separated(columns.CHECKPOINT), comma_separated(columns.CHECKPOINT_READ)
 _VALUES = ", ".join(
     (
         *(":task_id", ":agent", ":seq"),
-        *(f":{name}" for name in PLAIN_COLUMNS),
-        *(f"{{jsonb:{name}}}" for name in JSON_COLUMNS),
-        *(f":{name}" for name in SNAPSHOT_COLUMNS),
+        *(f":{name}" for name in columns.CHECKPOINT_PLAIN),
+        *(f"{{jsonb:{name}}}" for name in columns.CHECKPOINT_JSON),
+        *(f":{name}" for name in columns.CHECKPOINT_SNAPSHOT),
     )
 )
 
+_REVIVED_CONTEXT = [
+    name for name in columns.CONTEXT if name not in {"state_format", "token_usage"}
+]
+
 # Replaces a row that an earlier task with the same id left behind.
-ON_CONFLICT_REPLACE = "ON CONFLICT (analysis_id, agent_type, seq) DO UPDATE SET " + ", ".join(
-    f"{name} = excluded.{name}" for name in (*PLAIN_COLUMNS, *JSON_COLUMNS, *SNAPSHOT_COLUMNS)
+ON_CONFLICT_REPLACE = (
+    f"ON CONFLICT ({comma_separated(columns.CHECKPOINT_KEY)}) DO UPDATE SET "
+    f"{replaced(columns.CHECKPOINT_VALUES)}"
 )
 
 # Store a key for a mesh, unless it has one.
 INSERT_SECRET = """
-INSERT INTO agent_mesh_secrets (namespace, copy_key) VALUES (:namespace, :key) ON CONFLICT (namespace) DO NOTHING
+INSERT INTO agent_mesh_secrets (namespace, copy_key) VALUES (:namespace, :key)
+ON CONFLICT (namespace) DO NOTHING
 """
 
 # Read the key of a mesh.
@@ -56,14 +40,12 @@ SELECT copy_key FROM agent_mesh_secrets WHERE namespace = :namespace
 """
 
 # Insert an operation, or replace the row that an earlier task with the same id left behind.
-INSERT_OPERATION = """
+INSERT_OPERATION = f"""
 INSERT INTO agent_operations (
-  operation_id, agent_name, type, subject, parameters, children, exclusive, preserve, created_at)
+  {comma_separated(columns.NEW_OPERATION)})
 VALUES (:task_id, :agent, :type, :subject, :parameters, '[]', :exclusive, :preserve, :now)
 ON CONFLICT (operation_id) DO UPDATE SET
-  agent_name = excluded.agent_name, type = excluded.type, subject = excluded.subject,
-  parameters = excluded.parameters, children = excluded.children, exclusive = excluded.exclusive,
-  preserve = excluded.preserve, created_at = excluded.created_at
+  {replaced(columns.NEW_OPERATION[1:])}
 """
 
 # Make a running task an operation.
@@ -74,7 +56,8 @@ UPDATE agent_paused_tasks SET checkpoint_seq = 0 WHERE logical_task_id = :task_i
 # Append children to an operation's list. Both are the text of a JSON list.
 ADD_CHILDREN = """
 UPDATE agent_operations
-   SET children = substr(children, 1, length(children) - 1) || CASE WHEN children = '[]' THEN '' ELSE ',' END
+   SET children = substr(children, 1, length(children) - 1)
+                  || CASE WHEN children = '[]' THEN '' ELSE ',' END
                   || substr(CAST(:children AS text), 2)
  WHERE operation_id = :task_id
 """
@@ -112,17 +95,32 @@ UPDATE agent_paused_tasks SET
 
 # Write a checkpoint.
 INSERT_CHECKPOINT = f"""
-INSERT INTO agent_checkpoints ({CHECKPOINT_COLUMNS}) VALUES ({_VALUES}) {ON_CONFLICT_REPLACE}
+INSERT INTO agent_checkpoints ({_CHECKPOINT}) VALUES ({_VALUES}) {ON_CONFLICT_REPLACE}
 """
 
-# Copy an operation's last checkpoint to a new row with the reason of the end, without the working
-# memory.
+# The columns of a copied checkpoint with another value.
+_COPIED = {
+    "seq": "seq + 1",
+    "checkpoint_time": "CAST(:now AS double precision)",
+    "created_at": "CAST(:now AS double precision)",
+    "failure_reason": "CAST(:reason AS text)",
+    "retry_count": "CAST(:retry_count AS integer)",
+    "subtasks": "{jsonb:subtasks}",
+    "error_details": "NULL",
+    "l1_snapshot": "NULL",
+}
+
+# Read the records in a checkpoint.
+READ_RECORDS = """
+SELECT subtasks FROM agent_checkpoints
+ WHERE analysis_id = :task_id AND agent_type = :agent AND seq = :seq
+"""
+
+# Copy an operation's last checkpoint to a new row with the reason for the end and other records,
+# without the working memory.
 COPY_LAST_CHECKPOINT = f"""
-INSERT INTO agent_checkpoints ({CHECKPOINT_COLUMNS})
-SELECT analysis_id, agent_type, seq + 1, subject, CAST(:now AS double precision), progress_pct, current_subtask,
-       CAST(:reason AS text), CAST(:retry_count AS integer), agent_version, CAST(:now AS double precision),
-       l1_snapshot_hash, completed_subtasks, pending_subtasks, planned_subtasks, working_memory, interim_results,
-       subtasks, agent_config, NULL, NULL
+INSERT INTO agent_checkpoints ({_CHECKPOINT})
+SELECT {", ".join(_COPIED.get(name, name) for name in columns.CHECKPOINT)}
   FROM agent_checkpoints WHERE analysis_id = :task_id AND agent_type = :agent AND seq = :seq
 {ON_CONFLICT_REPLACE}
 """
@@ -134,16 +132,22 @@ UPDATE agent_checkpoints SET l1_snapshot = NULL
  WHERE analysis_id = :task_id AND agent_type = :agent AND seq < :seq AND l1_snapshot IS NOT NULL
 """
 
-# Delete the checkpoints of an operation up to this one, except the row with its working memory.
+# Delete the checkpoints of an operation up to this one, except the row with its working memory and
+# the last row of each attempt.
 PRUNE_CHECKPOINTS = """
-DELETE FROM agent_checkpoints
- WHERE analysis_id = :task_id AND agent_type = :agent AND seq <= :last AND l1_snapshot IS NULL
+DELETE FROM agent_checkpoints AS c
+ WHERE c.analysis_id = :task_id AND c.agent_type = :agent AND c.seq <= :last
+   AND c.l1_snapshot IS NULL
+   AND EXISTS (SELECT 1 FROM agent_checkpoints AS later
+                WHERE later.analysis_id = c.analysis_id AND later.agent_type = c.agent_type
+                  AND later.seq > c.seq AND later.retry_count = c.retry_count)
 """
 
 # Copy the checkpoints of operations to the archive.
 ARCHIVE_CHECKPOINTS = f"""
-INSERT INTO agent_checkpoints_archive ({CHECKPOINT_COLUMNS}, archived_at)
-SELECT {CHECKPOINT_COLUMNS}, CAST(:now AS double precision) FROM agent_checkpoints WHERE analysis_id {{one_of:ids}}
+INSERT INTO agent_checkpoints_archive ({_CHECKPOINT}, archived_at)
+SELECT {_CHECKPOINT}, CAST(:now AS double precision)
+  FROM agent_checkpoints WHERE analysis_id {{one_of:ids}}
 {ON_CONFLICT_REPLACE}, archived_at = excluded.archived_at
 """
 
@@ -154,36 +158,40 @@ DELETE FROM agent_checkpoints WHERE analysis_id {one_of:ids}
 
 # Read the last checkpoint of an operation.
 READ_LATEST = f"""
-SELECT {", ".join(f"c.{name}" for name in _READ_COLUMNS)}
+SELECT {comma_separated(columns.CHECKPOINT_READ, "c.")}
   FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
-    ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name AND c.seq = t.checkpoint_seq
+    ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name
+   AND c.seq = t.checkpoint_seq
  WHERE t.logical_task_id = :task_id
 """
 
 # Read the checkpoints of an operation, oldest first.
 READ_HISTORY = f"""
-SELECT {", ".join(f"c.{name}" for name in _READ_COLUMNS)}
+SELECT {comma_separated(columns.CHECKPOINT_READ, "c.")}
   FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
-    ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name AND c.seq <= t.checkpoint_seq
+    ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name
+   AND c.seq <= t.checkpoint_seq
  WHERE t.logical_task_id = :task_id ORDER BY c.seq
 """
 
 # Read the archived checkpoints of an operation, oldest first.
 READ_ARCHIVE = f"""
-SELECT {", ".join(_READ_COLUMNS)} FROM agent_checkpoints_archive WHERE analysis_id = :task_id ORDER BY seq
+SELECT {_READ} FROM agent_checkpoints_archive WHERE analysis_id = :task_id ORDER BY seq
 """
 
 # Read the newest working memory among an operation's checkpoints.
 READ_SNAPSHOT = """
 SELECT c.agent_type, c.seq, c.l1_snapshot_hash, c.l1_snapshot
   FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
-    ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name AND c.seq <= t.checkpoint_seq
+    ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name
+   AND c.seq <= t.checkpoint_seq
  WHERE t.logical_task_id = :task_id AND c.l1_snapshot IS NOT NULL ORDER BY c.seq DESC LIMIT 1
 """
 
 # Read the other columns that decide whether a locked task can be revived.
 READ_REVIVABLE = """
-SELECT t.wake_at, t.resume_token, t.reply_sent, t.request IS NOT NULL AS has_request, t.request_digest, o.exclusive
+SELECT t.wake_at, t.resume_token, t.reply_sent, t.request IS NOT NULL AS has_request,
+       t.request_digest, o.exclusive
   FROM agent_paused_tasks AS t LEFT JOIN agent_operations AS o
     ON o.operation_id = t.logical_task_id AND t.checkpoint_seq IS NOT NULL
  WHERE t.logical_task_id = :task_id
@@ -203,19 +211,19 @@ SELECT logical_task_id FROM agent_paused_tasks
  LIMIT 1
 """
 
-# Make a task ready again, in the state of a new task except for its fence, request and checkpoint.
-UPDATE_REVIVED = """
+# Make a task ready again, in the state of a new task except for its fence, request and checkpoint,
+# the tokens of the attempts that have ended, and the state format, which names the version that
+# began it.
+UPDATE_REVIVED = f"""
 UPDATE agent_paused_tasks SET
   status = 'ready', generation = 0, fence = fence + 1, run_id = :token,
   resume_token = coalesce(:order, resume_token), owner = NULL, attempt = 0, rescues = 0,
-  retry_count = retry_count + 1, wake_at = :now, cancel_requested = false, incompatible_since = NULL,
-  a2a_context = NULL, effective_session_id = NULL, user_id = NULL, current_invocation_id = NULL,
-  produced_artifacts = NULL, artifact_signals_to_return = NULL, response_buffer = NULL, flags = NULL,
-  security_context = NULL, token_usage = NULL, context_rest = NULL, state = NULL, state_format = NULL,
-  app_version = NULL, framework = NULL, request = coalesce(:request, request),
+  retry_count = retry_count + 1, wake_at = :now, cancel_requested = false,
+  {emptied((*columns.PARKING, *_REVIVED_CONTEXT))},
+  token_usage = CASE WHEN ended_at IS NOT NULL THEN token_usage END,
+  request = coalesce(:request, request),
   request_digest = CASE WHEN :replaced THEN :digest ELSE request_digest END,
-  reply = NULL, reply_sent = false, reply_attempts = 0, reply_to = :reply_to, requester_app_id = :requester_app_id,
-  parent_task_id = :parent_task_id, task_deadline = :task_deadline, idle_timeout = :idle_timeout,
+  reply = NULL, reply_sent = false, reply_attempts = 0, {assigned(columns.REQUESTER)},
   keep_alive_at = NULL, dead_reason = NULL, ended_at = NULL, expires_at = NULL
 WHERE logical_task_id = :task_id
 """
@@ -231,20 +239,22 @@ UPDATE agent_peer_sub_tasks SET invocation_id = -1 WHERE logical_task_id = :task
 """
 
 # Let a task that has not ended reply to another requester.
-UPDATE_ADOPTED = """
+UPDATE_ADOPTED = f"""
 UPDATE agent_paused_tasks SET
-  resume_token = coalesce(:order, resume_token), reply_to = :reply_to, requester_app_id = :requester_app_id,
-  parent_task_id = :parent_task_id, task_deadline = :task_deadline, idle_timeout = :idle_timeout,
-  keep_alive_at = :keep_alive_at, request_digest = coalesce(request_digest, :digest)
+  resume_token = coalesce(:order, resume_token), {assigned(columns.REQUESTER)},
+  keep_alive_at = :keep_alive_at, request_digest = coalesce(request_digest, :digest),
+  wake_at = coalesce(:parked_until, wake_at)
 WHERE logical_task_id = :task_id
 """
 
-_SUMMARY = """o.*, t.status, t.owner, t.wake_at, t.ended_at, t.retry_count, t.dead_reason, c.seq, c.checkpoint_time,
-       c.progress_pct, c.current_subtask, c.pending_subtasks, c.failure_reason
+_SUMMARY = """o.*, t.status, t.owner, t.wake_at, t.ended_at, t.retry_count, t.dead_reason,
+       t.parked_reason, c.seq,
+       c.checkpoint_time, c.progress_pct, c.current_subtask, c.pending_subtasks, c.failure_reason
   FROM agent_operations AS o JOIN agent_paused_tasks AS t
     ON t.logical_task_id = o.operation_id AND t.checkpoint_seq IS NOT NULL
   LEFT JOIN agent_checkpoints AS c
-    ON c.analysis_id = o.operation_id AND c.agent_type = t.agent_name AND c.seq = t.checkpoint_seq"""
+    ON c.analysis_id = o.operation_id AND c.agent_type = t.agent_name
+   AND c.seq = t.checkpoint_seq"""
 
 # Show one operation.
 SHOW_OPERATION = f"""

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import partial, reduce
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.batcher import PART_BYTES, split_by_size
 from meshpoint.adapters.sql.database import Database, Transaction
-from meshpoint.adapters.sql.rows import (
-    AgentNames,
-    Columns,
-    StoredOutcome,
-    group_by_task,
-    resumable_from_row,
-    run_from_row,
-)
-from meshpoint.model.checkpoint import SUSPECT_FROM, Release, Replica, Resumable, Run, TaskState
+from meshpoint.adapters.sql.rows import Columns, StoredOutcome, group_by_task
+from meshpoint.errors import StoreUnavailable
+from meshpoint.model.tasks import Replica, TaskState, has_log
 
-log = logging.getLogger("meshpoint.store")
+_log = logging.getLogger("meshpoint.store")
 
 
-def owner_columns(replica: Replica, row: Row[Any], run_id: str, *, attempt: int, now: float) -> Columns:
+def owner_columns(
+    replica: Replica, row: Row[Any], run_id: str, *, attempt: int, now: float
+) -> Columns:
     """The columns that make `replica` the owner of a task, with a new fence and lease."""
     return {
         "task_id": row.logical_task_id,
@@ -53,70 +47,155 @@ def ready_columns(row: Row[Any], run_id: str, now: float) -> Columns:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class OwnedTasks:
-    """Rows of owned tasks, read under their locks and decoded after the locks are released.
+def assign_owners(
+    met: Iterable[tuple[Row[Any], str, float]], replica: Replica, slots: int
+) -> list[Columns]:
+    """The new owners of waiting tasks whose joins are met.
 
-    A task that is missing from `calls` has too many outcome bytes to read at once: see
-    `read_outcomes_in_parts`.
+    Each is given as its row, the id of the next run, and the time. Slots go to the first tasks
+    whose state `replica` can read; the others become ready.
+    """
+    owners: list[Columns] = []
+    for row, run_id, now in met:
+        if slots > 0 and (row.generation == 0 or row.state_format in replica.formats):
+            slots -= 1
+            owners.append(owner_columns(replica, row, run_id, attempt=1, now=now))
+        else:
+            owners.append(ready_columns(row, run_id, now))
+    return owners
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedTask:
+    """The row of an owned task, read under its lock and decoded after the lock is released.
+
+    `outcomes` are in call order. `log` has the packed entries of the task's log. Either is `None`
+    until `read_missing_parts` has read it, if it is too large to read at once.
     """
 
-    tasks: dict[str, Any] = field(default_factory=dict)
-    calls: dict[str, list[StoredOutcome]] = field(default_factory=dict)
-
-    def merged_with(self, others: OwnedTasks) -> OwnedTasks:
-        """The union of both. Neither is changed."""
-        return OwnedTasks(self.tasks | others.tasks, self.calls | others.calls)
-
-    @classmethod
-    def merge(cls, results: Sequence[OwnedTasks]) -> OwnedTasks:
-        """Merge the results of several transactions."""
-        return reduce(cls.merged_with, results, cls())
+    row: Any
+    outcomes: Sequence[StoredOutcome] | None
+    log: Sequence[bytes] | None = ()
 
     @property
-    def suspect_count(self) -> int:
-        """Number of suspects among the tasks."""
-        return sum(row.rescues >= SUSPECT_FROM for row in self.tasks.values())
+    def is_complete(self) -> bool:
+        """Whether all parts are read."""
+        return self.outcomes is not None and self.log is not None
 
-    @property
-    def with_unread_outcomes(self) -> list[Any]:
-        """The rows of tasks whose outcomes have not been read yet."""
-        return [row for task_id, row in self.tasks.items() if task_id not in self.calls]
 
-    async def decode(
-        self, names: AgentNames, retry_after: timedelta, max_join_bytes: int
-    ) -> tuple[dict[str, Resumable], list[Release]]:
-        """Decode the tasks.
+OwnedTasks: TypeAlias = dict[str, OwnedTask]
+"""Owned tasks by id."""
 
-        Returns the decoded tasks by id, and a release for each task that cannot be decoded here:
-        a replica of another release may be able to.
-        """
-        readable: dict[str, Resumable] = {}
-        unreadable: list[Release] = []
-        for task_id, row in self.tasks.items():
-            try:
-                readable[task_id] = await resumable_from_row(row, self.calls.get(task_id), names, max_join_bytes)
-            except Exception as error:  # one damaged row must not stop the other tasks
-                log.exception("task %s: cannot decode its row; releasing it", task_id)
-                unreadable.append(Release(run_from_row(row, names), retry_after, f"the row cannot be read: {error}"))
-        return readable, unreadable
+
+def complete_log(row: Any, last: int | None, entries: Sequence[bytes]) -> Sequence[bytes] | None:
+    """Return the entries of a task's log if `last` is the last one, and `None` otherwise.
+
+    The last entry proves that the others were read too, because it was committed after them. A log
+    that does not continue the stored state need not be complete.
+    """
+    counts = row.generation == 0 or has_log(row.state_format or "")
+    return None if row.log_seq and counts and last != row.log_seq else entries
 
 
 async def read_owned(tx: Transaction, task_ids: Sequence[str]) -> OwnedTasks:
-    """Read tasks that this transaction has locked, with outcomes unless they are too large."""
+    """Read tasks that this transaction has locked, with outcomes and log unless too large.
+
+    In the order of `task_ids`.
+    """
     if not task_ids:
-        return OwnedTasks()
-    ids = sorted(task_ids)
-    rows = await tx.fetch(sql.READ_TASKS, ids=ids)
-    small = [row.logical_task_id for row in rows if row.outcome_bytes <= PART_BYTES]
-    outcomes: dict[str, list[StoredOutcome]] = {task_id: [] for task_id in small}
-    if small:
-        for task_id, calls in group_by_task(await tx.fetch(sql.READ_OUTCOMES, ids=small)).items():
-            outcomes[task_id] = [(row.call_id, row.peer_agent, row.outcome) for row in calls]
-    return OwnedTasks({row.logical_task_id: row for row in rows}, outcomes)
+        return {}
+    found = await tx.fetch(sql.READ_TASKS, ids=sorted(task_ids))
+    rows = {row.logical_task_id: row for row in found}
+    small = [row.logical_task_id for row in found if row.outcome_bytes <= PART_BYTES]
+    calls = group_by_task(await tx.fetch(sql.READ_OUTCOMES, ids=small)) if small else {}
+    logs = await _read_small_logs(tx, [row for row in found if row.log_seq])
+    return {
+        task_id: OwnedTask(
+            rows[task_id],
+            [(row.call_id, row.peer_agent, row.outcome) for row in calls.get(task_id, ())]
+            if rows[task_id].outcome_bytes <= PART_BYTES
+            else None,
+            logs.get(task_id, ()),
+        )
+        for task_id in task_ids
+        if task_id in rows
+    }
 
 
-async def read_outcomes_in_parts(database: Database, row: Any) -> list[StoredOutcome]:
+async def _read_small_logs(
+    tx: Transaction, rows: Sequence[Row[Any]]
+) -> dict[str, Sequence[bytes] | None]:
+    """Read the logs of locked tasks. `None` for a log that is too large."""
+    if not rows:
+        return {}
+    ids = sorted(row.logical_task_id for row in rows)
+    entries = group_by_task(await tx.fetch(sql.READ_LOGS, ids=ids, max_bytes=PART_BYTES))
+    found = {row.logical_task_id: entries.get(row.logical_task_id, []) for row in rows}
+    return {
+        row.logical_task_id: complete_log(
+            row,
+            found[row.logical_task_id][-1].seq if found[row.logical_task_id] else None,
+            [each.entry for each in found[row.logical_task_id]],
+        )
+        for row in rows
+    }
+
+
+async def read_missing_parts(
+    database: Database, owned: Mapping[str, OwnedTask], max_bytes: int
+) -> OwnedTasks:
+    """Read outcomes and logs that are too large to read at once, in several reads per task.
+
+    Leaves out tasks that another run owns by now, and tasks with a damaged row unless their
+    cancel was requested. Outcomes of more than `max_bytes` stay unread.
+    """
+    found: OwnedTasks = {}
+    for task_id, task in owned.items():
+        try:
+            found[task_id] = await _with_missing_parts(database, task, max_bytes)
+        except LookupError:
+            pass
+        except StoreUnavailable:
+            raise
+        except Exception:  # one damaged task must not stop the others
+            _log.exception("task %s: cannot read its calls' outcomes or its log", task_id)
+            if task.row.cancel_requested:  # its end needs neither
+                found[task_id] = task
+    return found
+
+
+async def _with_missing_parts(database: Database, task: OwnedTask, max_bytes: int) -> OwnedTask:
+    row, outcomes, log = task.row, task.outcomes, task.log
+    if outcomes is None and row.outcome_bytes <= max_bytes:
+        outcomes = await _read_outcomes_in_parts(database, row)
+    if log is None:
+        log = await _read_log_in_parts(database, row)
+    return OwnedTask(row, outcomes, log)
+
+
+async def _read_log_in_parts(database: Database, row: Any) -> list[bytes] | None:
+    """Read the log of an owned task in several reads.
+
+    It does not change while the task is owned, so the reads need no common transaction. Returns
+    `None` if an entry is missing, because another run owns the task by now or the log is damaged.
+    """
+    task_id = row.logical_task_id
+    sizes = await database.fetch(sql.READ_LOG_SIZES, task_id=task_id, last=row.log_seq)
+    if not sizes and row.generation == 0:  # the log was deleted before the task was revived
+        return []
+    if not sizes or sizes[-1].seq != row.log_seq:
+        return None
+    entries: list[bytes] = []
+    for part in split_by_size(sizes, [each.bytes for each in sizes]):
+        first, last = part[0].seq, part[-1].seq
+        rows = await database.fetch(sql.READ_LOG, task_id=task_id, first=first, last=last)
+        if len(rows) != len(part):
+            return None
+        entries += [each.entry for each in rows]
+    return entries
+
+
+async def _read_outcomes_in_parts(database: Database, row: Any) -> list[StoredOutcome]:
     """Read the outcomes of an owned task in several reads, in call order.
 
     They do not change while the task is owned, so the reads need no common transaction.
@@ -125,25 +204,12 @@ async def read_outcomes_in_parts(database: Database, row: Any) -> list[StoredOut
         LookupError: An outcome is missing, because another run owns the task by now.
     """
     task_id = row.logical_task_id
-    sizes = await database.read(
-        lambda tx: tx.fetch(sql.READ_OUTCOME_SIZES, task_id=task_id, generation=row.generation)
+    sizes = await database.fetch(
+        sql.READ_OUTCOME_SIZES, task_id=task_id, generation=row.generation
     )
     found: dict[str, bytes | None] = {}
     for part in split_by_size(sizes, [call.bytes for call in sizes]):
         ids = [call.sub_task_id for call in part]
-        some = partial(Transaction.fetch, template=sql.READ_OUTCOMES_BY_ID, task_id=task_id, ids=ids)
-        found.update({call.sub_task_id: call.outcome for call in await database.read(some)})
+        calls = await database.fetch(sql.READ_OUTCOMES_BY_ID, task_id=task_id, ids=ids)
+        found.update({call.sub_task_id: call.outcome for call in calls})
     return [(call.call_id, call.peer_agent, found[call.sub_task_id]) for call in sizes]
-
-
-async def read_owned_by(tx: Transaction, run: Run) -> OwnedTasks:
-    """Read the task owned by exactly this run, without a lock. Empty if the run has lost it."""
-    owned = await read_owned(tx, [run.task_id])
-    row = owned.tasks.get(run.task_id)
-    mine = row is not None and (row.status, row.run_id, row.fence) == (TaskState.RUNNING, run.id, run.fence)
-    return owned if mine else OwnedTasks()
-
-
-def can_run(replica: Replica, row: Row[Any], slots: int) -> bool:
-    """Whether `replica` has a free slot and reads the task's state format."""
-    return slots > 0 and (row.generation == 0 or row.state_format in replica.formats)

@@ -10,7 +10,6 @@ import asyncio
 import random
 from collections.abc import Sequence
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import asyncpg
@@ -37,11 +36,6 @@ class PreparedRow(asyncpg.Record):  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
-
-
-def as_namespace(row: PreparedRow) -> SimpleNamespace:
-    """Convert `row` for code that reads all its columns, since each lookup in a record is slow."""
-    return SimpleNamespace(**dict(row))
 
 
 class PreparedConnection:
@@ -81,7 +75,9 @@ class PreparedConnection:
                 driver = None
                 try:
                     driver = await self._ensure_connected()
-                    rows: Sequence[Any] = await driver.fetch(statement, *values, record_class=PreparedRow)
+                    rows: Sequence[Any] = await driver.fetch(
+                        statement, *values, record_class=PreparedRow
+                    )
                     return rows
                 except Exception as error:
                     lost, meaning = _is_lost(error, driver), classify(error)
@@ -99,7 +95,9 @@ class PreparedConnection:
                     if meaning is Failure.BUG or is_duplicate(error):
                         raise
                     if in_doubt:
-                        raise CommitInDoubt(f"the answer to a statement was lost: {summarize(error)}") from error
+                        raise CommitInDoubt(
+                            f"the answer to a statement was lost: {summarize(error)}"
+                        ) from error
                     raise StoreUnavailable(summarize(error)) from error
                 except BaseException:
                     await self._discard()  # cancelled: the connection may be in any state
@@ -138,4 +136,9 @@ class PreparedConnection:
 def _is_lost(error: Exception, driver: Any) -> bool:
     """Whether the statement's result is lost with the connection, or there was no connection."""
     state = str(getattr(error, "sqlstate", None) or "")
-    return driver is None or driver.is_closed() or state.startswith(_CONNECTION_LOST) or isinstance(error, OSError)
+    return (
+        driver is None
+        or driver.is_closed()
+        or state.startswith(_CONNECTION_LOST)
+        or isinstance(error, OSError)
+    )

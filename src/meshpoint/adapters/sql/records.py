@@ -9,13 +9,22 @@ from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
 from meshpoint.adapters.sql.rows import AgentNames, Columns, instant
-from meshpoint.model.checkpoint import L1Snapshot, TaskState
 from meshpoint.model.ids import ReplicaId, TaskId
 from meshpoint.model.operations import OperationStatus, OperationSummary
-from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation, SubtaskRecord, last_of_each
+from meshpoint.model.subtasks import (
+    MAX_OPEN_PROGRESS,
+    AgentCheckpoint,
+    Child,
+    Operation,
+    SubtaskRecord,
+    is_counted,
+    latest_by_id,
+)
+from meshpoint.model.tasks import L1Snapshot, TaskState
 
 STATES_BY_STATUS: dict[OperationStatus, tuple[TaskState, ...]] = {
-    OperationStatus.PENDING: (TaskState.READY, TaskState.PARKED),
+    OperationStatus.PENDING: (TaskState.READY,),
+    OperationStatus.PARKED: (TaskState.PARKED,),
     OperationStatus.RUNNING: (TaskState.RUNNING,),
     OperationStatus.WAITING: (TaskState.WAITING,),
     OperationStatus.COMPLETED: (TaskState.COMPLETED,),
@@ -24,7 +33,9 @@ STATES_BY_STATUS: dict[OperationStatus, tuple[TaskState, ...]] = {
 }
 """Task states that are reported as each operation status."""
 
-_STATUS_BY_STATE = {state: status for status, states in STATES_BY_STATUS.items() for state in states}
+_STATUS_BY_STATE = {
+    state: status for status, states in STATES_BY_STATUS.items() for state in states
+}
 
 
 def sanitize(text: str | None) -> str | None:
@@ -80,39 +91,55 @@ def summary_from_row(row: Any, names: AgentNames) -> OperationSummary:
     state, no_checkpoint = TaskState(row.status), row.seq is None
     status = _STATUS_BY_STATE[state]
     running = state is TaskState.RUNNING
-    done = no_checkpoint and status is OperationStatus.COMPLETED
     updated_at = (row.ended_at or row.created_at) if no_checkpoint else row.checkpoint_time
     return OperationSummary(
         id=TaskId(row.operation_id),
         agent=names.plain(row.agent_name),
         type=row.type,
         status=status,
-        phase=None if no_checkpoint else row.current_subtask or next(iter(_parse_json(row.pending_subtasks)), None),
+        phase=None
+        if no_checkpoint
+        else row.current_subtask or next(iter(_parse_json(row.pending_subtasks)), None),
         subject=row.subject,
         parameters=json.loads(row.parameters),
-        children=last_of_each(Child.model_validate(child) for child in json.loads(row.children)),
-        progress_pct=100.0 if done else row.progress_pct or 0.0,
+        children=latest_by_id(Child.model_validate(child) for child in json.loads(row.children)),
+        progress_pct=100.0
+        if status is OperationStatus.COMPLETED
+        else min(row.progress_pct or 0.0, MAX_OPEN_PROGRESS),
         retry_count=row.retry_count,
         owner=ReplicaId(row.owner) if running and row.owner is not None else None,
         lease_until=instant(row.wake_at) if running else None,
         created_at=instant(row.created_at),
         updated_at=instant(updated_at),
         ended_at=None if row.ended_at is None else instant(row.ended_at),
-        failure_reason=(row.dead_reason if no_checkpoint else row.failure_reason) if state.ended else None,
+        failure_reason=_reason(row, state),
         exclusive=bool(row.exclusive),
         preserve=bool(row.preserve),
         checkpoint=row.seq,
     )
 
 
+def _reason(row: Any, state: TaskState) -> str | None:
+    """Return why an operation failed, was cancelled or is parked."""
+    if state is TaskState.PARKED:
+        found: str | None = row.parked_reason
+    elif state.is_final:
+        found = row.dead_reason if row.seq is None else row.failure_reason
+    else:
+        found = None
+    return found
+
+
 def checkpoint_columns(checkpoint: AgentCheckpoint) -> dict[str, Any]:
     """Encode a checkpoint as column values, without its key and its times."""
     progress = checkpoint.progress
-    results = {record.name: record.result for record in checkpoint.subtasks if record.result is not None}
+    results = {
+        record.name: record.result for record in checkpoint.subtasks if record.result is not None
+    }
     details = checkpoint.error_details
     return {
         "subject": sanitize(checkpoint.subject),
-        "progress_pct": progress.percent,
+        "progress_pct": checkpoint.progress_pct,
         "current_subtask": checkpoint.current_subtask,
         "completed_subtasks": _to_json_text(progress.completed),
         "pending_subtasks": _to_json_text(progress.pending),
@@ -136,14 +163,35 @@ def _working_memory(checkpoint: AgentCheckpoint) -> dict[str, Any]:
         memory["l1_in_sql"] = checkpoint.l1_in_sql
     if checkpoint.memory_writes:
         # As text, since a response may contain NUL, which JSONB cannot store.
-        memory["memory_writes"] = _to_json_text([write.model_dump(mode="json") for write in checkpoint.memory_writes])
+        memory["memory_writes"] = _to_json_text(
+            [write.model_dump(mode="json") for write in checkpoint.memory_writes]
+        )
+    if checkpoint.extra:  # as text, for the same reason
+        memory["extra"] = json.dumps(checkpoint.extra)
+    if checkpoint.memory_writes_replace_log:
+        memory["memory_writes_replace_log"] = True
     return memory
 
 
 def _record_column(record: SubtaskRecord) -> dict[str, Any]:
     # Pointers to secrets as text, since a deliverable's key may contain NUL, which JSONB cannot
     # store.
-    return record.model_dump(mode="json", exclude={"result"}) | {"secrets": _to_json_text(record.secrets)}
+    return record.model_dump(mode="json", exclude={"result"}) | {
+        "secrets": _to_json_text(record.secrets)
+    }
+
+
+def without_counted_usage(column: Any, retry_count: int, generation: int) -> str:
+    """Encode the records in a checkpoint's column without tokens that its task has counted."""
+    records = [_record_from_json(record, {}) for record in _parse_json(column)]
+    return _to_json_text(
+        [
+            _record_column(
+                record.without_usage() if is_counted(record, retry_count, generation) else record
+            )
+            for record in records
+        ]
+    )
 
 
 def checkpoint_from_row(row: Any, names: AgentNames) -> AgentCheckpoint:
@@ -159,6 +207,8 @@ def checkpoint_from_row(row: Any, names: AgentNames) -> AgentCheckpoint:
         saved_progress=memory["saved_progress"],
         l1_in_sql=memory.get("l1_in_sql"),
         memory_writes=from_json(memory.get("memory_writes", "[]")),
+        extra=json.loads(memory.get("extra", "{}")),
+        memory_writes_replace_log=memory.get("memory_writes_replace_log", False),
         current_subtask=row.current_subtask,
         agent_config=_parse_json(row.agent_config),
         agent_version=row.agent_version,
@@ -177,4 +227,6 @@ def snapshot_from_row(row: Any) -> L1Snapshot:
 
 def _record_from_json(record: dict[str, Any], results: dict[str, str]) -> SubtaskRecord:
     secrets = from_json(record["secrets"])
-    return SubtaskRecord.model_validate(record | {"secrets": secrets, "result": results.get(record["name"])})
+    return SubtaskRecord.model_validate(
+        record | {"secrets": secrets, "result": results.get(record["name"])}
+    )

@@ -9,17 +9,22 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import operation_statements as sql
 from meshpoint.adapters.sql import statements
-from meshpoint.adapters.sql.checkpointing import keep_alive_at
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.locking import LockedTasks, StoreOptions, lock_task
-from meshpoint.adapters.sql.rows import instant, is_early_cancel, requester_columns, requester_from_row
+from meshpoint.adapters.sql.locking import lock_task
+from meshpoint.adapters.sql.rows import (
+    epoch_seconds,
+    instant,
+    is_early_cancel,
+    keep_alive_at,
+    requester_columns,
+    requester_from_row,
+)
 from meshpoint.adapters.sql.subtasking import expiry
-from meshpoint.model.checkpoint import Requester, TaskState
 from meshpoint.model.ids import TaskId
 from meshpoint.model.operations import (
-    ASKED_BY_ANOTHER,
-    ASKED_FOR_OTHERWISE,
-    NOBODY,
+    DIFFERENT_INPUT,
+    DIFFERENT_REQUESTER,
+    NO_REQUESTER,
     Adopted,
     NotRevived,
     Refusal,
@@ -27,68 +32,78 @@ from meshpoint.model.operations import (
     Revived,
     ReviveResult,
 )
-from meshpoint.model.requesters import same_input
+from meshpoint.model.tasks import Requester, TaskState, same_input
 
 
-async def revive(tx: Transaction, command: Revive, request: bytes | None, options: StoreOptions) -> ReviveResult:
+async def revive(tx: Transaction, command: Revive, request: bytes | None) -> ReviveResult:
     """Make an ended task ready again. `request` is packed and replaces the stored one if given.
 
     With `command.adopt`, a task that has not ended continues for the new requester.
     """
-    locked = await lock_task(tx, command.task_id)
-    row = _row_of_namespace(command, locked, options)
-    if row is None:
+    row, now = await lock_task(tx, command.task_id)
+    names = tx.options.names
+    if row is None or not row.agent_name.startswith(names.prefix):
+        return NotRevived(Refusal.NOT_FOUND)
+    agent = names.plain(row.agent_name)
+    if command.agent not in {None, agent}:
         return NotRevived(Refusal.NOT_FOUND)
     (details,) = await tx.fetch(sql.READ_REVIVABLE, task_id=command.task_id)
-    agent = options.names.plain(row.agent_name)
     if (refusal := _requester_refusal(command, row, details)) is not None:
         return refusal
-    if row.run_id == command.token or (command.order is not None and command.order == details.resume_token):
-        return Revived(command.task_id, agent, row.retry_count, again=True)
-    if command.adopt and not TaskState(row.status).ended:
-        adopted = {
-            **requester_columns(command.requester),
-            "keep_alive_at": keep_alive_at(command.requester, locked.now),
-        }
+    if row.run_id == command.token or (
+        command.order is not None and command.order == details.resume_token
+    ):
+        return Revived(command.task_id, agent, row.retry_count, repeated=True)
+    if command.adopt and not TaskState(row.status).is_final:
         await tx.execute(
-            sql.UPDATE_ADOPTED, task_id=command.task_id, order=command.order, digest=command.digest, **adopted
+            sql.UPDATE_ADOPTED,
+            task_id=command.task_id,
+            order=command.order,
+            digest=command.digest,
+            keep_alive_at=keep_alive_at(command.requester, now),
+            parked_until=_parked_until(tx, row, command.requester),
+            **requester_columns(command.requester),
         )
         return Adopted()
     refusal = _refusal(command, row, details) or await _other_active(tx, command, row, details)
     if refusal is not None:
         return refusal
-    await _restart(tx, command, request, _requester(command, row, details), locked.now)
-    return Revived(command.task_id, agent, row.retry_count + 1)
-
-
-async def _restart(tx: Transaction, command: Revive, request: bytes | None, requester: Requester, now: float) -> None:
-    values = {
-        "task_id": command.task_id,
-        "token": command.token,
-        "order": command.order,
-        "request": request,
-        "now": now,
-    }
-    request_values = {"replaced": request is not None, "digest": command.digest}
-    await tx.execute(sql.UPDATE_REVIVED, **values, **request_values, **requester_columns(requester))
+    await tx.execute(
+        sql.UPDATE_REVIVED,
+        task_id=command.task_id,
+        token=command.token,
+        order=command.order,
+        request=request,
+        now=now,
+        replaced=request is not None,
+        digest=command.digest,
+        **requester_columns(_requester(command, row, details)),
+    )
     await tx.execute(sql.DELETE_CALLS_NOT_CANCELLING, task_id=command.task_id)
     await tx.execute(sql.DETACH_CALLS, task_id=command.task_id)
     await tx.execute(statements.DELETE_JOINS, ids=[command.task_id])
+    return Revived(command.task_id, agent, row.retry_count + 1)
+
+
+def _parked_until(tx: Transaction, row: Row[Any], requester: Requester) -> float | None:
+    """When a parked task is due to be ended for `requester`, or `None` if it is not parked."""
+    if row.status != TaskState.PARKED or row.incompatible_since is None:
+        return None
+    limit: float = row.incompatible_since + tx.options.parked_limit
+    deadline = epoch_seconds(requester.deadline)
+    return limit if deadline is None else min(limit, deadline)
 
 
 def _requester(command: Revive, row: Row[Any], details: Row[Any]) -> Requester:
-    if command.requester != NOBODY:
+    if command.requester != NO_REQUESTER:
         return command.requester
     waits = row.reply_to is not None and not details.reply_sent
     # The requester expects no reply, but the task still belongs to it.
-    return replace(requester_from_row(row), deadline=None) if waits else Requester(app_id=row.requester_app_id)
-
-
-def _row_of_namespace(command: Revive, locked: LockedTasks, options: StoreOptions) -> Row[Any] | None:
-    row = locked.rows.get(command.task_id)
-    if row is None or not row.agent_name.startswith(options.names.prefix):
-        return None
-    return row if command.agent in {None, options.names.plain(row.agent_name)} else None
+    return (
+        replace(requester_from_row(row), deadline=None)
+        if waits
+        else Requester(app_id=row.requester_app_id)
+    )
 
 
 def _requester_refusal(command: Revive, row: Row[Any], details: Row[Any]) -> NotRevived | None:
@@ -100,9 +115,9 @@ def _requester_refusal(command: Revive, row: Row[Any], details: Row[Any]) -> Not
     if command.order is None:
         return None
     if not is_early_cancel(row) and row.requester_app_id not in {None, command.requester.app_id}:
-        return NotRevived(Refusal.NOT_FOUND, ASKED_BY_ANOTHER)
+        return NotRevived(Refusal.NOT_FOUND, DIFFERENT_REQUESTER)
     if not same_input(details.request_digest, command.digest):
-        return NotRevived(Refusal.NOT_FOUND, ASKED_FOR_OTHERWISE)
+        return NotRevived(Refusal.NOT_FOUND, DIFFERENT_INPUT)
     if details.resume_token is not None and command.order < details.resume_token:
         return NotRevived(Refusal.RUNNING, "asked again since")
     return None
@@ -110,7 +125,7 @@ def _requester_refusal(command: Revive, row: Row[Any], details: Row[Any]) -> Not
 
 def _refusal(command: Revive, row: Row[Any], details: Row[Any]) -> NotRevived | None:
     state = TaskState(row.status)
-    if not (state.ended or command.abandoned):
+    if not (state.is_final or command.abandoned):
         return NotRevived(Refusal.RUNNING, _describe_state(state, row, details))
     if state is TaskState.COMPLETED:
         return NotRevived(Refusal.COMPLETED)
@@ -127,7 +142,9 @@ def _describe_state(state: TaskState, row: Row[Any], details: Row[Any]) -> str:
     return "pending" if state is TaskState.READY else state.value
 
 
-async def _other_active(tx: Transaction, command: Revive, row: Row[Any], details: Row[Any]) -> NotRevived | None:
+async def _other_active(
+    tx: Transaction, command: Revive, row: Row[Any], details: Row[Any]
+) -> NotRevived | None:
     if not details.exclusive:
         return None
     if not tx.dialect.is_sqlite:
@@ -136,16 +153,21 @@ async def _other_active(tx: Transaction, command: Revive, row: Row[Any], details
     return NotRevived(Refusal.OTHER_ACTIVE, others[0].logical_task_id) if others else None
 
 
-async def preserve(tx: Transaction, task_id: TaskId, options: StoreOptions, *, preserve: bool) -> bool:
+async def preserve(tx: Transaction, task_id: TaskId, *, preserve: bool) -> bool:
     """Exempt an operation from deletion, or end the exemption.
 
     Returns `False` if the namespace has no such operation.
     """
-    row = (await lock_task(tx, task_id)).rows.get(task_id)
-    if row is None or row.checkpoint_seq is None or not row.agent_name.startswith(options.names.prefix):
+    row, _ = await lock_task(tx, task_id)
+    if (
+        row is None
+        or row.checkpoint_seq is None
+        or not row.agent_name.startswith(tx.options.names.prefix)
+    ):
         return False
     await tx.execute(sql.UPDATE_PRESERVE, task_id=task_id, preserve=preserve)
     if row.ended_at is not None:
-        expires_at = expiry(row, TaskState(row.status), row.ended_at, options, preserve=preserve)
+        state = TaskState(row.status)
+        expires_at = expiry(row, state, row.ended_at, tx.options, preserve=preserve)
         await tx.execute(sql.UPDATE_EXPIRY, task_id=task_id, expires_at=expires_at)
     return True

@@ -13,25 +13,30 @@ from pydantic_core import from_json, to_json
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql.codec import RAW, pack, pack_all, unpack, unpacked_size
-from meshpoint.model.checkpoint import (
+from meshpoint.model.ids import AgentName, RunId, TaskId
+from meshpoint.model.messages import Address
+from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
+from meshpoint.model.tasks import (
     CancelNotice,
-    Checkpoint,
+    CheckpointDict,
     Dispatch,
-    Known,
     Reply,
     Requester,
     Resumable,
     Run,
     TaskState,
 )
-from meshpoint.model.ids import AgentName, RunId, TaskId
-from meshpoint.model.messages import Address
-from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
+from meshpoint.model.transitions import ExistingTask
 
 FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
-"""`wake_at` of a parked task, which waits for a person rather than for time to pass."""
+"""Deletion time of a preserved operation."""
+
+NOT_NEEDED = Failed(FailureKind.CANCELLED, "the join no longer needed it")
+
+KEEP_ALIVES_PER_TIMEOUT = 3  # so that a requester misses two before it gives up
 
 _EARLIEST = 0.0
+_MAX_TRIED_VERSIONS = 20  # an older version may try the task again
 _YIELD_ABOVE_BYTES = 1_000_000
 
 _JSON_COLUMNS = (
@@ -57,9 +62,9 @@ def epoch_seconds(at: datetime | None) -> float | None:
     return None if at is None else at.timestamp()
 
 
-def encode_pairs(keys: Sequence[tuple[str, str]]) -> str:
-    """Encode keys of calls for the `pairs` fragment of statements."""
-    return json.dumps(keys)
+def duration_seconds(duration: timedelta | None) -> float | None:
+    """Convert a duration to seconds, as the database stores it."""
+    return None if duration is None else duration.total_seconds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +89,11 @@ class AgentNames:
         return AgentName(stored.removeprefix(self.prefix))
 
 
-async def context_columns(context: Checkpoint) -> dict[str, Any]:
+async def context_columns(context: CheckpointDict) -> dict[str, Any]:
     """Encode a context as column values; keys without a column of their own share one."""
     columns: dict[str, Any] = {
-        name: to_json(context[name]).decode() if name in context else None for name in _JSON_COLUMNS
+        name: to_json(context[name]).decode() if name in context else None
+        for name in _JSON_COLUMNS
     }
     rest = {key: value for key, value in context.items() if key not in _OWN_COLUMNS}
     columns["context_rest"] = to_json(rest).decode()
@@ -101,9 +107,9 @@ async def context_columns(context: Checkpoint) -> dict[str, Any]:
     return columns
 
 
-async def context_from_row(row: Any) -> Checkpoint:
+async def context_from_row(row: Any) -> CheckpointDict:
     """Decode a context from the columns that `context_columns` returned."""
-    context: Checkpoint = from_json(row.context_rest) if row.context_rest else {}
+    context: CheckpointDict = from_json(row.context_rest) if row.context_rest else {}
     for name in _JSON_COLUMNS:
         if (column := getattr(row, name)) is not None:
             context[name] = from_json(column)
@@ -122,13 +128,12 @@ def _text_copy(places: Sequence[Mapping[str, object]], *names: str) -> str | Non
 
 def requester_columns(requester: Requester) -> dict[str, Any]:
     """Encode a requester as column values of its task."""
-    idle = requester.idle_timeout
     return {
         "reply_to": requester.reply_to,
         "requester_app_id": requester.app_id,
         "parent_task_id": requester.parent_task_id,
         "task_deadline": epoch_seconds(requester.deadline),
-        "idle_timeout": None if idle is None else idle.total_seconds(),
+        "idle_timeout": duration_seconds(requester.idle_timeout),
     }
 
 
@@ -141,6 +146,12 @@ def requester_from_row(row: Any) -> Requester:
         deadline=None if row.task_deadline is None else instant(row.task_deadline),
         idle_timeout=None if row.idle_timeout is None else timedelta(seconds=row.idle_timeout),
     )
+
+
+def keep_alive_at(requester: Requester, now: float) -> float | None:
+    """When to send `requester` the first keep-alive of a task that waits since `now`."""
+    idle = requester.idle_timeout
+    return None if idle is None else now + idle.total_seconds() / KEEP_ALIVES_PER_TIMEOUT
 
 
 async def reply_from_row(row: Any, now: float, names: AgentNames) -> Reply:
@@ -156,18 +167,18 @@ async def reply_from_row(row: Any, now: float, names: AgentNames) -> Reply:
     )
 
 
-async def existing_task_from_row(row: Any, names: AgentNames) -> Known:
+async def existing_task_from_row(row: Any, names: AgentNames) -> ExistingTask:
     """Decode the parts of a task's row that decide what to do with a repeated request."""
     state = TaskState(row.status)
-    reply = await reply_from_row(row, row.now, names) if state.ended else None
-    return Known(
+    reply = await reply_from_row(row, row.now, names) if state.is_final else None
+    return ExistingTask(
         TaskId(row.logical_task_id),
         names.plain(row.agent_name),
         state,
         reply,
         requester=row.requester_app_id,
         digest=row.request_digest,
-        early=is_early_cancel(row),
+        is_early_cancel=is_early_cancel(row),
     )
 
 
@@ -188,24 +199,27 @@ async def dispatch_from_row(row: Row[Any], names: AgentNames, attempt: int) -> D
         headers=json.loads(row.correlation_data),
         deadline=instant(row.absolute_deadline),
         attempt=attempt,
+        unroutable_for=None
+        if row.unroutable_since is None
+        else timedelta(seconds=max(row.now - row.unroutable_since, 0.0)),
     )
 
 
 def cancel_notice_from_row(row: Row[Any], names: AgentNames) -> CancelNotice:
     """Decode the cancel to send from a closed call's row."""
     return CancelNotice(
-        names.plain(row.agent_name), TaskId(row.logical_task_id), TaskId(row.sub_task_id), AgentName(row.peer_agent)
+        names.plain(row.agent_name),
+        TaskId(row.logical_task_id),
+        TaskId(row.sub_task_id),
+        AgentName(row.peer_agent),
     )
-
-
-async def outcome_column(outcome: Outcome) -> bytes | None:
-    """Encode and pack an outcome."""
-    return await pack(encode_outcome(outcome))
 
 
 async def outcome_columns(outcomes: Iterable[Outcome | None]) -> list[bytes | None]:
     """Encode and pack outcomes, in the same order. A missing outcome stays `None`."""
-    return await pack_all(None if outcome is None else encode_outcome(outcome) for outcome in outcomes)
+    return await pack_all(
+        None if outcome is None else encode_outcome(outcome) for outcome in outcomes
+    )
 
 
 StoredOutcome: TypeAlias = tuple[str, AgentName, bytes | Outcome | None]
@@ -214,12 +228,12 @@ StoredOutcome: TypeAlias = tuple[str, AgentName, bytes | Outcome | None]
 
 async def unpack_outcome(packed: bytes | None) -> Outcome:
     """Decode a packed outcome. A closed call without one counts as cancelled."""
-    return _decode_stored(await unpack(packed))
-
-
-def _decode_stored(stored: bytes | None) -> Outcome:
+    stored = packed[1:] if packed is not None and packed[:1] == RAW else await unpack(packed)
     if stored is None:
         return Failed(FailureKind.CANCELLED, "the call was closed")
+    if len(stored) > _YIELD_ABOVE_BYTES:
+        # Decoding takes milliseconds per outcome, and leases must be renewed in the meantime.
+        await asyncio.sleep(0)
     return decode_outcome(stored)
 
 
@@ -235,20 +249,39 @@ def run_from_row(row: Any, names: AgentNames) -> Run:
 
 
 async def resumable_from_row(
-    row: Any, calls: Sequence[StoredOutcome] | None, names: AgentNames, max_join_bytes: int
+    row: Any,
+    calls: Sequence[StoredOutcome] | None,
+    log: Sequence[bytes] | None,
+    names: AgentNames,
+    max_join_bytes: int,
 ) -> Resumable:
-    """Build the input of a task's next segment from its row and its calls, in call order.
+    """Build the input of a task's next segment from its row, its calls in call order, and its log.
 
     `calls` is `None` if their outcomes are too large to read. The result is then refused with the
     size in the message.
+
+    Raises:
+        ValueError: A value in the row is damaged, or `log` is `None` because entries are missing.
     """
+    if log is None:
+        raise ValueError(f"entries of its log up to {row.log_seq} are missing")
     refused = None
-    size = row.outcome_bytes if calls is None else _unpacked_size(calls)
+    size = (
+        row.outcome_bytes
+        if calls is None
+        else sum(unpacked_size(found) for _, _, found in calls if isinstance(found, bytes))
+    )
     if calls is None or size > max_join_bytes:
-        refused = f"the outcomes of its peer calls have {size} bytes; max_join_bytes is {max_join_bytes}"
+        refused = (
+            f"the outcomes of its peer calls have {size} bytes; max_join_bytes is {max_join_bytes}"
+        )
         calls = ()
     outcomes = [
-        (call_id, peer, await _unpack_yielding(found) if found is None or isinstance(found, bytes) else found)
+        (
+            call_id,
+            peer,
+            await unpack_outcome(found) if found is None or isinstance(found, bytes) else found,
+        )
         for call_id, peer, found in calls
     ]
     return Resumable(
@@ -264,22 +297,51 @@ async def resumable_from_row(
         checkpoint=row.checkpoint_seq,
         retry_count=row.retry_count,
         rescues=row.rescues,
-        death=row.dead_reason,
-        refused=refused,
+        crash_reason=row.dead_reason,
+        refusal_reason=refused,
+        digest=row.request_digest,
+        log=tuple([await unpack(entry) or b"" for entry in log]),
+        log_seq=row.log_seq,
+    )
+
+
+def endable_from_row(row: Any, run: Run) -> Resumable:
+    """Build a task that `run` only ends. Its content may be damaged, so it is not decoded."""
+    return Resumable(
+        run=run,
+        requester=requester_from_row(row),
+        context={},
+        state=b"",
+        state_format=row.state_format or "",
+        outcomes=(),
+        request=None,
+        attempt=max(row.attempt, 1),
+        cancel_requested=bool(row.cancel_requested),
+        checkpoint=row.checkpoint_seq,
+        retry_count=row.retry_count,
+        rescues=row.rescues,
         digest=row.request_digest,
     )
 
 
-async def _unpack_yielding(found: bytes | None) -> Outcome:
-    stored = found[1:] if found is not None and found[:1] == RAW else await unpack(found)
-    if stored is not None and len(stored) > _YIELD_ABOVE_BYTES:
-        # Decoding takes milliseconds per outcome, and leases must be renewed in the meantime.
-        await asyncio.sleep(0)
-    return _decode_stored(stored)
+def add_version(tried: str | None, version: str) -> str:
+    """Add a version to the JSON list of versions that tried a parked task."""
+    versions = [each for each in tried_versions(tried) if each != version]
+    kept = [*versions, version][-_MAX_TRIED_VERSIONS:]
+    return f"[{','.join(map(version_item, kept))}]"
 
 
-def _unpacked_size(calls: Sequence[StoredOutcome]) -> int:
-    return sum(unpacked_size(found) for _, _, found in calls if isinstance(found, bytes))
+def version_item(version: str) -> str:
+    """Encode a version as an item of `tried_versions`. No part of another item looks like it.
+
+    A quote after a space always begins an item, because quotes within items are escaped.
+    """
+    return f" {json.dumps(version)}"
+
+
+def tried_versions(stored: str | None) -> tuple[str, ...]:
+    """Decode the versions that tried a parked task, oldest first."""
+    return () if stored is None else tuple(json.loads(stored))
 
 
 def group_by_task(rows: Sequence[Row[Any]]) -> dict[str, list[Row[Any]]]:

@@ -6,8 +6,8 @@ braces differ between databases: see `dialect`.
 
 A transaction locks a task before it changes the task, its calls or its joins, and locks tasks in
 order of id. So transactions cannot deadlock, and calls and joins need no locks of their own. Three
-writes do without the task's lock, and never wait: the sender's lease on a call or join, the sent
-mark on a join, and the extension of an idle deadline.
+writes skip the task's lock and never wait: the sender's lease on a call or join, the record in a
+join that its requests were sent, and the extension of an idle deadline.
 
 LOCK statements wait for rows up to `lock_timeout`; after a timeout, the transaction is repeated
 with the variants that skip locked rows. PICK statements always skip them. The data for a decision
@@ -17,14 +17,31 @@ lock is older than the lock.
 
 from __future__ import annotations
 
+from meshpoint.adapters.sql import columns
+from meshpoint.adapters.sql.columns import assigned, comma_separated, emptied
+
+_REQUESTER, _REQUESTER_VALUES = (
+    comma_separated(columns.REQUESTER),
+    comma_separated(columns.REQUESTER, ":"),
+)
+_CONTEXT, _CONTEXT_VALUES = comma_separated(columns.CONTEXT), comma_separated(columns.CONTEXT, ":")
+_REPLY = comma_separated(columns.REPLY)
+_ACQUIRED = "logical_task_id, agent_name, generation, fence, attempt, rescues"
+_ENDABLE = (
+    f"{_ACQUIRED}, {_REQUESTER}, state_format, cancel_requested, checkpoint_seq, retry_count, "
+    "request_digest"
+)
+
 # Lock tasks by id. Also returns the time after the last lock, in a row of NULLs if no task exists.
-LOCK_TASKS = """
+LOCK_TASKS = f"""
 WITH locked AS MATERIALIZED (
-  SELECT logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, cancel_requested,
-         state_format, reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, ended_at,
-         incompatible_since, checkpoint_seq, retry_count
-    FROM agent_paused_tasks WHERE logical_task_id {one_of:ids} ORDER BY logical_task_id {for_update})
-SELECT locked.*, {clock} AS now FROM (SELECT count(*) AS n FROM locked) AS counted LEFT JOIN locked ON counted.n > 0
+  SELECT logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt,
+         cancel_requested, state_format, {_REQUESTER}, ended_at,
+         incompatible_since, tried_versions, checkpoint_seq, retry_count, log_seq
+    FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
+   ORDER BY logical_task_id {{for_update}})
+SELECT locked.*, {{clock}} AS now
+  FROM (SELECT count(*) AS n FROM locked) AS counted LEFT JOIN locked ON counted.n > 0
 """
 
 # The same, skipping tasks that other sessions hold.
@@ -43,8 +60,8 @@ SELECT logical_task_id, status, fence FROM agent_paused_tasks WHERE logical_task
 # Limit lock waits for the rest of this transaction.
 SET_LOCK_TIMEOUT = "SELECT set_config('lock_timeout', :limit, true)"
 
-# Lock the calls, joins, checkpoints and operations of locked tasks. Returns the tasks with a row
-# that another session holds.
+# Lock the calls, joins, checkpoints, operations and log entries of locked tasks. Returns the tasks
+# with a row that another session holds.
 LOCK_CHILD_ROWS = """
 WITH calls AS MATERIALIZED (
   SELECT logical_task_id, sub_task_id FROM agent_peer_sub_tasks
@@ -56,82 +73,131 @@ kept AS MATERIALIZED (
   SELECT analysis_id, agent_type, seq FROM agent_checkpoints
    WHERE analysis_id {one_of:ids} {for_delete_skip_locked}),
 operations AS MATERIALIZED (
-  SELECT operation_id FROM agent_operations WHERE operation_id {one_of:ids} {for_delete_skip_locked})
+  SELECT operation_id FROM agent_operations
+   WHERE operation_id {one_of:ids} {for_delete_skip_locked}),
+entries AS MATERIALIZED (
+  SELECT logical_task_id, seq FROM agent_task_log
+   WHERE logical_task_id {one_of:ids} {for_delete_skip_locked})
 SELECT c.logical_task_id AS task_id FROM agent_peer_sub_tasks AS c
- WHERE c.logical_task_id {one_of:ids} AND (c.logical_task_id, c.sub_task_id) NOT IN (SELECT * FROM calls)
+ WHERE c.logical_task_id {one_of:ids}
+   AND (c.logical_task_id, c.sub_task_id) NOT IN (SELECT * FROM calls)
 UNION
 SELECT j.logical_task_id FROM agent_parallel_invocations AS j
- WHERE j.logical_task_id {one_of:ids} AND (j.logical_task_id, j.invocation_id) NOT IN (SELECT * FROM joins)
+ WHERE j.logical_task_id {one_of:ids}
+   AND (j.logical_task_id, j.invocation_id) NOT IN (SELECT * FROM joins)
 UNION
 SELECT k.analysis_id FROM agent_checkpoints AS k
- WHERE k.analysis_id {one_of:ids} AND (k.analysis_id, k.agent_type, k.seq) NOT IN (SELECT * FROM kept)
+ WHERE k.analysis_id {one_of:ids}
+   AND (k.analysis_id, k.agent_type, k.seq) NOT IN (SELECT * FROM kept)
+UNION
+SELECT l.logical_task_id FROM agent_task_log AS l
+ WHERE l.logical_task_id {one_of:ids}
+   AND (l.logical_task_id, l.seq) NOT IN (SELECT * FROM entries)
 UNION
 SELECT o.operation_id FROM agent_operations AS o
  WHERE o.operation_id {one_of:ids} AND o.operation_id NOT IN (SELECT * FROM operations)
 """
 
-_REPLY_COLUMNS = """logical_task_id, agent_name, status, fence, reply, reply_to, requester_app_id, parent_task_id,
-       task_deadline, idle_timeout, ended_at, reply_attempts"""
-
 # Look up tasks by id, without a lock; ended tasks include their reply.
 LOOKUP = f"""
-SELECT {_REPLY_COLUMNS}, request_digest, {{instant}} AS now
+SELECT {_REPLY}, request_digest, {{instant}} AS now
   FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
 """
 
 # Read whole tasks to resume them, with the size of their pause's outcomes.
 READ_TASKS = """
 SELECT t.*, (SELECT coalesce(sum(length(c.outcome)), 0) FROM agent_peer_sub_tasks AS c
-              WHERE c.logical_task_id = t.logical_task_id AND c.invocation_id = t.generation) AS outcome_bytes
+              WHERE c.logical_task_id = t.logical_task_id
+                AND c.invocation_id = t.generation) AS outcome_bytes
   FROM agent_paused_tasks AS t WHERE t.logical_task_id {one_of:ids}
 """
 
+# Read the logs of tasks up to the last entry in the task's row, unless they are too large.
+READ_LOGS = """
+SELECT l.logical_task_id, l.seq, l.entry
+  FROM (SELECT s.logical_task_id, t.log_seq, sum(length(s.entry)) AS bytes
+          FROM agent_task_log AS s JOIN agent_paused_tasks AS t
+            ON t.logical_task_id = s.logical_task_id AND s.seq <= t.log_seq
+         WHERE s.logical_task_id {one_of:ids} GROUP BY s.logical_task_id, t.log_seq) AS sizes
+  JOIN agent_task_log AS l
+    ON l.logical_task_id = sizes.logical_task_id AND l.seq <= sizes.log_seq
+ WHERE sizes.bytes <= :max_bytes AND l.logical_task_id {one_of:ids}
+ ORDER BY l.logical_task_id, l.seq
+"""
+
+# Read the sizes of a task's log entries, oldest first.
+READ_LOG_SIZES = """
+SELECT seq, length(entry) AS bytes FROM agent_task_log
+ WHERE logical_task_id = :task_id AND seq <= :last ORDER BY seq
+"""
+
+# Read some of these entries.
+READ_LOG = """
+SELECT seq, entry FROM agent_task_log
+ WHERE logical_task_id = :task_id AND seq >= :first AND seq <= :last ORDER BY seq
+"""
+
+# Find tasks with log entries after the last one in their row, which another run must have written.
+READ_UNKNOWN_ENTRIES = """
+SELECT DISTINCT l.logical_task_id
+  FROM agent_task_log AS l JOIN agent_paused_tasks AS t
+    ON t.logical_task_id = l.logical_task_id AND l.seq > t.log_seq
+ WHERE l.logical_task_id {one_of:ids}
+"""
+
+# Append one entry to the log of a task.
+INSERT_LOG_ENTRY = """
+INSERT INTO agent_task_log (logical_task_id, seq, run_id, entry)
+VALUES (:task_id, :seq, :run_id, :entry)
+"""
+
+# Delete the logs of tasks.
+DELETE_LOGS = """
+DELETE FROM agent_task_log WHERE logical_task_id {one_of:ids}
+"""
+
 # Insert a task before its first segment, as running or as ready.
-INSERT_TASK = """
+INSERT_TASK = f"""
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, wake_at, request,
-  reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at, checkpoint_seq,
-  resume_token, request_digest)
+  {_REQUESTER}, checkpointed_at, checkpoint_seq,
+  resume_token, request_digest, state_format)
 VALUES (
   :task_id, :agent, :status, 0, 1, :run_id, :owner, :attempt, :wake_at, :request,
-  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now, :checkpoint_seq, :order,
-  :digest)
+  {_REQUESTER_VALUES}, :now, :checkpoint_seq, :order,
+  :digest, :state_format)
 """
 
 # Insert a task that has no row, with its first checkpoint.
-INSERT_PAUSED = """
+INSERT_PAUSED = f"""
 INSERT INTO agent_paused_tasks (
-  logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request, request_digest,
-  reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, keep_alive_at, checkpointed_at,
-  a2a_context, effective_session_id, user_id, current_invocation_id, produced_artifacts,
-  artifact_signals_to_return, response_buffer, flags, security_context, token_usage, context_rest,
-  state, state_format, app_version, framework)
+  logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request,
+  request_digest, {_REQUESTER}, keep_alive_at, checkpointed_at, log_seq,
+  {_CONTEXT})
 VALUES (
   :task_id, :agent, :status, :generation, 1, :run_id, 0, :wake_at, :request, :digest,
-  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :keep_alive_at, :now,
-  :a2a_context, :effective_session_id, :user_id, :current_invocation_id, :produced_artifacts,
-  :artifact_signals_to_return, :response_buffer, :flags, :security_context, :token_usage, :context_rest,
-  :state, :state_format, :app_version, :framework)
+  {_REQUESTER_VALUES}, :keep_alive_at, :now, :new_entries,
+  {_CONTEXT_VALUES})
 """
 
+_STATELESS = assigned(name for name in columns.CONTEXT if name != "state")
+
 # Write the checkpoint of a task that has a row, which already contains its requester and request.
-UPDATE_PAUSED = """
+UPDATE_PAUSED = f"""
 UPDATE agent_paused_tasks SET
-  status = :status, generation = :generation, run_id = :run_id, owner = NULL, attempt = 0, rescues = 0,
-  wake_at = :wake_at, keep_alive_at = :now + idle_timeout / :keep_alives, checkpointed_at = :now,
-  incompatible_since = NULL, dead_reason = NULL,
-  a2a_context = :a2a_context, effective_session_id = :effective_session_id, user_id = :user_id,
-  current_invocation_id = :current_invocation_id, produced_artifacts = :produced_artifacts,
-  artifact_signals_to_return = :artifact_signals_to_return, response_buffer = :response_buffer, flags = :flags,
-  security_context = :security_context, token_usage = :token_usage, context_rest = :context_rest,
-  state = :state, state_format = :state_format, app_version = :app_version, framework = :framework
+  status = :status, generation = :generation, run_id = :run_id, owner = NULL, attempt = 0,
+  rescues = 0, wake_at = :wake_at, keep_alive_at = :now + idle_timeout / :keep_alives,
+  checkpointed_at = :now, dead_reason = NULL, {emptied(columns.PARKING)},
+  log_seq = log_seq + :new_entries,
+  state = CASE WHEN :keeps_state THEN state ELSE :state END, {_STATELESS}
 WHERE logical_task_id = :task_id
 """
 
 # Assign a task to a run, or make it ready for any replica.
 UPDATE_OWNER = """
 UPDATE agent_paused_tasks SET
-  status = :status, fence = :fence, run_id = :run_id, owner = :owner, attempt = :attempt, wake_at = :wake_at
+  status = :status, fence = :fence, run_id = :run_id, owner = :owner, attempt = :attempt,
+  wake_at = :wake_at
 WHERE logical_task_id = :task_id
 """
 
@@ -152,20 +218,22 @@ UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id = :task_i
 UPDATE_RELEASED = """
 UPDATE agent_paused_tasks SET
   status = :status, run_id = :run_id, owner = NULL, wake_at = :wake_at, attempt = :attempt,
-  incompatible_since = :incompatible_since, dead_reason = coalesce(:death, dead_reason)
+  incompatible_since = :incompatible_since, tried_versions = :tried_versions,
+  parked_reason = coalesce(:parked_reason, parked_reason),
+  dead_reason = coalesce(:death, dead_reason)
 WHERE logical_task_id = :task_id
 """
 
-# Turn a task into a tombstone: wipe its context and state, and make its reply due.
-UPDATE_ENDED = """
+# Turn a task into a tombstone: wipe its context and state, and make its reply due. An operation
+# that can be resumed keeps the tokens of its attempts.
+UPDATE_ENDED = f"""
 UPDATE agent_paused_tasks SET
   status = :status, run_id = :run_id, owner = NULL, wake_at = :wake_at, keep_alive_at = NULL,
   reply = :reply, reply_sent = false, reply_attempts = 1, dead_reason = :dead_reason,
   request = CASE WHEN :keep_request THEN request END,
   ended_at = :now, expires_at = :expires_at, checkpoint_seq = :checkpoint_seq,
-  a2a_context = NULL, effective_session_id = NULL, user_id = NULL, current_invocation_id = NULL,
-  produced_artifacts = NULL, artifact_signals_to_return = NULL, response_buffer = NULL, flags = NULL,
-  security_context = NULL, token_usage = NULL, context_rest = NULL, state = NULL
+  {emptied(name for name in columns.WIPED_AT_END if name != "token_usage")},
+  token_usage = CASE WHEN :keep_usage THEN coalesce(:usage, token_usage) END
 WHERE logical_task_id = :task_id
 """
 
@@ -173,8 +241,8 @@ WHERE logical_task_id = :task_id
 # cancel instead of a requester; NULL applies to every request.
 INSERT_EARLY_CANCEL = """
 INSERT INTO agent_paused_tasks (
-  logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply, reply_sent,
-  requester_app_id, checkpointed_at, ended_at, expires_at)
+  logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply,
+  reply_sent, requester_app_id, checkpointed_at, ended_at, expires_at)
 VALUES (:task_id, :agent, 'cancelled', 0, 0, :run_id, 0, :expires_at, :reply, true,
   :canceller, :now, :now, :expires_at)
 """
@@ -186,13 +254,13 @@ WHERE logical_task_id = :task_id AND status = 'cancelled' AND fence = 0 AND repl
 """
 
 # Store the reply of a task without a row, because its requester's queue did not accept it.
-INSERT_STORED_REPLY = """
+INSERT_STORED_REPLY = f"""
 INSERT INTO agent_paused_tasks (
-  logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply, reply_sent, reply_attempts,
-  reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at, ended_at, expires_at,
+  logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply,
+  reply_sent, reply_attempts, {_REQUESTER}, checkpointed_at, ended_at, expires_at,
   request_digest)
 VALUES (:task_id, :agent, :status, 0, 0, :run_id, 0, :wake_at, :reply, false, 1,
-  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now, :now, :expires_at,
+  {_REQUESTER_VALUES}, :now, :now, :expires_at,
   :digest)
 """
 
@@ -216,36 +284,40 @@ UPDATE_LEASES = """
 UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id {one_of:ids}
 """
 
-# Count due work, each kind up to a limit, without locks. Each part has the condition of the PICK
-# statement for its rows.
-COUNT_DUE = """
-SELECT
-  (SELECT count(*) FROM (
-     SELECT 1 FROM agent_paused_tasks
-      WHERE agent_name = :agent AND status = 'ready' AND wake_at <= {instant}
-        AND (generation = 0 OR state_format {one_of:formats}) ORDER BY wake_at LIMIT :limit) AS r) AS ready,
-  (SELECT count(*) FROM (
-     SELECT 1 FROM agent_paused_tasks
-      WHERE agent_name = :agent AND status = 'running' AND wake_at <= {instant}
-        AND (generation = 0 OR state_format {one_of:formats}) ORDER BY wake_at LIMIT :limit) AS l) AS lapsed,
-  (SELECT count(*) FROM (
-     SELECT 1 FROM agent_paused_tasks
-      WHERE agent_name = :agent AND status = 'waiting' AND wake_at <= {instant}
-      ORDER BY wake_at LIMIT :limit) AS e) AS expired,
-  (SELECT count(*) FROM (
-     SELECT 1 FROM agent_paused_tasks
-      WHERE agent_name = :agent AND keep_alive_at <= {instant} AND status IN ('waiting', 'ready')
-      ORDER BY keep_alive_at LIMIT :limit) AS k) AS keep_alives,
-  (SELECT count(*) FROM (
-     SELECT 1 FROM agent_paused_tasks
-      WHERE agent_name = :agent AND status IN ('completed', 'failed', 'cancelled') AND wake_at <= {instant}
-        AND NOT reply_sent ORDER BY wake_at LIMIT :limit) AS p)
-  + (SELECT count(*) FROM (
-     SELECT 1 FROM agent_peer_sub_tasks
-      WHERE agent_name = :agent AND send_due_at <= {instant} ORDER BY send_due_at LIMIT :limit) AS c)
-  + (SELECT count(*) FROM (
-     SELECT 1 FROM agent_parallel_invocations
-      WHERE agent_name = :agent AND send_due_at <= {instant} ORDER BY send_due_at LIMIT :limit) AS j) AS unsent
+# Conditions for due rows.
+_READABLE = "AND (generation = 0 OR state_format {one_of:formats})"
+_DUE_TASKS = """FROM agent_paused_tasks
+ WHERE agent_name = :agent AND wake_at <= {instant} AND status"""
+_READY = f"{_DUE_TASKS} = 'ready' {_READABLE}"
+_LOST = f"{_DUE_TASKS} = 'running' {_READABLE}"
+_EXPIRED = f"{_DUE_TASKS} = 'waiting'"
+_PARKED_TOO_LONG = f"{_DUE_TASKS} = 'parked'"
+_READY_TOO_LATE = """FROM agent_paused_tasks
+ WHERE agent_name = :agent AND task_deadline <= {instant} AND status = 'ready'"""
+_ENDED = f"{_DUE_TASKS} IN ('completed', 'failed', 'cancelled')"
+_UNSENT_REPLIES = f"{_ENDED} AND NOT reply_sent"
+_KEEP_ALIVES = """FROM agent_paused_tasks
+ WHERE agent_name = :agent AND keep_alive_at <= {instant}
+   AND status IN ('waiting', 'ready', 'parked')"""
+_UNSENT = "WHERE agent_name = :agent AND send_due_at <= {instant}"
+_UNSENT_CALLS = f"FROM agent_peer_sub_tasks AS c {_UNSENT}"
+_UNSENT_JOINS = f"FROM agent_parallel_invocations {_UNSENT}"
+
+
+def _count(due: str, order: str = "wake_at") -> str:
+    return f"(SELECT count(*) FROM (SELECT 1 {due} ORDER BY {order} LIMIT :limit) AS due)"
+
+
+# Count due work, each kind up to a limit, without locks.
+COUNT_DUE = f"""
+SELECT {_count(_READY)} AS ready, {_count(_LOST)} AS lapsed, {_count(_EXPIRED)} AS expired,
+       {_count(_KEEP_ALIVES, "keep_alive_at")} AS keep_alives,
+       {_count(_PARKED_TOO_LONG)} + {_count(_READY_TOO_LATE, "task_deadline")} AS overdue,
+       CASE WHEN EXISTS (SELECT 1 FROM agent_paused_tasks
+                          WHERE agent_name = :agent AND status = 'parked')
+            THEN 1 ELSE 0 END AS parked,
+       {_count(_UNSENT_REPLIES)} + {_count(_UNSENT_CALLS, "send_due_at")}
+       + {_count(_UNSENT_JOINS, "send_due_at")} AS unsent
 """
 
 # Postpone a due task with a damaged row.
@@ -261,52 +333,79 @@ UPDATE agent_paused_tasks SET keep_alive_at = {instant} + :delay
 """
 
 # Postpone its reply, its calls, and its joins.
-POSTPONE_REPLY = """
-UPDATE agent_paused_tasks SET wake_at = {instant} + :delay
- WHERE logical_task_id = :task_id AND wake_at <= {instant} AND status IN ('completed', 'failed', 'cancelled')
+POSTPONE_UNSENT = (
+    f"{POSTPONE_TASK.rstrip()} AND status IN ('completed', 'failed', 'cancelled')",
+    *(
+        f"""
+UPDATE {table} SET send_due_at = {{instant}} + :delay
+ WHERE logical_task_id = :task_id AND send_due_at <= {{instant}}
 """
-POSTPONE_CALLS = """
-UPDATE agent_peer_sub_tasks SET send_due_at = {instant} + :delay
- WHERE logical_task_id = :task_id AND send_due_at <= {instant}
-"""
-POSTPONE_JOINS = """
-UPDATE agent_parallel_invocations SET send_due_at = {instant} + :delay
- WHERE logical_task_id = :task_id AND send_due_at <= {instant}
-"""
+        for table in ("agent_peer_sub_tasks", "agent_parallel_invocations")
+    ),
+)
 
 # Pick waiting tasks that may have passed a deadline.
-PICK_EXPIRED = """
-SELECT logical_task_id, agent_name, generation, fence, run_id, attempt, state_format, {instant} AS now
-  FROM agent_paused_tasks
- WHERE agent_name = :agent AND status = 'waiting' AND wake_at <= {instant}
- ORDER BY wake_at LIMIT :limit {skip_locked}
+PICK_EXPIRED = f"""
+SELECT logical_task_id, agent_name, generation, fence, run_id, attempt, state_format,
+       {{instant}} AS now
+  {_EXPIRED} ORDER BY wake_at LIMIT :limit {{skip_locked}}
 """
 
 # Pick ready tasks that a replica can resume. Suspects only if the replica has room for one; the
 # caller limits their number.
-PICK_READY = """
-SELECT logical_task_id, agent_name, generation, fence, attempt, rescues, {instant} AS now
+PICK_READY = f"""
+SELECT {_ACQUIRED}, {{instant}} AS now
+  {_READY} AND (rescues < :suspect_from OR :suspects > 0)
+ ORDER BY wake_at LIMIT :limit {{skip_locked}}
+"""
+
+# Pick parked tasks that no replica with this version has tried. `:tried` is the version as an item
+# of `tried_versions`.
+PICK_PARKED = f"""
+SELECT {_ACQUIRED}, {{instant}} AS now
   FROM agent_paused_tasks
- WHERE agent_name = :agent AND status = 'ready' AND wake_at <= {instant}
-   AND (generation = 0 OR state_format {one_of:formats}) AND (rescues < :suspect_from OR :suspects > 0)
- ORDER BY wake_at LIMIT :limit {skip_locked}
+ WHERE agent_name = :agent AND status = 'parked' {_READABLE}
+   AND (tried_versions IS NULL OR replace(tried_versions, :tried, '') = tried_versions)
+   AND (rescues < :suspect_from OR :suspects > 0)
+ ORDER BY wake_at LIMIT :limit {{skip_locked}}
+"""
+
+# Pick parked tasks past their deadline or `parked_limit`, to end them.
+PICK_PARKED_TOO_LONG = f"""
+SELECT {_ENDABLE}, parked_reason, {{instant}} AS now
+  {_PARKED_TOO_LONG} ORDER BY wake_at LIMIT :limit {{skip_locked}}
+"""
+
+# Pick ready tasks past their deadline, to end them.
+PICK_READY_TOO_LATE = f"""
+SELECT {_ENDABLE}, NULL AS parked_reason, {{instant}} AS now
+  {_READY_TOO_LATE} ORDER BY task_deadline LIMIT :limit {{skip_locked}}
+"""
+
+# Count ready tasks that have been due for a while, by the formats that a replica cannot read.
+COUNT_UNREAD = """
+SELECT state_format, count(*) AS tasks FROM agent_paused_tasks
+ WHERE agent_name = :agent AND status = 'ready' AND wake_at <= {instant} - :age
+   AND generation > 0 AND NOT (state_format {one_of:formats})
+ GROUP BY state_format
+"""
+
+# Make a parked task ready for any version, as if it had never been tried.
+UPDATE_UNPARKED = f"""
+UPDATE agent_paused_tasks SET status = 'ready', wake_at = :now, {emptied(columns.PARKING)}
+WHERE logical_task_id = :task_id
 """
 
 # Pick running tasks with an expired lease that a replica can resume.
-PICK_LOST = """
-SELECT logical_task_id, agent_name, generation, fence, attempt, rescues, {instant} AS now
-  FROM agent_paused_tasks
- WHERE agent_name = :agent AND status = 'running' AND wake_at <= {instant}
-   AND (generation = 0 OR state_format {one_of:formats})
- ORDER BY wake_at LIMIT :limit {skip_locked}
+PICK_LOST = f"""
+SELECT {_ACQUIRED}, {{instant}} AS now
+  {_LOST} ORDER BY wake_at LIMIT :limit {{skip_locked}}
 """
 
 # Pick paused tasks that are due to send a keep-alive to their requester.
-PICK_KEEP_ALIVES = """
-SELECT logical_task_id, reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, {instant} AS now
-  FROM agent_paused_tasks
- WHERE agent_name = :agent AND keep_alive_at <= {instant} AND status IN ('waiting', 'ready')
- ORDER BY keep_alive_at LIMIT :limit {skip_locked}
+PICK_KEEP_ALIVES = f"""
+SELECT logical_task_id, {_REQUESTER}, {{instant}} AS now
+  {_KEEP_ALIVES} ORDER BY keep_alive_at LIMIT :limit {{skip_locked}}
 """
 
 # Set when the next keep-alive is due.
@@ -317,8 +416,8 @@ UPDATE agent_paused_tasks SET keep_alive_at = :keep_alive_at WHERE logical_task_
 # Pick expired tombstones with nothing left to send.
 PICK_PURGEABLE = """
 SELECT logical_task_id, checkpoint_seq FROM agent_paused_tasks AS t
- WHERE agent_name = :agent AND status IN ('completed', 'failed', 'cancelled') AND wake_at <= {instant}
-   AND expires_at <= {instant} AND reply_sent
+ WHERE agent_name = :agent AND status IN ('completed', 'failed', 'cancelled')
+   AND wake_at <= {instant} AND expires_at <= {instant} AND reply_sent
    AND NOT EXISTS (SELECT 1 FROM agent_peer_sub_tasks AS c
                     WHERE c.logical_task_id = t.logical_task_id AND c.status = 'cancelling')
  ORDER BY wake_at LIMIT :limit {for_delete_skip_locked}
@@ -330,10 +429,9 @@ DELETE FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
 """
 
 # Insert one call of a pause.
-INSERT_CALL = """
+INSERT_CALL = f"""
 INSERT INTO agent_peer_sub_tasks (
-  logical_task_id, sub_task_id, agent_name, invocation_id, seq, call_id, peer_agent, correlation_data, request,
-  status, outcome, send_attempts, idle_timeout, timeout_deadline, absolute_deadline, created_at)
+  {comma_separated(columns.NEW_CALL)})
 VALUES (
   :task_id, :sub_task_id, :agent, :generation, :seq, :call_id, :peer, :headers, :request,
   :status, :outcome, :send_attempts, :idle_timeout, :timeout_deadline, :absolute_deadline, :now)
@@ -351,19 +449,22 @@ SELECT c.logical_task_id, c.sub_task_id, c.invocation_id, c.peer_agent, c.status
 
 # Read whole calls by key, including their requests.
 READ_REQUESTS = """
-SELECT c.* FROM {pairs} JOIN agent_peer_sub_tasks AS c
+SELECT c.*, {instant} AS now FROM {pairs} JOIN agent_peer_sub_tasks AS c
     ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
 """
 
 # Read the calls without an outcome of tasks, in call order.
 READ_PENDING = """
-SELECT logical_task_id, sub_task_id, agent_name, peer_agent, timeout_deadline FROM agent_peer_sub_tasks
+SELECT logical_task_id, sub_task_id, agent_name, peer_agent, timeout_deadline, dispatched_at,
+       unroutable_since
+  FROM agent_peer_sub_tasks
  WHERE logical_task_id {one_of:ids} AND status = 'pending' ORDER BY logical_task_id, seq
 """
 
 # Record an outcome from a message.
 UPDATE_CALL_OUTCOME = """
-UPDATE agent_peer_sub_tasks SET status = 'done', outcome = :outcome, claim_id = :claim_id, send_due_at = NULL
+UPDATE agent_peer_sub_tasks SET
+  status = 'done', outcome = :outcome, claim_id = :claim_id, send_due_at = NULL
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
 """
 
@@ -401,7 +502,8 @@ SELECT c.logical_task_id, c.call_id, c.peer_agent, c.outcome
 
 # Read the sizes of one pause's outcomes, in call order.
 READ_OUTCOME_SIZES = """
-SELECT sub_task_id, call_id, peer_agent, coalesce(length(outcome), 0) AS bytes FROM agent_peer_sub_tasks
+SELECT sub_task_id, call_id, peer_agent, coalesce(length(outcome), 0) AS bytes
+  FROM agent_peer_sub_tasks
  WHERE logical_task_id = :task_id AND invocation_id = :generation ORDER BY seq
 """
 
@@ -411,11 +513,11 @@ SELECT sub_task_id, outcome FROM agent_peer_sub_tasks
  WHERE logical_task_id = :task_id AND sub_task_id {one_of:ids}
 """
 
-# Read the pending calls of tasks that have no sent mark of their own, in call order, with the
-# outbox columns of their join. The caller selects the due ones: a condition on due times would
+# Read the pending calls of tasks that are not recorded as sent themselves, in call order, with
+# the outbox columns of their join. The caller selects the due ones: a condition on due times would
 # make PostgreSQL read the whole index of unsent rows.
 READ_DISPATCHES = """
-SELECT c.*, j.send_due_at AS join_due_at, j.send_attempts AS attempts
+SELECT c.*, j.send_due_at AS join_due_at, j.send_attempts AS attempts, {instant} AS now
   FROM agent_peer_sub_tasks AS c JOIN agent_parallel_invocations AS j
     ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
  WHERE c.logical_task_id {one_of:ids} AND c.status = 'pending' AND c.dispatched_at IS NULL
@@ -434,9 +536,9 @@ DELETE FROM agent_peer_sub_tasks WHERE logical_task_id {one_of:ids}
 
 # Read calls and their tasks' requesters, without a lock, for a status update.
 READ_PROGRESS = """
-SELECT c.logical_task_id, c.sub_task_id, c.peer_agent, c.idle_timeout AS call_idle_timeout, c.timeout_deadline,
-       c.absolute_deadline, t.reply_to, t.requester_app_id, t.parent_task_id, t.task_deadline, t.idle_timeout,
-       {instant} AS now
+SELECT c.logical_task_id, c.sub_task_id, c.peer_agent, c.idle_timeout AS call_idle_timeout,
+       c.timeout_deadline, c.absolute_deadline, t.reply_to, t.requester_app_id, t.parent_task_id,
+       t.task_deadline, t.idle_timeout, {instant} AS now
   FROM {pairs} JOIN agent_peer_sub_tasks AS c
     ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
   JOIN agent_paused_tasks AS t ON t.logical_task_id = c.logical_task_id
@@ -449,15 +551,14 @@ EXTEND_IDLE_DEADLINE = """
 UPDATE agent_peer_sub_tasks SET timeout_deadline = :timeout_deadline
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
   AND EXISTS (SELECT 1 FROM agent_peer_sub_tasks AS c
-               WHERE c.logical_task_id = :task_id AND c.sub_task_id = :sub_task_id AND c.status = 'pending'
-                 AND c.timeout_deadline < :timeout_deadline {skip_locked})
+               WHERE c.logical_task_id = :task_id AND c.sub_task_id = :sub_task_id
+                 AND c.status = 'pending' AND c.timeout_deadline < :timeout_deadline {skip_locked})
 """
 
 # Insert the join of a pause.
-INSERT_JOIN = """
+INSERT_JOIN = f"""
 INSERT INTO agent_parallel_invocations (
-  logical_task_id, invocation_id, total_expected, completed_count, succeeded_count, needed, join_deadline,
-  agent_name, send_due_at, send_attempts)
+  {comma_separated(columns.NEW_JOIN)})
 VALUES (
   :task_id, :generation, :total, :completed, :succeeded, :needed, :join_deadline,
   :agent, :send_due_at, :send_attempts)
@@ -473,7 +574,8 @@ SELECT j.* FROM agent_parallel_invocations AS j JOIN agent_paused_tasks AS t
 # Count outcomes. A met join has nothing left to send.
 UPDATE_JOIN = """
 UPDATE agent_parallel_invocations SET
-  completed_count = :completed, succeeded_count = :succeeded, send_due_at = CASE WHEN NOT :met THEN send_due_at END
+  completed_count = :completed, succeeded_count = :succeeded,
+  send_due_at = CASE WHEN NOT :met THEN send_due_at END
 WHERE logical_task_id = :task_id AND invocation_id = :generation
 """
 
@@ -484,11 +586,11 @@ DELETE FROM agent_parallel_invocations WHERE logical_task_id {one_of:ids}
 
 # Pick calls whose cancel is due, or whose request is due if the previous release wrote them. A
 # request past its deadline is left out: its call is about to expire.
-PICK_UNSENT_CALLS = """
-SELECT c.*, c.send_attempts AS attempts, {instant} AS now FROM agent_peer_sub_tasks AS c
- WHERE agent_name = :agent AND send_due_at <= {instant}
-   AND (status = 'cancelling' OR status = 'pending' AND timeout_deadline > {instant})
- ORDER BY send_due_at LIMIT :limit {skip_locked}
+PICK_UNSENT_CALLS = f"""
+SELECT c.*, c.send_attempts AS attempts, {{instant}} AS now
+  {_UNSENT_CALLS}
+   AND (status = 'cancelling' OR status = 'pending' AND timeout_deadline > {{instant}})
+ ORDER BY send_due_at LIMIT :limit {{skip_locked}}
 """
 
 # Lease a call to the sender of its cancel or its request.
@@ -498,12 +600,10 @@ WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
 """
 
 # Pick joins with due requests: at most as many requests as the join has calls without an outcome.
-PICK_UNSENT_JOINS = """
-SELECT logical_task_id, invocation_id, send_attempts, total_expected - completed_count AS unanswered,
-       {instant} AS now
-  FROM agent_parallel_invocations
- WHERE agent_name = :agent AND send_due_at <= {instant}
- ORDER BY send_due_at LIMIT :limit {skip_locked}
+PICK_UNSENT_JOINS = f"""
+SELECT logical_task_id, invocation_id, send_attempts,
+       total_expected - completed_count AS unanswered, {{instant}} AS now
+  {_UNSENT_JOINS} ORDER BY send_due_at LIMIT :limit {{skip_locked}}
 """
 
 # Lease the requests of a pause to their sender. With `:due_at` NULL, nothing is left to send.
@@ -514,18 +614,17 @@ WHERE logical_task_id = :task_id AND invocation_id = :generation
 
 # Pick ended tasks whose reply is due.
 PICK_UNSENT_REPLIES = f"""
-SELECT {_REPLY_COLUMNS}, {{instant}} AS now FROM agent_paused_tasks
- WHERE agent_name = :agent AND status IN ('completed', 'failed', 'cancelled') AND wake_at <= {{instant}}
-   AND NOT reply_sent
- ORDER BY wake_at LIMIT :limit {{skip_locked}}
+SELECT {_REPLY}, {{instant}} AS now
+  {_UNSENT_REPLIES} ORDER BY wake_at LIMIT :limit {{skip_locked}}
 """
 
 # Lease a reply to its sender.
 LEASE_REPLY = """
-UPDATE agent_paused_tasks SET wake_at = :due_at, reply_attempts = :attempts WHERE logical_task_id = :task_id
+UPDATE agent_paused_tasks SET wake_at = :due_at, reply_attempts = :attempts
+WHERE logical_task_id = :task_id
 """
 
-# Let COMMIT return before the data is on disk. A crash may lose sent marks, which only causes
+# Let COMMIT return before the data is on disk. A crash may lose the records, which only causes
 # resends.
 SET_ASYNC_COMMIT = "SET LOCAL synchronous_commit TO OFF"
 
@@ -539,6 +638,24 @@ WHERE logical_task_id = :task_id AND invocation_id = :generation
 CONFIRM_CALL_DISPATCHED = """
 UPDATE agent_peer_sub_tasks SET dispatched_at = {clock}, send_due_at = NULL
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pending'
+"""
+
+# Start the time limit after which an unsent request is undeliverable.
+UPDATE_UNROUTABLE = """
+UPDATE agent_peer_sub_tasks SET unroutable_since = :now
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pending'
+  AND dispatched_at IS NULL
+"""
+
+# Make requests due earlier: a join's, or a call's own if the previous release wrote it.
+ADVANCE_JOIN = """
+UPDATE agent_parallel_invocations SET send_due_at = :due_at
+WHERE logical_task_id = :task_id AND invocation_id = :generation AND send_due_at > :due_at
+"""
+ADVANCE_CALL = """
+UPDATE agent_peer_sub_tasks SET send_due_at = :due_at
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pending'
+  AND send_due_at > :due_at
 """
 
 # Mark a cancel as sent if the task still needs the call's outcome, because it is in the same
@@ -560,42 +677,6 @@ WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'ca
 # stays as a tombstone.
 CONFIRM_REPLY_SENT = """
 UPDATE agent_paused_tasks SET reply_sent = true, wake_at = expires_at
-WHERE logical_task_id = :task_id AND fence = :fence AND coalesce(reply_to, '') = :reply_to AND ended_at IS NOT NULL
-  AND NOT reply_sent
-"""
-
-_SUMMARY = """t.logical_task_id, t.agent_name, t.status, t.generation, t.fence, t.attempt, t.owner, t.wake_at,
-       t.checkpointed_at, t.dead_reason, t.rescues, j.completed_count, j.total_expected
-  FROM agent_paused_tasks AS t LEFT JOIN agent_parallel_invocations AS j
-    ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation"""
-
-# List tasks of one agent, newest first.
-LIST_AGENT_TASKS = f"""
-SELECT {_SUMMARY} WHERE t.agent_name = :agent AND t.status {{one_of:statuses}}
- ORDER BY t.checkpointed_at DESC, t.logical_task_id DESC LIMIT :limit
-"""
-
-# List tasks of a whole namespace, newest first.
-LIST_TASKS = f"""
-SELECT {_SUMMARY}
- WHERE substr(t.agent_name, 1, length(CAST(:prefix AS text))) = CAST(:prefix AS text)
-   AND t.status {{one_of:statuses}}
- ORDER BY t.checkpointed_at DESC, t.logical_task_id DESC LIMIT :limit
-"""
-
-# Show one task.
-SHOW_TASK = f"""
-SELECT {_SUMMARY} WHERE t.logical_task_id = :task_id
-"""
-
-# Show the calls of a task. `dispatched_at` is the call's own, or its join's if all requests of the
-# pause were sent together.
-SHOW_CALLS = """
-SELECT c.sub_task_id, c.call_id, c.peer_agent, c.invocation_id, c.status, c.outcome, c.timeout_deadline,
-       CASE WHEN c.dispatched_at IS NOT NULL THEN c.dispatched_at
-            WHEN c.send_attempts > 0 AND (c.status <> 'pending' OR c.send_due_at IS NULL) THEN j.dispatched_at
-       END AS dispatched_at
-  FROM agent_peer_sub_tasks AS c LEFT JOIN agent_parallel_invocations AS j
-    ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
- WHERE c.logical_task_id = :task_id ORDER BY c.invocation_id, c.seq
+WHERE logical_task_id = :task_id AND fence = :fence AND coalesce(reply_to, '') = :reply_to
+  AND ended_at IS NOT NULL AND NOT reply_sent
 """

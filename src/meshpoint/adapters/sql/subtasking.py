@@ -9,68 +9,76 @@ from typing import Any
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import operation_statements as sql
-from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.locking import StoreOptions, lock_task
-from meshpoint.adapters.sql.records import checkpoint_columns, operation_columns, sanitize
+from meshpoint.adapters.sql.database import StoreOptions, Transaction
+from meshpoint.adapters.sql.locking import lock_task
+from meshpoint.adapters.sql.records import (
+    checkpoint_columns,
+    operation_columns,
+    sanitize,
+    without_counted_usage,
+)
 from meshpoint.adapters.sql.rows import FAR_FUTURE, Columns
-from meshpoint.model.checkpoint import (
+from meshpoint.model.subtasks import AgentCheckpoint, Operation, SaveCommitted
+from meshpoint.model.tasks import Run, TaskState
+from meshpoint.model.transitions import (
+    BeginCommitted,
     BeginResult,
-    Begun,
     CancelFound,
     Fenced,
-    Run,
     Save,
     SaveResult,
-    TaskState,
-    Track,
 )
-from meshpoint.model.subtasks import AgentCheckpoint, Saved
+from meshpoint.model.usage import TokenUsage
 
 
-async def track(tx: Transaction, command: Track) -> BeginResult:
+async def track(tx: Transaction, run: Run, operation: Operation) -> BeginResult:
     """Make a running task an operation."""
-    locked = await lock_task(tx, command.run.task_id)
-    row = locked.rows.get(command.run.task_id)
-    if row is None or not _is_owned_by(row, command.run):
+    row, now = await lock_task(tx, run.task_id)
+    if row is None or not _is_owned_by(row, run):
         return Fenced()
     if row.checkpoint_seq is None:
         if row.cancel_requested:
-            return CancelFound(command.run)
-        await tx.execute(sql.UPDATE_TRACKED, task_id=command.run.task_id)
-        columns = operation_columns(command.run.task_id, row.agent_name, command.operation, locked.now)
+            return CancelFound(run)
+        await tx.execute(sql.UPDATE_TRACKED, task_id=run.task_id)
+        columns = operation_columns(run.task_id, row.agent_name, operation, now)
         await tx.execute(sql.INSERT_OPERATION, **columns)
-    return Begun(command.run)
+    return BeginCommitted(run)
 
 
-async def save(tx: Transaction, command: Save, columns: Columns, options: StoreOptions) -> SaveResult:
+async def save(tx: Transaction, command: Save, columns: Columns) -> SaveResult:
     """Write a checkpoint of a running operation. `columns` is the encoded checkpoint.
 
     A repeated save finds the checkpoint it wrote and changes nothing.
     """
-    locked = await lock_task(tx, command.run.task_id)
-    row = locked.rows.get(command.run.task_id)
+    row, now = await lock_task(tx, command.run.task_id)
     if row is None or not _is_owned_by(row, command.run) or row.checkpoint_seq is None:
         return Fenced()
     seq = command.checkpoint.seq
     if seq > row.checkpoint_seq:
         if row.cancel_requested:
             return CancelFound(command.run)
-        await tx.execute(sql.UPDATE_SAVED, task_id=command.run.task_id, seq=seq, progressed=command.progressed)
-        await _write_checkpoints(tx, [_checkpoint_row(row, seq, columns, locked.now)], options)
-    return Saved()
+        await tx.execute(
+            sql.UPDATE_SAVED, task_id=command.run.task_id, seq=seq, progressed=command.progressed
+        )
+        await _write_checkpoints(tx, [_checkpoint_row(row, seq, columns, now)])
+    return SaveCommitted()
 
 
 async def save_with_pauses(
-    tx: Transaction, saves: Sequence[tuple[Row[Any], int, Columns]], now: float, options: StoreOptions
+    tx: Transaction, saves: Sequence[tuple[Row[Any], int, Columns]], now: float
 ) -> None:
     """Write the checkpoints of operations that pause.
 
     Each is given as the operation's locked row, the checkpoint's `seq`, and its columns.
     """
     new = [(row, seq, columns) for row, seq, columns in saves if seq > row.checkpoint_seq]
-    saved = [{"task_id": row.logical_task_id, "seq": seq, "progressed": False} for row, seq, _ in new]
+    saved = [
+        {"task_id": row.logical_task_id, "seq": seq, "progressed": False} for row, seq, _ in new
+    ]
     await tx.execute_many(sql.UPDATE_SAVED, saved)
-    await _write_checkpoints(tx, [_checkpoint_row(row, seq, columns, now) for row, seq, columns in new], options)
+    await _write_checkpoints(
+        tx, [_checkpoint_row(row, seq, columns, now) for row, seq, columns in new]
+    )
 
 
 def _is_owned_by(row: Row[Any], run: Run) -> bool:
@@ -86,7 +94,7 @@ def _checkpoint_key(row: Row[Any], seq: int) -> Columns:
     return {"task_id": row.logical_task_id, "agent": row.agent_name, "seq": seq}
 
 
-async def _write_checkpoints(tx: Transaction, rows: Sequence[Columns], options: StoreOptions) -> None:
+async def _write_checkpoints(tx: Transaction, rows: Sequence[Columns]) -> None:
     """Write one checkpoint for each of several operations, and prune the older ones.
 
     If the new checkpoint has a working memory, it is removed from the older ones.
@@ -95,13 +103,17 @@ async def _write_checkpoints(tx: Transaction, rows: Sequence[Columns], options: 
     with_memory = [row for row in rows if row["l1_snapshot"] is not None]
     keys = [{name: row[name] for name in ("task_id", "agent", "seq")} for row in with_memory]
     await tx.execute_many(sql.DROP_OLDER_SNAPSHOTS, keys)
-    await _prune(tx, rows, options)
+    await _prune(tx, rows)
 
 
-async def _prune(tx: Transaction, newest: Sequence[Columns], options: StoreOptions) -> None:
+async def _prune(tx: Transaction, newest: Sequence[Columns]) -> None:
     """Delete checkpoints beyond the history that is kept, counted from `newest`."""
-    last = [(key["task_id"], key["agent"], key["seq"] - options.checkpoint_history) for key in newest]
-    too_old = [{"task_id": task_id, "agent": agent, "last": seq} for task_id, agent, seq in last if seq > 0]
+    history = tx.options.checkpoint_history
+    too_old = [
+        {"task_id": key["task_id"], "agent": key["agent"], "last": key["seq"] - history}
+        for key in newest
+        if key["seq"] > history
+    ]
     await tx.execute_many(sql.PRUNE_CHECKPOINTS, too_old)
 
 
@@ -117,10 +129,11 @@ class EndingOperation:
     state: TaskState
     reason: str | None = None
     checkpoint: AgentCheckpoint | None = None
+    usage: TokenUsage | None = None
 
 
 async def close_operations(
-    tx: Transaction, closings: Sequence[EndingOperation], now: float, options: StoreOptions
+    tx: Transaction, closings: Sequence[EndingOperation], now: float
 ) -> dict[str, Columns]:
     """Keep, archive or delete the checkpoints of operations that end.
 
@@ -130,28 +143,32 @@ async def close_operations(
         return {}
     ids = sorted(closing.row.logical_task_id for closing in closings)
     preserved = {row.operation_id for row in await tx.fetch(sql.READ_PRESERVED, ids=ids)}
-    completed = [closing.row.logical_task_id for closing in closings if closing.state is TaskState.COMPLETED]
-    await _delete_checkpoints(tx, sorted(set(completed) - preserved), now, options)
+    completed = {
+        closing.row.logical_task_id for closing in closings if closing.state is TaskState.COMPLETED
+    }
+    if deleted := sorted(completed - preserved):
+        if tx.options.checkpoint_archive:
+            await tx.execute(sql.ARCHIVE_CHECKPOINTS, ids=deleted, now=now)
+        await tx.execute(sql.DELETE_CHECKPOINTS, ids=deleted)
     return {
         closing.row.logical_task_id: {
-            "checkpoint_seq": await _write_last_checkpoint(tx, closing, now, options),
+            "checkpoint_seq": await _write_last_checkpoint(tx, closing, now),
             "keep_request": closing.state is not TaskState.COMPLETED,
+            "keep_usage": closing.state is not TaskState.COMPLETED,
+            "usage": None if closing.usage is None else closing.usage.model_dump_json(),
             "expires_at": expiry(
-                closing.row, closing.state, now, options, preserve=closing.row.logical_task_id in preserved
+                closing.row,
+                closing.state,
+                now,
+                tx.options,
+                preserve=closing.row.logical_task_id in preserved,
             ),
         }
         for closing in closings
     }
 
 
-async def _delete_checkpoints(tx: Transaction, ids: list[str], now: float, options: StoreOptions) -> None:
-    if ids:
-        if options.checkpoint_archive:
-            await tx.execute(sql.ARCHIVE_CHECKPOINTS, ids=ids, now=now)
-        await tx.execute(sql.DELETE_CHECKPOINTS, ids=ids)
-
-
-async def _write_last_checkpoint(tx: Transaction, closing: EndingOperation, now: float, options: StoreOptions) -> int:
+async def _write_last_checkpoint(tx: Transaction, closing: EndingOperation, now: float) -> int:
     """Write the last checkpoint of an operation unless it has completed, and return its number."""
     row = closing.row
     current_seq: int = row.checkpoint_seq
@@ -160,26 +177,30 @@ async def _write_last_checkpoint(tx: Transaction, closing: EndingOperation, now:
     if closing.checkpoint is not None:
         # A save whose response was lost may have used this number, and must not hide the failure.
         seq = max(closing.checkpoint.seq, current_seq + 1)
-        await _write_checkpoints(
-            tx, [_checkpoint_row(row, seq, checkpoint_columns(closing.checkpoint), now)], options
-        )
+        columns = checkpoint_columns(closing.checkpoint)
+        await _write_checkpoints(tx, [_checkpoint_row(row, seq, columns, now)])
         return seq
     if current_seq > 0:
+        key = _checkpoint_key(row, current_seq)
+        records = await tx.fetch(sql.READ_RECORDS, **key)
         await tx.execute(
             sql.COPY_LAST_CHECKPOINT,
-            task_id=row.logical_task_id,
-            agent=row.agent_name,
-            seq=current_seq,
+            **key,
             now=now,
             reason=sanitize(closing.reason),
             retry_count=row.retry_count,
+            subtasks=without_counted_usage(
+                records[0].subtasks if records else "[]", row.retry_count, row.generation
+            ),
         )
-        await _prune(tx, [_checkpoint_key(row, current_seq + 1)], options)
+        await _prune(tx, [_checkpoint_key(row, current_seq + 1)])
         return current_seq + 1
     return 0
 
 
-def expiry(row: Row[Any], state: TaskState, ended_at: float, options: StoreOptions, *, preserve: bool) -> float:
+def expiry(
+    row: Row[Any], state: TaskState, ended_at: float, options: StoreOptions, *, preserve: bool
+) -> float:
     """When an operation may be deleted.
 
     Until then, a late duplicate of its request finds the row; after that, it is past its deadline.
@@ -187,4 +208,8 @@ def expiry(row: Row[Any], state: TaskState, ended_at: float, options: StoreOptio
     if preserve:
         return FAR_FUTURE
     tombstone: float = max(ended_at, row.task_deadline or ended_at) + options.tombstone_ttl
-    return tombstone if state is TaskState.COMPLETED else max(tombstone, ended_at + options.checkpoint_ttl)
+    return (
+        tombstone
+        if state is TaskState.COMPLETED
+        else max(tombstone, ended_at + options.checkpoint_ttl)
+    )

@@ -1,4 +1,4 @@
-"""The tables as the migrations create them.
+"""The tables as the migrations create them, and the revision that a database has of them.
 
 Instants are seconds since the epoch by the database's clock. `agent_name` is the namespace and the
 agent's name, so that several meshes can share a database. `invocation_id` is the generation, that
@@ -8,7 +8,8 @@ to be sent.
 A call's key begins with its task, so that the calls of a task are adjacent and the tables can be
 partitioned by `logical_task_id`. Calls and joins have no foreign key to their task: a transaction
 that deletes a task deletes them too, and checking the key would cost as much as writing the row.
-The same holds for operations and checkpoints.
+The same holds for operations and checkpoints. Log entries do have a foreign key, because they are
+large, and only tasks with several pauses have any.
 
 A deliverable is stored as JSON text in a JSON string, since PostgreSQL would reorder its keys,
 round its numbers and reject NUL.
@@ -21,8 +22,10 @@ from typing import Any
 from sqlalchemy import (
     Boolean,
     Column,
+    ColumnElement,
     Connection,
     Float,
+    ForeignKey,
     Index,
     Integer,
     LargeBinary,
@@ -30,13 +33,17 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    TextClause,
     event,
     false,
+    inspect,
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
-REVISION = "0005"
+from meshpoint.errors import ConfigurationError
+
+REVISION = "0009"
 """The newest migration of this release, which it requires. It also works with a later one."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -55,8 +62,7 @@ def _id() -> String:
     return String().with_variant(VARCHAR(collation="C"), "postgresql")
 
 
-def _json() -> Text:
-    return Text().with_variant(JSONB(), "postgresql")
+JSON = Text().with_variant(JSONB(), "postgresql")
 
 
 tasks = Table(
@@ -73,8 +79,8 @@ tasks = Table(
     Column("attempt", Integer, nullable=False),
     # When the sweeper must look at the task. For a running task, the end of its lease; for a
     # waiting one, at or before its earliest deadline; for a ready one, the earliest time to
-    # acquire it; for an ended one, when its reply is due, and after that, when its row may be
-    # deleted.
+    # acquire it; for a parked one, when it must be ended; for an ended one, when its reply is due,
+    # and after that, when its row may be deleted.
     Column("wake_at", Float, nullable=False),
     Column("cancel_requested", Boolean, nullable=False, server_default=false()),
     # The context. The session, user and invocation ids are copies for people who query the table.
@@ -105,7 +111,8 @@ tasks = Table(
     Column("keep_alive_at", Float),
     Column("reply_sent", Boolean, nullable=False, server_default=false()),
     Column("reply_attempts", Integer, nullable=False, server_default=text("0")),
-    # Parking, failure and end.
+    # Parking, failure and end. `incompatible_since` is when the task was first parked since its
+    # last pause.
     Column("incompatible_since", Float),
     Column("dead_reason", Text),
     Column("checkpointed_at", Float, nullable=False),
@@ -119,6 +126,29 @@ tasks = Table(
     # The number of owners lost since the last pause.
     Column("rescues", Integer, nullable=False, server_default=text("0")),
     Column("request_digest", String),  # of the input; another request with this id must match it
+    # Why the task was parked, and the versions of the agent's code that cannot continue it, as a
+    # JSON list; NULL since the last pause.
+    Column("parked_reason", Text),
+    Column("tried_versions", Text),
+    # The number of the last entry of the task's log. It never decreases. Readers read up to it, if
+    # `state_format` says that the task has a log.
+    Column("log_seq", Integer, nullable=False, server_default=text("0")),
+)
+
+# What the pauses of a task appended to its state, in the order of `seq`. The run that owns the
+# task inserts and deletes entries, in the transaction of its pause or its end, and updates none.
+task_log = Table(
+    "agent_task_log",
+    metadata,
+    Column(
+        "logical_task_id",
+        _id(),
+        ForeignKey(tasks.c.logical_task_id, ondelete="CASCADE"),
+        primary_key=True,
+    ),
+    Column("seq", Integer, primary_key=True, autoincrement=False),
+    Column("run_id", String, nullable=False),
+    Column("entry", LargeBinary, nullable=False),
 )
 
 calls = Table(
@@ -146,6 +176,8 @@ calls = Table(
     Column("timeout_deadline", Float, nullable=False),  # the earlier of idle and absolute deadline
     Column("absolute_deadline", Float, nullable=False),
     Column("created_at", Float, nullable=False),
+    # When the broker first returned the request because the peer has no queue.
+    Column("unroutable_since", Float),
 )
 
 joins = Table(
@@ -198,15 +230,15 @@ def _checkpoint_columns() -> list[Column[Any]]:
         Column("checkpoint_time", Float, nullable=False),
         Column("progress_pct", Float, nullable=False),
         Column("current_subtask", String),
-        Column("completed_subtasks", _json(), nullable=False),
-        Column("pending_subtasks", _json(), nullable=False),
-        Column("planned_subtasks", _json(), nullable=False),
-        Column("working_memory", _json(), nullable=False),
-        Column("interim_results", _json(), nullable=False),  # deliverables by subtask
-        Column("subtasks", _json(), nullable=False),  # subtask records without their deliverables
-        Column("agent_config", _json(), nullable=False),
+        Column("completed_subtasks", JSON, nullable=False),
+        Column("pending_subtasks", JSON, nullable=False),
+        Column("planned_subtasks", JSON, nullable=False),
+        Column("working_memory", JSON, nullable=False),
+        Column("interim_results", JSON, nullable=False),  # deliverables by subtask
+        Column("subtasks", JSON, nullable=False),  # subtask records without their deliverables
+        Column("agent_config", JSON, nullable=False),
         Column("failure_reason", Text),
-        Column("error_details", _json()),
+        Column("error_details", JSON),
         Column("retry_count", Integer, nullable=False),
         Column("agent_version", String),
         Column("created_at", Float, nullable=False),
@@ -220,31 +252,57 @@ def _checkpoint_columns() -> list[Column[Any]]:
 checkpoints = Table("agent_checkpoints", metadata, *_checkpoint_columns())
 
 archive = Table(
-    "agent_checkpoints_archive", metadata, Column("archived_at", Float, nullable=False), *_checkpoint_columns()
+    "agent_checkpoints_archive",
+    metadata,
+    Column("archived_at", Float, nullable=False),
+    *_checkpoint_columns(),
 )
 
+
+def _partial_index(
+    name: str, *columns: Column[Any], where: ColumnElement[bool] | TextClause
+) -> Index:
+    """An index of the rows that match `where` only: other rows pay nothing for it."""
+    return Index(name, *columns, postgresql_where=where, sqlite_where=where)
+
+
 Index("ix_agent_operations_newest", operations.c.agent_name, operations.c.created_at)
+_partial_index(
+    "ix_agent_operations_subject",
+    operations.c.subject,
+    operations.c.agent_name,
+    where=operations.c.subject.is_not(None),
+)
+_partial_index(
+    "ix_agent_paused_tasks_user",
+    tasks.c.user_id,
+    tasks.c.checkpointed_at,
+    where=tasks.c.user_id.is_not(None),
+)
 Index("ix_agent_paused_tasks_due", tasks.c.agent_name, tasks.c.status, tasks.c.wake_at)
-Index(
+_partial_index(
+    "ix_agent_paused_tasks_deadline",
+    tasks.c.agent_name,
+    tasks.c.task_deadline,
+    where=text("status = 'ready' AND task_deadline IS NOT NULL"),
+)
+_partial_index(
     "ix_agent_paused_tasks_keep_alive",
     tasks.c.agent_name,
     tasks.c.keep_alive_at,
-    postgresql_where=tasks.c.keep_alive_at.is_not(None),
-    sqlite_where=tasks.c.keep_alive_at.is_not(None),
+    where=tasks.c.keep_alive_at.is_not(None),
 )
-Index(
+_partial_index(
     "ix_agent_peer_sub_tasks_unsent",
     calls.c.agent_name,
     calls.c.send_due_at,
-    postgresql_where=calls.c.send_due_at.is_not(None),
-    sqlite_where=calls.c.send_due_at.is_not(None),
+    where=calls.c.send_due_at.is_not(None),
 )
-Index(
+_partial_index(
     "ix_agent_parallel_invocations_unsent",
     joins.c.agent_name,
     joins.c.send_due_at,
-    postgresql_where=joins.c.send_due_at.is_not(None),
-    sqlite_where=joins.c.send_due_at.is_not(None),
+    where=joins.c.send_due_at.is_not(None),
 )
 
 FILLFACTOR = {tasks.name: 70, calls.name: 50, joins.name: 70, operations.name: 70}
@@ -265,6 +323,7 @@ POSTGRES_STORAGE = (
         f"ALTER TABLE agent_peer_sub_tasks ALTER COLUMN {column} SET STORAGE EXTERNAL"
         for column in ("request", "outcome")
     ),
+    "ALTER TABLE agent_task_log ALTER COLUMN entry SET STORAGE EXTERNAL",
     # Each checkpoint writes these columns anew, and most rows live for seconds: compression does
     # not pay.
     *(
@@ -285,9 +344,13 @@ POSTGRES_STORAGE = (
             "agent_parallel_invocations",
             "agent_operations",
             "agent_checkpoints",
+            "agent_task_log",
         )
     ),
-    *(f"ALTER TABLE {table} SET (fillfactor = {percent})" for table, percent in FILLFACTOR.items()),
+    *(
+        f"ALTER TABLE {table} SET (fillfactor = {percent})"
+        for table, percent in FILLFACTOR.items()
+    ),
 )
 
 
@@ -296,3 +359,55 @@ def _set_storage(target: object, connection: Connection, **options: object) -> N
     if connection.dialect.name == "postgresql":
         for statement in POSTGRES_STORAGE:
             connection.exec_driver_sql(statement)
+
+
+def recorded_revision(connection: Connection) -> str | None:
+    """The latest migration applied to the database, or `None`.
+
+    Raises:
+        ConfigurationError: The version table was not written by Alembic.
+    """
+    inspector = inspect(connection)
+    if not inspector.has_table(VERSION_TABLE):
+        return None
+    columns = {column["name"]: column["type"] for column in inspector.get_columns(VERSION_TABLE)}
+    if not isinstance(columns.get("version_num"), String):
+        raise _version_table_error("it has no text column version_num")
+    found = (
+        connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE} LIMIT 2"))
+        .scalars()
+        .all()
+    )
+    if len(found) > 1:
+        raise _version_table_error("it has more than one row")
+    if not all(isinstance(each, str) for each in found):
+        raise _version_table_error("its version_num is not text")
+    return found[0] if found else None
+
+
+def _version_table_error(problem: str) -> ConfigurationError:
+    """The error for a version table that Alembic did not write, or that was changed since."""
+    fix = "use another database, or repair or drop that table"
+    return ConfigurationError(
+        "session_db_url", f"cannot use table {VERSION_TABLE}: {problem}", fix
+    )
+
+
+def create_if_empty(connection: Connection) -> None:
+    """Create the tables in a database without a version table, and record their revision."""
+    if inspect(connection).has_table(VERSION_TABLE):
+        return
+    metadata.create_all(connection)
+    connection.execute(
+        text(f"CREATE TABLE {VERSION_TABLE} (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
+    )
+    connection.execute(text(f"INSERT INTO {VERSION_TABLE} VALUES ('{REVISION}')"))
+
+
+def is_outdated(revision: str | None) -> bool:
+    """Whether a database at `revision` must be upgraded for this release.
+
+    A revision later than this release's own is accepted: migrations keep the previous release
+    working, so that replicas can be replaced one by one.
+    """
+    return revision is None or revision < REVISION

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, CursorResult, Engine, Executable
 
 from meshpoint.errors import RowLocked, StoreUnavailable
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class ThreadConnection:
@@ -39,12 +39,12 @@ class ThreadConnection:
         """Execute `statement` verbatim."""
         return self.sync_connection.exec_driver_sql(statement)
 
-    async def run_sync(self, work: Callable[[Connection], T]) -> T:
+    async def run_sync(self, work: Callable[[Connection], _T]) -> _T:
         """Call `work` with the connection and return its result."""
         return work(self.sync_connection)
 
 
-ThreadTransaction = Callable[[ThreadConnection], Coroutine[Any, Any, T]]
+ThreadTransaction = Callable[[ThreadConnection], Coroutine[Any, Any, _T]]
 """A transaction, from BEGIN to COMMIT."""
 
 
@@ -63,7 +63,7 @@ class WriterThread:
         self._stopped: Future[None] = Future()
         self._closed = False
 
-    async def run(self, transaction: ThreadTransaction[T]) -> T:
+    async def run(self, transaction: ThreadTransaction[_T]) -> _T:
         """Run `transaction` in the thread, after those before it, and return its result.
 
         Raises:
@@ -73,7 +73,7 @@ class WriterThread:
             raise StoreUnavailable("the store is closed")
         if not self._thread.ident:
             self._thread.start()
-        result: Future[T] = Future()
+        result: Future[_T] = Future()
         self._jobs.put((result, transaction))
         return await asyncio.wrap_future(result)
 
@@ -97,14 +97,16 @@ class WriterThread:
         self.engine.dispose()
         self._stopped.set_result(None)
 
-    def _run_job(self, loop: asyncio.Runner, result: Future[T], transaction: ThreadTransaction[T]) -> None:
+    def _run_job(
+        self, loop: asyncio.Runner, result: Future[_T], transaction: ThreadTransaction[_T]
+    ) -> None:
         if result.set_running_or_notify_cancel():
             try:
                 result.set_result(self._transact(loop, transaction))
             except BaseException as error:
                 result.set_exception(error)
 
-    def _transact(self, loop: asyncio.Runner, transaction: ThreadTransaction[T]) -> T:
+    def _transact(self, loop: asyncio.Runner, transaction: ThreadTransaction[_T]) -> _T:
         with self.engine.connect() as connection:
             try:
                 return loop.run(transaction(ThreadConnection(connection)))

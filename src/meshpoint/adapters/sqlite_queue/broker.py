@@ -9,19 +9,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from meshpoint.adapters.sqlite_queue.content import ContentRow, to_row
-from meshpoint.adapters.sqlite_queue.jobs import Consumer, Job
+from meshpoint.adapters.sqlite_queue.content import MAX_BODY_BYTES, ContentRow, to_row
 from meshpoint.adapters.sqlite_queue.queues import ClaimedMessage, QueueLimits, Queues
-from meshpoint.adapters.sqlite_queue.session import QueueOptions, QueueSession
+from meshpoint.adapters.sqlite_queue.session import Consumer, Job, QueueOptions, QueueSession
 from meshpoint.adapters.sqlite_queue.thread import QueueThread
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address, Message, bounded_reason, is_sendable
-from meshpoint.ports.broker import OnDelivery, Published
+from meshpoint.model.messages import Address, Message, is_sendable, truncate_reason
+from meshpoint.ports.broker import OnDelivery, PublishResult
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class SqliteBroker:
@@ -62,7 +61,11 @@ class SqliteBroker:
             poll_interval=poll_interval.total_seconds(),
             busy_timeout=busy_timeout.total_seconds(),
             delivery_limit=delivery_limit,
-            limits=QueueLimits(private=private_max_length, requests=max_length, dead_letters=dead_letters_max_length),
+            limits=QueueLimits(
+                private=private_max_length,
+                requests=max_length,
+                dead_letters=dead_letters_max_length,
+            ),
         )
         self._thread: QueueThread | None = None
         self._session: QueueSession | None = None
@@ -78,18 +81,20 @@ class SqliteBroker:
         """Whether the last transaction succeeded."""
         return self.connected
 
-    def consuming(self, address: Address) -> bool:
+    def is_consuming(self, address: Address) -> bool:
         """Whether this process consumes `address`, and the last transaction succeeded."""
-        return self.connected and any(each.consumer.address == address for each in self._active_subscriptions)
+        return self.connected and any(
+            each.consumer.address == address for each in self._active_subscriptions
+        )
 
     @property
     def _active_subscriptions(self) -> list[SqliteSubscription]:
         return [each for each in self._subscriptions if not each.cancelled]
 
     @property
-    def max_message_bytes(self) -> int | None:
-        """`None`: no limit is reported, although `publish` rejects bodies above 128 MiB."""
-        return None
+    def max_message_bytes(self) -> int:
+        """Maximum bytes of a body: larger ones could not be read back."""
+        return MAX_BODY_BYTES
 
     async def open(self) -> None:
         """Open the file, create the tables if missing, and start the heartbeat.
@@ -111,7 +116,9 @@ class SqliteBroker:
         if thread is not None:
             await thread.stop()
 
-    async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
+    async def declare(
+        self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1
+    ) -> None:
         """Create the queues of `agent` and the private queue of `replica`, if missing.
 
         The private queue is kept while the broker is open, and for `private_ttl` after that.
@@ -126,7 +133,19 @@ class SqliteBroker:
 
         await self._execute(declare, durable=True)
 
-    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+    async def mark_database(self, agent: AgentName) -> bool:
+        """Set the marker of `agent`. Returns `True` if it was not set before."""
+        return await self._execute(lambda queues, _: queues.mark_database(agent), durable=True)
+
+    async def has_database_marker(self, agent: AgentName) -> bool:
+        """Whether the marker of `agent` is set."""
+        return await self._execute(lambda queues, _: queues.has_database_marker(agent))
+
+    async def remove_database_marker(self, agent: AgentName) -> None:
+        """Remove the marker of `agent`, if it is set."""
+        await self._execute(lambda queues, _: queues.remove_database_marker(agent), durable=True)
+
+    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[PublishResult]:
         """Append each message to its queue if that exists and has room.
 
         Accepted messages are on disk when this returns.
@@ -134,23 +153,29 @@ class SqliteBroker:
         rows = [(address, _encode_row(message)) for address, message in messages]
         storable = [(address, row) for address, row in rows if row is not None]
         if not storable:
-            return [Published.REJECTED] * len(rows)
-        results = iter(await self._execute(lambda queues, _: queues.publish(storable), durable=True))
-        return [Published.REJECTED if row is None else next(results) for _, row in rows]
+            return [PublishResult.REJECTED] * len(rows)
+        results = iter(
+            await self._execute(lambda queues, _: queues.publish(storable), durable=True)
+        )
+        return [PublishResult.REJECTED if row is None else next(results) for _, row in rows]
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Append `message` to the private queues of `agent` that have room."""
         if (row := _encode_row(message)) is not None:
             await self._execute(lambda queues, _: queues.broadcast(agent, row), durable=True)
 
-    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> SqliteSubscription:
+    async def consume(
+        self, address: Address, prefetch: int, on_delivery: OnDelivery
+    ) -> SqliteSubscription:
         """Deliver messages of `address` until cancelled, with at most `prefetch` unacked.
 
         Raises:
             ConfigurationError: The queue was never declared.
         """
         if await self.depth(address) is None:
-            raise ConfigurationError("broker", f"there is no queue {address!r}", "declare its agent first")
+            raise ConfigurationError(
+                "broker", f"there is no queue {address!r}", "declare its agent first"
+            )
         thread = self._require_open()
         subscription = SqliteSubscription(thread, address, prefetch, on_delivery)
         try:
@@ -165,7 +190,9 @@ class SqliteBroker:
         """Number of messages that no consumer holds; `None` if the queue does not exist."""
         return await self._execute(lambda queues, _: queues.depth(address))
 
-    async def _execute(self, operation: Callable[[Queues, int], T], *, durable: bool = False) -> T:
+    async def _execute(
+        self, operation: Callable[[Queues, int], _T], *, durable: bool = False
+    ) -> _T:
         thread = self._require_open()
         job = Job(operation, asyncio.get_running_loop().create_future(), durable=durable)
         return await thread.execute(job)
@@ -179,7 +206,9 @@ class SqliteBroker:
 def _encode_row(message: Message) -> ContentRow | None:
     """The row of `message`, or `None` if it cannot be stored."""
     if not is_sendable(message):
-        _log.warning("message %r cannot be sent: its envelope is too large", message.message_id[:300])
+        _log.warning(
+            "message %r cannot be sent: its envelope is too large", message.message_id[:300]
+        )
         return None
     try:
         return to_row(message)
@@ -191,7 +220,9 @@ def _encode_row(message: Message) -> ContentRow | None:
 class SqliteSubscription:
     """A running consumer."""
 
-    def __init__(self, thread: QueueThread, address: Address, prefetch: int, on_delivery: OnDelivery) -> None:
+    def __init__(
+        self, thread: QueueThread, address: Address, prefetch: int, on_delivery: OnDelivery
+    ) -> None:
         self._thread, self._on_delivery, self._cancelled = thread, on_delivery, False
         self._requeue_tasks: set[asyncio.Task[bool]] = set()
         self.consumer = Consumer(address, prefetch, self._deliver)
@@ -227,8 +258,7 @@ class SqliteSubscription:
             self._on_delivery(delivery)
         except Exception:
             _log.exception(
-                "on_delivery failed; message %s stays unacked",
-                claimed.message.message_id,
+                "on_delivery failed; message %s stays unacked", claimed.message.message_id
             )
 
 
@@ -237,7 +267,11 @@ class SqliteDelivery:
 
     def __init__(self, thread: QueueThread, consumer: Consumer, claimed: ClaimedMessage) -> None:
         self._thread, self._consumer, self._claimed = thread, consumer, claimed
-        self.message, self.address, self.count = claimed.message, consumer.address, claimed.count
+        self.message, self.address, self.delivery_count = (
+            claimed.message,
+            consumer.address,
+            claimed.count,
+        )
         self._settled = False
 
     @property
@@ -255,7 +289,9 @@ class SqliteDelivery:
 
     async def dead_letter(self, reason: str) -> bool:
         """Move the message to its agent's dead letters, with `reason` cut at 500 characters."""
-        return await self._settle(lambda queues: queues.dead_letter(self._claimed, bounded_reason(reason)))
+        return await self._settle(
+            lambda queues: queues.dead_letter(self._claimed, truncate_reason(reason))
+        )
 
     async def _settle(self, operation: Callable[[Queues], bool]) -> bool:
         def run(queues: Queues, _: int) -> bool:

@@ -25,9 +25,12 @@ ContentRow: TypeAlias = tuple[str, str, str, str, str | None, str | None, str, s
 
 def _bounded_column(column: str) -> str:
     if column == "body":
-        return f"CASE WHEN typeof(body) = 'blob' AND length(body) <= {MAX_BODY_BYTES} THEN body END"
+        return (
+            f"CASE WHEN typeof(body) = 'blob' AND length(body) <= {MAX_BODY_BYTES} THEN body END"
+        )
     # length() of a text stops at its first NUL, so measure it as a blob; the cast keeps the bytes.
-    return f"CASE WHEN length(CAST({column} AS BLOB)) > {_MAX_TEXT_BYTES} THEN X'00' ELSE {column} END"
+    too_long = f"length(CAST({column} AS BLOB)) > {_MAX_TEXT_BYTES}"
+    return f"CASE WHEN {too_long} THEN X'00' ELSE {column} END"
 
 
 READ_COLUMNS = ", ".join(_bounded_column(name) for name in COLUMNS.split(", "))
@@ -117,7 +120,9 @@ def _parse_headers(text: object) -> dict[str, HeaderValue]:
     if not isinstance(table, dict):
         raise PoisonMessage("headers: must be a JSON object")
     return {
-        _check_text("headers", key): _check_text(f"headers.{key[:100]}", value) if isinstance(value, str) else value
+        _check_text("headers", key): _check_text(f"headers.{key[:100]}", value)
+        if isinstance(value, str)
+        else value
         for key, value in table.items()
         if isinstance(value, str | int | float)
     }

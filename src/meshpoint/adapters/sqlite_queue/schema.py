@@ -15,7 +15,8 @@ from pathlib import Path
 
 from meshpoint.adapters.sqlite_queue.content import COLUMNS
 from meshpoint.errors import ConfigurationError
-from meshpoint.private_files import create_private
+from meshpoint.files import create_private
+from meshpoint.model.error_text import quantity
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +25,8 @@ VERSION = 1
 _TABLES = (
     "CREATE TABLE meshpoint_queue_schema (version INTEGER NOT NULL)",
     # One row per open broker. Its beat increases while the process lives; ids are never reused.
-    "CREATE TABLE meshpoint_queue_holder (id INTEGER PRIMARY KEY AUTOINCREMENT, beat INTEGER NOT NULL DEFAULT 0)",
+    "CREATE TABLE meshpoint_queue_holder"
+    " (id INTEGER PRIMARY KEY AUTOINCREMENT, beat INTEGER NOT NULL DEFAULT 0)",
     # For a private queue, `holder` declared it, and `left_at` is when that holder was removed.
     """CREATE TABLE meshpoint_queue (
         name TEXT PRIMARY KEY, agent TEXT NOT NULL, dead_letters TEXT NOT NULL,
@@ -33,14 +35,22 @@ _TABLES = (
     """CREATE TABLE meshpoint_queue_message (
         id INTEGER PRIMARY KEY AUTOINCREMENT, queue TEXT NOT NULL, holder INTEGER,
         deliveries INTEGER NOT NULL DEFAULT 0, dead_reason TEXT)""",
-    "CREATE INDEX meshpoint_queue_ready ON meshpoint_queue_message (queue, id) WHERE holder IS NULL",
-    "CREATE INDEX meshpoint_queue_held ON meshpoint_queue_message (holder) WHERE holder IS NOT NULL",
+    "CREATE INDEX meshpoint_queue_ready ON meshpoint_queue_message (queue, id)"
+    " WHERE holder IS NULL",
+    "CREATE INDEX meshpoint_queue_held ON meshpoint_queue_message (holder)"
+    " WHERE holder IS NOT NULL",
     """CREATE TABLE meshpoint_queue_content (
-        id INTEGER PRIMARY KEY, type TEXT NOT NULL, message_id TEXT NOT NULL, correlation_id TEXT NOT NULL,
-        app_id TEXT NOT NULL, reply_to TEXT, user_id TEXT, headers TEXT NOT NULL, timestamp TEXT,
-        body BLOB NOT NULL)""",
+        id INTEGER PRIMARY KEY, type TEXT NOT NULL, message_id TEXT NOT NULL,
+        correlation_id TEXT NOT NULL, app_id TEXT NOT NULL, reply_to TEXT, user_id TEXT,
+        headers TEXT NOT NULL, timestamp TEXT, body BLOB NOT NULL)""",
+)
+MARKER_TABLE = "meshpoint_queue_marker"
+"""Agents whose replicas store tasks in a database. Files of earlier releases lack this table."""
+_CREATE_MARKERS = (
+    f"CREATE TABLE IF NOT EXISTS {MARKER_TABLE} (name TEXT PRIMARY KEY) WITHOUT ROWID"
 )
 _COLUMNS = {
+    "marker": "name",
     "holder": "id, beat",
     "": "name, agent, dead_letters, private, holder, left_at",
     "message": "id, queue, holder, deliveries, dead_reason",
@@ -65,20 +75,28 @@ def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
     """
     try:
         if not path.parent.is_dir():
-            raise ConfigurationError("mesh.broker_url", f"there is no folder {path.parent}", "create it")
+            raise ConfigurationError(
+                "mesh.broker_url", f"there is no folder {path.parent}", "create it"
+            )
         create_private(path)
         db = sqlite3.connect(path, timeout=busy_timeout, isolation_level=None)
     except OSError as error:
-        raise ConfigurationError("mesh.broker_url", f"cannot create {path}: {error}", "name another file") from error
+        raise ConfigurationError(
+            "mesh.broker_url", f"cannot create {path}: {error}", "name another file"
+        ) from error
     try:
         _use_wal(db, path, busy_timeout)
-        if not _has_schema(db):
+        if not has_schema(db):
             _create(db)
+        if not has_table(db, MARKER_TABLE):
+            db.execute(_CREATE_MARKERS)
         _check(db, path)
     except sqlite3.DatabaseError as error:
         db.close()
         if error.sqlite_errorcode & 0xFF in _UNUSABLE_FILE_ERRORS:
-            raise ConfigurationError("mesh.broker_url", f"{path}: {error}", "name another file") from error
+            raise ConfigurationError(
+                "mesh.broker_url", f"{path}: {error}", "name another file"
+            ) from error
         raise
     except BaseException:
         db.close()
@@ -105,7 +123,10 @@ def remove_out_of_range_ids(db: sqlite3.Connection) -> bool:
     Once the highest possible id is used, SQLite fails every insert with "database or disk is
     full". Runs inside the caller's transaction.
     """
-    messages, holders = _remove_out_of_range_ids(db, "message"), _remove_out_of_range_ids(db, "holder")
+    messages, holders = (
+        _remove_out_of_range_ids(db, "message"),
+        _remove_out_of_range_ids(db, "holder"),
+    )
     if messages:
         db.execute("DELETE FROM meshpoint_queue_content WHERE id > ?", (_MAX_ID,))
     return messages or holders
@@ -113,15 +134,19 @@ def remove_out_of_range_ids(db: sqlite3.Connection) -> bool:
 
 def _remove_out_of_range_ids(db: sqlite3.Connection, name: str) -> bool:
     table = f"meshpoint_queue_{name}"
-    used = f"SELECT max(id) FROM {table} UNION ALL SELECT CAST(seq AS INTEGER) FROM sqlite_sequence WHERE name = ?"
+    used = (
+        f"SELECT max(id) FROM {table}"
+        " UNION ALL SELECT CAST(seq AS INTEGER) FROM sqlite_sequence WHERE name = ?"
+    )
     if all(id_ is None or id_ <= _MAX_ID for (id_,) in db.execute(used, (table,))):
         return False
     removed = db.execute(f"DELETE FROM {table} WHERE id > ?", (_MAX_ID,)).rowcount
     db.execute(
-        f"UPDATE sqlite_sequence SET seq = ? + (SELECT coalesce(max(id), 0) FROM {table}) WHERE name = ?",
+        f"UPDATE sqlite_sequence SET seq = ? + (SELECT coalesce(max(id), 0) FROM {table})"
+        " WHERE name = ?",
         (_ID_GAP, table),
     )
-    _log.warning("%s had ids out of range: removed %d rows", table, removed)
+    _log.warning("%s had ids out of range: removed %s", table, quantity(removed, "row"))
     return True
 
 
@@ -137,17 +162,25 @@ def _use_wal(db: sqlite3.Connection, path: Path, busy_timeout: float) -> None:
                 raise
             time.sleep(0.01)
     if mode != "wal":
-        raise ConfigurationError("mesh.broker_url", f"{path} cannot be shared by processes", "put it on a local disk")
+        raise ConfigurationError(
+            "mesh.broker_url", f"{path} cannot be shared by processes", "put it on a local disk"
+        )
 
 
-def _has_schema(db: sqlite3.Connection) -> bool:
-    row = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meshpoint_queue_schema'").fetchone()
-    return row is not None
+def has_schema(db: sqlite3.Connection) -> bool:
+    """Whether the file has the tables of the queues."""
+    return has_table(db, "meshpoint_queue_schema")
+
+
+def has_table(db: sqlite3.Connection, name: str) -> bool:
+    """Whether the file has the table `name`."""
+    query = "SELECT 1 FROM sqlite_master WHERE name = ?"
+    return db.execute(query, (name,)).fetchone() is not None
 
 
 def _create(db: sqlite3.Connection) -> None:
     with transaction(db):
-        if _has_schema(db):  # another process was faster
+        if has_schema(db):  # another process was faster
             return
         for statement in _TABLES:
             db.execute(statement)

@@ -1,22 +1,113 @@
-"""A broker's connection to its file, and its registration as a holder. Used by one thread."""
+"""A broker's transactions on its file: their jobs, consumers and results. Used by one thread."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from meshpoint.adapters.sqlite_queue.holders import HeartbeatMonitor, Holders
-from meshpoint.adapters.sqlite_queue.jobs import Consumer, Job, TransactionResult
-from meshpoint.adapters.sqlite_queue.queues import QueueLimits, Queues
+from meshpoint.adapters.sqlite_queue.queues import ClaimedMessage, QueueLimits, Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, remove_out_of_range_ids, transaction
 from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.messages import Address
 
 _log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+Failure: TypeAlias = tuple[asyncio.Future[Any], Exception]
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Generic[_T]):
+    """One step of the next transaction.
+
+    `future` gets the result of `run(queues, holder)` after the commit. With `durable`, the commit
+    also survives a power failure. With `settles`, the job does not fail while the database is
+    unavailable, but is retried until it is committed.
+    """
+
+    run: Callable[[Queues, int], _T]
+    future: asyncio.Future[_T]
+    durable: bool = False
+    settles: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadCommand:
+    """A change of the thread's own state, which needs no transaction."""
+
+    run: Callable[[], object]
+    future: asyncio.Future[None]
+
+
+@dataclass(slots=True, eq=False)
+class Consumer:
+    """A subscription as seen by the database thread. `deliver` is called on the event loop."""
+
+    address: Address
+    prefetch: int
+    deliver: Callable[[ClaimedMessage], None]
+    unacked: set[tuple[int, int, int]] = field(default_factory=set)
+
+    @property
+    def room(self) -> int:
+        """Number of further messages it can hold unacked."""
+        return max(0, self.prefetch - len(self.unacked))
+
+
+@dataclass(slots=True)
+class TransactionResult:
+    """The result of one transaction, for the event loop.
+
+    `more_ready`: unreadable rows took up part of a claim, so more messages may be ready.
+    """
+
+    results: list[tuple[asyncio.Future[Any], object]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    deliveries: list[tuple[Consumer, ClaimedMessage]] = field(default_factory=list)
+    more_ready: bool = False
+
+    def deliver(self) -> None:
+        """Set the futures, then hand over the deliveries. Runs on the event loop."""
+        for future, result in self.results:
+            if not future.done():
+                future.set_result(result)
+        for future, error in self.failures:
+            if not future.done():
+                future.set_exception(error)
+        for consumer, claimed in self.deliveries:
+            consumer.deliver(claimed)
+
+
+class HeartbeatMonitor:
+    """Finds the holders of unacked messages whose process has died.
+
+    Each open broker is a holder, with a row whose `beat` increases while its process lives. A
+    broker declares another one dead if that beat has not changed for a lease *by the observer's
+    own clock*. So processes need not agree on the time, and after the whole host was suspended, no
+    holder is declared dead.
+
+    Times are in seconds. One observation adds at most two heartbeat intervals, so that an observer
+    that was stopped itself gives the others time to beat first.
+    """
+
+    def __init__(self, lease: float, interval: float, now: float) -> None:
+        self._lease, self._max_step, self._checked_at = lease, 2 * interval, now
+        self._last_heartbeats: dict[int, tuple[int, float]] = {}  # beats, and their ages
+
+    def find_dead(self, beats: dict[int, int], now: float) -> list[int]:
+        """The holders among `beats` whose beat has not changed for a lease."""
+        elapsed, self._checked_at = min(now - self._checked_at, self._max_step), now
+        before, self._last_heartbeats = self._last_heartbeats, {}
+        for holder, beat in beats.items():
+            last_beat, age = before.get(holder, (None, 0.0))
+            self._last_heartbeats[holder] = beat, age + elapsed if beat == last_beat else 0.0
+        return [holder for holder, (_, age) in self._last_heartbeats.items() if age >= self._lease]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +142,10 @@ class QueueSession:
     def __init__(self, path: Path, namespace: str, options: QueueOptions) -> None:
         self._private_ttl = options.private_ttl
         self._db = connect(path, options.busy_timeout)
-        self._holders = Holders(self._db)
         self._queues = Queues(self._db, namespace, options.delivery_limit, options.limits)
-        self._heartbeat_monitor = HeartbeatMonitor(options.lease, options.heartbeat_interval, time.monotonic())
+        self._heartbeat_monitor = HeartbeatMonitor(
+            options.lease, options.heartbeat_interval, time.monotonic()
+        )
         self._private_queues: set[tuple[AgentName, ReplicaId]] = set()
         self._data_version = -1
         self._in_doubt = False
@@ -61,7 +153,7 @@ class QueueSession:
         try:
             with transaction(self._db):
                 remove_out_of_range_ids(self._db)
-                self._holder = self._holders.register()
+                self._holder = self._queues.register_holder()
         except BaseException:
             self._db.close()
             raise
@@ -139,25 +231,25 @@ class QueueSession:
         self._db.execute(f"PRAGMA synchronous = {'FULL' if power_safe else 'NORMAL'}")
 
     def _ensure_holder(self, consumers: Sequence[Consumer]) -> int:
-        if not self._in_doubt and self._holders.exists(self._holder):
+        if not self._in_doubt and self._queues.has_holder(self._holder):
             return self._holder
         self._queues.remove_holder(self._holder)
         for consumer in consumers:
             consumer.unacked.clear()
-        holder = self._holders.register()
+        holder = self._queues.register_holder()
         for agent, replica in self._private_queues:
             self._queues.declare_private(agent, replica, holder)
         return holder
 
     def _heartbeat(self, holder: int) -> None:
-        self._holders.record_heartbeat(holder)
+        self._queues.record_heartbeat(holder)
         self._run_maintenance(lambda: self._remove_dead_holders(holder))
         self._run_maintenance(self._queues.requeue_orphans)
         self._run_maintenance(lambda: self._queues.drop_unused(self._private_ttl))
         self._run_maintenance(self._queues.trim_dead_letters)
 
     def _remove_dead_holders(self, holder: int) -> None:
-        for dead in self._heartbeat_monitor.find_dead(self._holders.heartbeats(), time.monotonic()):
+        for dead in self._heartbeat_monitor.find_dead(self._queues.heartbeats(), time.monotonic()):
             if dead != holder:
                 self._queues.remove_holder(dead)
 

@@ -17,11 +17,18 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from meshpoint.adapters.sqlite_queue.jobs import Consumer, Failure, Job, ThreadCommand, TransactionResult
-from meshpoint.adapters.sqlite_queue.session import QueueOptions, QueueSession
+from meshpoint.adapters.sqlite_queue.session import (
+    Consumer,
+    Failure,
+    Job,
+    QueueOptions,
+    QueueSession,
+    ThreadCommand,
+    TransactionResult,
+)
 from meshpoint.errors import BrokerUnavailable
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +43,9 @@ class QueueThread:
     def __init__(self, path: Path, namespace: str, options: QueueOptions) -> None:
         self._path, self._namespace, self._options = path, namespace, options
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._main, name="meshpoint-sqlite-queue", daemon=True)
+        self._thread = threading.Thread(
+            target=self._main, name="meshpoint-sqlite-queue", daemon=True
+        )
         self._started: asyncio.Future[QueueSession] = self._loop.create_future()
         self._finished: asyncio.Future[None] = self._loop.create_future()
         self._inbox: SimpleQueue[Job[Any] | ThreadCommand] = SimpleQueue()
@@ -64,7 +73,7 @@ class QueueThread:
             self._submit(ThreadCommand(self._stop, self._loop.create_future()))
             raise
 
-    async def execute(self, job: Job[T]) -> T:
+    async def execute(self, job: Job[_T]) -> _T:
         """Run `job` in the next transaction, and return its result after the commit.
 
         The job runs even if the caller is cancelled.
@@ -190,7 +199,11 @@ class QueueThread:
         else:
             if heartbeat:
                 self._next_heartbeat = time.monotonic() + self._options.heartbeat_interval
-            self.connected, self._may_be_ready, self._poll_delay = True, result.more_ready, _MIN_POLL_DELAY
+            self.connected, self._may_be_ready, self._poll_delay = (
+                True,
+                result.more_ready,
+                _MIN_POLL_DELAY,
+            )
             self._call_in_loop(result.deliver)
 
     def _recover(self, jobs: Sequence[Job[Any]], error: Exception) -> None:
@@ -203,7 +216,9 @@ class QueueThread:
         if type(error) in {sqlite3.OperationalError, sqlite3.DatabaseError} or not jobs:
             self._record_unavailable(error)
             self._retry_jobs += [job for job in jobs if job.settles]
-            failures: list[Failure] = [(job.future, self._to_unavailable(error)) for job in jobs if not job.settles]
+            failures: list[Failure] = [
+                (job.future, self._to_unavailable(error)) for job in jobs if not job.settles
+            ]
             self._call_in_loop(TransactionResult(failures=failures).deliver)
         elif len(jobs) == 1:
             self._call_in_loop(TransactionResult(failures=[(jobs[0].future, error)]).deliver)

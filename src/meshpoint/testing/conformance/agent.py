@@ -6,7 +6,8 @@ There is no broker and no database: one coroutine does what a worker and its pee
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -16,9 +17,18 @@ from pydantic_core import to_jsonable_python
 from meshpoint.errors import IncompatibleState, InvalidInput
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
-from meshpoint.model.ids import TaskId, agent_name, new_id
-from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes, decode_outcome, encode_outcome
-from meshpoint.ports.agent import DurableAgent, readable_formats
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.model.messages import validate_agent_name
+from meshpoint.model.outcomes import (
+    Failed,
+    FailureKind,
+    Ok,
+    Outcome,
+    Outcomes,
+    decode_outcome,
+    encode_outcome,
+)
+from meshpoint.ports.agent import DurableAgent, ReadsLog, readable_formats
 
 Out = TypeVar("Out")
 
@@ -51,14 +61,35 @@ async def run_agent(
     """
     current = ctx if ctx is not None else TaskExecutionContext(TaskId(new_id()))
     result = await agent.start(current, to_jsonable_python(request))
+    log: tuple[bytes, ...] = ()
     for _ in range(max_pauses):
         if isinstance(result, Done):
             to_jsonable_python(result.output)
             return result.output
         outcomes = answered(result, answer)
         current = restored(current, result, outcomes)
-        result = await agent.resume(current, result.state, outcomes)
+        log = log_after(log, result)
+        result = await resumed(agent, current, result, log, outcomes)
     raise AssertionError(f"{agent.name} has paused {max_pauses} times and is not done")
+
+
+async def resumed(
+    agent: DurableAgent[Any, Out],
+    ctx: TaskExecutionContext,
+    paused: Paused,
+    log: Sequence[bytes],
+    outcomes: Outcomes,
+) -> Paused | Done[Out]:
+    """Resume `agent` after `paused`, as an engine would. `log` includes that pause's entry."""
+    if isinstance(agent, ReadsLog):
+        return await agent.resume_with_log(ctx, paused.state, log, outcomes)
+    assert paused.append is None, f"{agent.name} appends to a log that it cannot read"
+    return await agent.resume(ctx, paused.state, outcomes)
+
+
+def log_after(log: Sequence[bytes], paused: Paused) -> tuple[bytes, ...]:
+    """The task's log after `paused`, where `log` is the one before."""
+    return () if paused.append is None else (*log, paused.append)
 
 
 def answered(paused: Paused, answer: Answer) -> Outcomes:
@@ -76,7 +107,9 @@ def answered(paused: Paused, answer: Answer) -> Outcomes:
     return Outcomes(outcomes)
 
 
-def restored(ctx: TaskExecutionContext, paused: Paused, outcomes: Outcomes) -> TaskExecutionContext:
+def restored(
+    ctx: TaskExecutionContext, paused: Paused, outcomes: Outcomes
+) -> TaskExecutionContext:
     """The context as another replica restores it after `paused`, with the peers' tokens added."""
     rebuilt = TaskExecutionContext.from_checkpoint_dict(ctx.to_checkpoint_dict())
     for call in paused.calls:
@@ -112,7 +145,7 @@ class DurableAgentSuite(ABC):
     async def test_name_and_formats_can_be_used(self) -> None:
         agent = self.agent()
         assert isinstance(agent, DurableAgent)
-        agent_name(agent.name)
+        validate_agent_name(agent.name)
         assert agent.state_format in readable_formats(agent)
 
     async def test_it_comes_to_an_end_in_ever_new_replicas(self) -> None:
@@ -125,30 +158,32 @@ class DurableAgentSuite(ABC):
         assert await self.agent().start(_context(), self.request()) == first
 
     async def test_resume_is_a_pure_function_of_state_and_outcomes(self) -> None:
-        ctx = _context()
+        ctx, log = _context(), tuple[bytes, ...]()
         result = await self.agent().start(ctx, self.request())
         while isinstance(result, Paused):
             outcomes = answered(result, self.answer)
             ctx, twin = restored(ctx, result, outcomes), restored(ctx, result, outcomes)
-            again = await self.agent().resume(twin, bytes(bytearray(result.state)), outcomes)
-            result = await self.agent().resume(ctx, result.state, outcomes)
+            log = log_after(log, result)
+            copy = replace(result, state=bytes(bytearray(result.state)))
+            again = await resumed(self.agent(), twin, copy, log, outcomes)
+            result = await resumed(self.agent(), ctx, result, log, outcomes)
             assert result == again
             assert ctx.to_checkpoint_dict() == twin.to_checkpoint_dict()
 
     async def test_one_instance_serves_tasks_side_by_side(self) -> None:
         shared = self.agent()
-        ctx, other_ctx = _context(), _context()
+        ctx, other_ctx, log = _context(), _context(), tuple[bytes, ...]()
         result = await shared.start(ctx, self.request())
         await shared.start(other_ctx, self.request())
         for expected in (await self._segments())[1:]:
             assert isinstance(result, Paused)
             outcomes = answered(result, self.answer)
-            ctx = restored(ctx, result, outcomes)
-            result = await shared.resume(ctx, result.state, outcomes)
+            ctx, log = restored(ctx, result, outcomes), log_after(log, result)
+            result = await resumed(shared, ctx, result, log, outcomes)
             assert result == expected
 
     @pytest.mark.parametrize("kind", list(FailureKind))
-    async def test_a_failure_of_its_peers_ends_in_a_result_or_an_exception(self, kind: FailureKind) -> None:
+    async def test_peer_failure_ends_in_result_or_exception(self, kind: FailureKind) -> None:
         def refuse(call: Call) -> Outcome:
             return Failed(kind, f"no {call.peer} today")
 
@@ -161,7 +196,9 @@ class DurableAgentSuite(ABC):
             said = str(error)
             assert said
 
-    @pytest.mark.parametrize("state", [b"", b"{", b"{}", b"[]", b"null", b"\x80\x04N.", b"\xff\x00"])
+    @pytest.mark.parametrize(
+        "state", [b"", b"{", b"{}", b"[]", b"null", b"\x80\x04N.", b"\xff\x00"]
+    )
     async def test_an_unreadable_state_is_incompatible(self, state: bytes) -> None:
         result = await self.agent().start(_context(), self.request())
         assert isinstance(result, Paused)
@@ -179,12 +216,12 @@ class DurableAgentSuite(ABC):
             await self.agent().start(_context(), self.wrong_request())
 
     async def _segments(self) -> list[Paused | Done[Any]]:
-        ctx = _context()
+        ctx, log = _context(), tuple[bytes, ...]()
         results = [await self.agent().start(ctx, self.request())]
         while isinstance(paused := results[-1], Paused):
             outcomes = answered(paused, self.answer)
-            ctx = restored(ctx, paused, outcomes)
-            results.append(await self.agent().resume(ctx, paused.state, outcomes))
+            ctx, log = restored(ctx, paused, outcomes), log_after(log, paused)
+            results.append(await resumed(self.agent(), ctx, paused, log, outcomes))
         return results
 
 

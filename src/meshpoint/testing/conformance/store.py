@@ -1,8 +1,8 @@
-"""Tests that every store must pass: one per sentence of `ports.task_store` and `ports.operations`.
+"""Tests that every store must pass: one per sentence of `ports.task_store`.
 
 To test a store of your own with pytest (and pytest-asyncio, with `asyncio_mode = auto`):
 
-    from meshpoint.adapters.inprocess.clock import FakeClock
+    from meshpoint.testing.clock import FakeClock
     from meshpoint.testing.conformance.build import TIMINGS
     from meshpoint.testing.conformance.store import CheckpointStoreSuite
 
@@ -15,8 +15,11 @@ To test a store of your own with pytest (and pytest-asyncio, with `asyncio_mode 
             await store.close()
 
         @pytest.fixture
-        async def other(self, clock: FakeClock, store: CheckpointStore) -> AsyncIterator[CheckpointStore]:
-            ...  # a second open store on the same data; leave it out if only one process can use yours
+        async def other(
+            self, clock: FakeClock, store: CheckpointStore
+        ) -> AsyncIterator[CheckpointStore]:
+            # A second open store on the same data. Leave it out if only one process can use yours.
+            ...
 
 To run the class on several stores, use `@pytest.fixture(params=[...])` instead.
 """
@@ -25,80 +28,43 @@ from __future__ import annotations
 
 import pytest
 
-SECTIONS = (
-    "runs",
-    "pauses",
-    "claims",
-    "cancels",
-    "expiry",
-    "leases",
-    "outbox",
-    "operations",
-    "kept",
-    "memory",
-    "memory_pauses",
-    "revivals",
-    "again",
-    "replicas",
-    "replies",
-)
-pytest.register_assert_rewrite(*(f"meshpoint.testing.conformance.store_{section}" for section in SECTIONS))
-
-from meshpoint.adapters.inprocess.clock import FakeClock  # noqa: E402
-from meshpoint.ports.task_store import CheckpointStore  # noqa: E402
-from meshpoint.testing.conformance.store_again import AdoptSuite, ApartSuite, OrderSuite  # noqa: E402
-from meshpoint.testing.conformance.store_cancels import CancellerSuite, CancelSuite  # noqa: E402
-from meshpoint.testing.conformance.store_claims import ClaimSuite, JoinSuite  # noqa: E402
-from meshpoint.testing.conformance.store_expiry import ExpireSuite, ProgressSuite  # noqa: E402
-from meshpoint.testing.conformance.store_kept import KeptSuite, RetentionSuite  # noqa: E402
-from meshpoint.testing.conformance.store_leases import KeepAliveSuite, LeaseSuite, PurgeSuite, RescueSuite  # noqa: E402
-from meshpoint.testing.conformance.store_memory import MemoryAtTheEndSuite, MemoryInCheckpointsSuite  # noqa: E402
-from meshpoint.testing.conformance.store_memory_pauses import MemoryAtPausesSuite  # noqa: E402
-from meshpoint.testing.conformance.store_operations import ChildrenSuite, SaveSuite, SummarySuite, TrackSuite  # noqa: E402
-from meshpoint.testing.conformance.store_outbox import CatalogSuite, OutboxSuite  # noqa: E402
-from meshpoint.testing.conformance.store_pauses import PauseSuite  # noqa: E402
-from meshpoint.testing.conformance.store_replicas import ReplicasSuite  # noqa: E402
-from meshpoint.testing.conformance.store_replies import DueSuite, RepliesSuite  # noqa: E402
-from meshpoint.testing.conformance.store_revivals import RefusalSuite, ReviveSuite, TokenSuite  # noqa: E402
-from meshpoint.testing.conformance.store_runs import BeginSuite, EndSuite, LookupSuite, ReleaseSuite  # noqa: E402
+from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.clock import FakeClock
+from meshpoint.testing.conformance.store_cancels import CancelSuite
+from meshpoint.testing.conformance.store_catalog import CatalogSuite
+from meshpoint.testing.conformance.store_claims import ClaimSuite
+from meshpoint.testing.conformance.store_leases import LeaseSuite
+from meshpoint.testing.conformance.store_logs import LogSuite
+from meshpoint.testing.conformance.store_memory import MemorySuite
+from meshpoint.testing.conformance.store_operations import OperationSuite
+from meshpoint.testing.conformance.store_outbox import OutboxSuite
+from meshpoint.testing.conformance.store_parking import ParkingSuite
+from meshpoint.testing.conformance.store_pauses import PauseSuite
+from meshpoint.testing.conformance.store_replicas import ReplicasSuite
+from meshpoint.testing.conformance.store_rerequests import RerequestSuite
+from meshpoint.testing.conformance.store_retention import RetentionSuite
+from meshpoint.testing.conformance.store_revivals import ReviveSuite
+from meshpoint.testing.conformance.store_runs import RunSuite
+from meshpoint.testing.conformance.store_unroutable import UnroutableSuite
 
 
 class CheckpointStoreSuite(
-    LookupSuite,
-    BeginSuite,
+    RunSuite,
     PauseSuite,
+    LogSuite,
     ClaimSuite,
-    JoinSuite,
-    EndSuite,
-    ReleaseSuite,
     CancelSuite,
-    CancellerSuite,
-    ExpireSuite,
     LeaseSuite,
-    RescueSuite,
-    ProgressSuite,
-    KeepAliveSuite,
-    PurgeSuite,
+    ParkingSuite,
     OutboxSuite,
+    UnroutableSuite,
     CatalogSuite,
-    TrackSuite,
-    ChildrenSuite,
-    SaveSuite,
-    SummarySuite,
-    KeptSuite,
+    OperationSuite,
     RetentionSuite,
-    MemoryInCheckpointsSuite,
-    MemoryAtPausesSuite,
-    MemoryAtTheEndSuite,
+    MemorySuite,
     ReviveSuite,
-    RefusalSuite,
-    TokenSuite,
-    ApartSuite,
-    OrderSuite,
-    AdoptSuite,
+    RerequestSuite,
     ReplicasSuite,
-    RepliesSuite,
-    DueSuite,
 ):
     """Conformance tests for a `CheckpointStore`. Subclass it and provide the fixture `store`.
 

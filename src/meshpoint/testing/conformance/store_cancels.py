@@ -6,36 +6,31 @@ from dataclasses import replace
 
 import pytest
 
-from meshpoint.adapters.inprocess.clock import FakeClock
 from meshpoint.model.calls import FIRST
-from meshpoint.model.checkpoint import (
-    Begun,
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.model.tasks import CancelNotice, Reply, TaskState
+from meshpoint.model.transitions import (
+    BeginCommitted,
     CancelBeforeRequest,
+    CancelCommitted,
     CancelFound,
-    CancelledNow,
-    CancelNotice,
     CancelRefused,
     CancelRequested,
     CancelStale,
     CancelTooLate,
-    Committed,
-    Duplicate,
-    Ended,
+    DuplicateOutcome,
     Fenced,
-    Reply,
-    TaskState,
-    Unknown,
+    PauseCommitted,
+    UnknownCall,
 )
-from meshpoint.model.ids import TaskId, new_id
 from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
     PEER,
     REQUESTER,
-    SECOND,
     THERE,
-    TIMINGS,
     a_begin,
     a_cancel,
     a_claim,
@@ -47,7 +42,9 @@ from meshpoint.testing.conformance.build import (
     begun,
     cancels_to_send,
     ended,
+    existing,
     one,
+    parked,
     paused,
     ready,
     resumed,
@@ -55,45 +52,44 @@ from meshpoint.testing.conformance.build import (
     state_of,
     sub,
     taken_over,
+    write_cancel,
+    write_end,
 )
 
 
 class CancelSuite:
     """A cancel ends waiting tasks, flags running ones, and leaves a tombstone for unknown ones."""
 
-    async def test_a_waiting_task_ends_at_once_and_its_open_calls_are_closed(
-        self, store: CheckpointStore, clock: FakeClock
-    ) -> None:
+    async def test_waiting_task_cancelled(self, store: CheckpointStore, clock: FakeClock) -> None:
         pause = await paused(store, "a", "b", "c")
         task_id = pause.run.task_id
         await store.claim([a_claim(pause, "b")], HERE, 1)
         reply = Reply(AGENT, task_id, TaskState.CANCELLED, b"cancelled", a_requester(), fence=1)
-        notices = tuple(CancelNotice(AGENT, task_id, sub(pause, call), PEER) for call in ("a", "c"))
-        assert await store.cancel([a_cancel(task_id)]) == [CancelledNow(reply, notices)]
-        assert (await store.lookup([task_id]))[task_id].reply == reply
+        notices = tuple(
+            CancelNotice(AGENT, task_id, sub(pause, call), PEER) for call in ("a", "c")
+        )
+        assert await store.cancel([a_cancel(task_id)]) == [CancelCommitted(reply, notices)]
+        assert (await existing(store, task_id)).reply == reply
         assert await cancels_to_send(store, clock) == [sub(pause, "a"), sub(pause, "c")]
 
-    async def test_responses_to_a_cancelled_task_change_nothing(self, store: CheckpointStore) -> None:
+    async def test_responses_to_cancelled_task_are_ignored(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b")
         await store.cancel([a_cancel(pause.run.task_id)])
         before = await row(store, pause.run.task_id)
         late = await store.claim([a_claim(pause, "a"), a_claim(pause, "b")], HERE, 1)
-        assert all(isinstance(arrival, Unknown | Duplicate) for arrival in late)
+        assert all(isinstance(arrival, UnknownCall | DuplicateOutcome) for arrival in late)
         assert await row(store, pause.run.task_id) == before
 
     async def test_a_ready_task_ends_at_once(self, store: CheckpointStore) -> None:
         task_id = (await ready(store)).run.task_id
-        assert isinstance(one(await store.cancel([a_cancel(task_id)])), CancelledNow)
+        await write_cancel(store, a_cancel(task_id))
         assert await state_of(store, task_id) is TaskState.CANCELLED
-        assert await store.take(HERE, 10) == []
+        assert await store.acquire(HERE, 10) == []
 
-    async def test_a_parked_task_ends_at_once(self, store: CheckpointStore, clock: FakeClock) -> None:
-        run = (await resumed(store)).run
-        await store.release([a_release(run, incompatible="travel/9")])
-        clock.advance(TIMINGS.incompatible_limit + SECOND)
-        await store.release([a_release(one(await store.take(HERE, 1)).run, incompatible="travel/9")])
+    async def test_parked_task_cancelled(self, store: CheckpointStore) -> None:
+        run = await parked(store)
         assert await state_of(store, run.task_id) is TaskState.PARKED
-        assert isinstance(one(await store.cancel([a_cancel(run.task_id)])), CancelledNow)
+        await write_cancel(store, a_cancel(run.task_id))
 
     async def test_a_running_task_gets_a_flag(self, store: CheckpointStore) -> None:
         resumed_run, begun_run = (await resumed(store)).run, await begun(store, THERE)
@@ -103,41 +99,42 @@ class CancelSuite:
         assert await state_of(store, resumed_run.task_id) is TaskState.RUNNING
         assert await store.renew([resumed_run, begun_run], HERE) == []
 
-    async def test_a_pause_finds_the_flag_and_its_run_ends_the_task(self, store: CheckpointStore) -> None:
+    async def test_pause_sees_cancel_flag_and_run_ends(self, store: CheckpointStore) -> None:
         for run in ((await resumed(store)).run, await begun(store)):
             await store.cancel([a_cancel(run.task_id)])
             found = one(await store.pause([a_pause(run=run)]))
             assert found == CancelFound(run)
             assert await state_of(store, run.task_id) is TaskState.RUNNING
-            assert isinstance(one(await store.end([an_end(run, TaskState.CANCELLED)])), Ended)
+            await write_end(store, an_end(run, TaskState.CANCELLED))
 
-    async def test_a_take_over_finds_the_flag(self, store: CheckpointStore, clock: FakeClock) -> None:
+    async def test_rescue_sees_cancel_flag(self, store: CheckpointStore, clock: FakeClock) -> None:
         run = (await resumed(store)).run
         await store.cancel([a_cancel(run.task_id)])
         assert (await taken_over(store, clock)).cancel_requested
 
-    async def test_whoever_takes_a_released_task_finds_the_flag(self, store: CheckpointStore) -> None:
+    async def test_owner_after_release_sees_cancel_flag(self, store: CheckpointStore) -> None:
         run = (await resumed(store)).run
         await store.cancel([a_cancel(run.task_id)])
         await store.release([a_release(run)])
-        assert one(await store.take(THERE, 10)).cancel_requested
+        assert one(await store.acquire(THERE, 10)).cancel_requested
 
     async def test_an_ended_task_keeps_its_reply(self, store: CheckpointStore) -> None:
         run = await ended(store, reply=b"answer")
-        reply = Reply(AGENT, run.task_id, TaskState.COMPLETED, b"answer", a_requester(), fence=run.fence)
+        reply = Reply(
+            AGENT, run.task_id, TaskState.COMPLETED, b"answer", a_requester(), fence=run.fence
+        )
         assert await store.cancel([a_cancel(run.task_id)]) == [CancelTooLate(reply)]
 
-    async def test_a_repeated_cancel_gets_the_cancelled_reply(self, store: CheckpointStore) -> None:
+    async def test_repeated_cancel_gets_cancelled_reply(self, store: CheckpointStore) -> None:
         cancel = a_cancel((await paused(store)).run.task_id)
-        first = one(await store.cancel([cancel]))
-        assert isinstance(first, CancelledNow)
+        first = await write_cancel(store, cancel)
         assert await store.cancel([cancel]) == [CancelTooLate(first.reply)]
         assert await store.cancel([a_cancel(cancel.task_id)]) == [CancelTooLate(first.reply)]
 
     async def test_an_unknown_task_gets_a_tombstone(self, store: CheckpointStore) -> None:
         cancel = a_cancel(TaskId(new_id()))
         assert await store.cancel([cancel]) == [CancelBeforeRequest()]
-        known = (await store.lookup([cancel.task_id]))[cancel.task_id]
+        known = await existing(store, cancel.task_id)
         assert known.state is TaskState.CANCELLED
         assert known.reply is not None
         assert known.reply.body == cancel.reply
@@ -145,7 +142,7 @@ class CancelSuite:
         assert isinstance(one(await store.cancel([a_cancel(cancel.task_id)])), CancelTooLate)
 
     @pytest.mark.parametrize("known", [True, False], ids=["waiting", "unknown"])
-    async def test_a_request_after_its_cancel_is_not_run(self, store: CheckpointStore, known: bool) -> None:
+    async def test_cancelled_request_is_not_run(self, store: CheckpointStore, known: bool) -> None:
         task_id = (await paused(store)).run.task_id if known else TaskId(new_id())
         await store.cancel([a_cancel(task_id)])
         before = await row(store, task_id)
@@ -153,54 +150,66 @@ class CancelSuite:
         assert await store.pause([a_pause(run=a_run(task_id))]) == [CancelFound(None)]
         assert await row(store, task_id) == before
 
-    async def test_a_cancel_does_not_close_calls_twice(self, store: CheckpointStore, clock: FakeClock) -> None:
+    async def test_cancel_closes_call_once(self, store: CheckpointStore, clock: FakeClock) -> None:
         pause = await paused(store, "a", "b", join=FIRST)
         await store.claim([a_claim(pause, "a")], HERE, 0)
-        cancelled = one(await store.cancel([a_cancel(pause.run.task_id)]))
-        assert isinstance(cancelled, CancelledNow)
+        await write_cancel(store, a_cancel(pause.run.task_id))
         assert await cancels_to_send(store, clock) == [sub(pause, "b")]
 
-    async def test_a_cancel_for_an_earlier_parent_changes_nothing(
-        self, store: CheckpointStore, clock: FakeClock
-    ) -> None:
-        tasks = [(await paused(store)).run, (await ready(store)).run, await begun(store), await ended(store)]
+    async def test_stale_cancel_is_ignored(self, store: CheckpointStore, clock: FakeClock) -> None:
+        tasks = [
+            (await paused(store)).run,
+            (await ready(store)).run,
+            await begun(store),
+            await ended(store),
+        ]
         before = [await row(store, run.task_id) for run in tasks]
         cancels = [a_cancel(run.task_id, "earlier") for run in tasks]
         assert await store.cancel(cancels) == [CancelStale()] * len(tasks)
         assert [await row(store, run.task_id) for run in tasks] == before
         assert not (await taken_over(store, clock)).cancel_requested
 
-    async def test_a_cancel_for_the_tasks_own_parent_cancels_it(self, store: CheckpointStore) -> None:
+    async def test_cancel_for_own_parent_cancels_task(self, store: CheckpointStore) -> None:
         waiting, running = (await paused(store)).run, await begun(store)
         cancels = [a_cancel(run.task_id, "parent") for run in (waiting, running)]
-        assert [type(result) for result in await store.cancel(cancels)] == [CancelledNow, CancelRequested]
+        assert [type(result) for result in await store.cancel(cancels)] == [
+            CancelCommitted,
+            CancelRequested,
+        ]
 
-    async def test_a_cancel_for_any_parent_cancels_a_task_that_has_none(self, store: CheckpointStore) -> None:
+    async def test_cancel_for_parent_ends_parentless_task(self, store: CheckpointStore) -> None:
         waiting = (await paused(store, requester=a_requester(parent_task_id=None))).run
-        assert isinstance(one(await store.cancel([a_cancel(waiting.task_id, "parent")])), CancelledNow)
+        await write_cancel(store, a_cancel(waiting.task_id, "parent"))
 
-    async def test_a_cancel_for_a_parent_leaves_a_tombstone_for_an_unknown_task(self, store: CheckpointStore) -> None:
+    async def test_cancel_of_unknown_child_leaves_tombstone(self, store: CheckpointStore) -> None:
         cancel = a_cancel(TaskId(new_id()), "parent")
         assert await store.cancel([cancel]) == [CancelBeforeRequest()]
         assert await store.cancel([cancel]) == [CancelBeforeRequest()]
         assert await state_of(store, cancel.task_id) is TaskState.CANCELLED
 
-    async def test_of_two_cancels_only_the_one_for_the_tasks_own_parent_counts(self, store: CheckpointStore) -> None:
+    async def test_batch_drops_cancel_for_earlier_parent(self, store: CheckpointStore) -> None:
         task_id = (await paused(store)).run.task_id
-        stale, own = await store.cancel([a_cancel(task_id, "earlier"), a_cancel(task_id, "parent")])
-        assert (stale, type(own)) == (CancelStale(), CancelledNow)
+        stale, own = await store.cancel(
+            [a_cancel(task_id, "earlier"), a_cancel(task_id, "parent")]
+        )
+        assert (stale, type(own)) == (CancelStale(), CancelCommitted)
 
-    async def test_cancelled_tasks_stand_in_the_order_of_the_arguments(self, store: CheckpointStore) -> None:
-        tasks = [await ended(store), (await resumed(store)).run, (await paused(store)).run, a_run()]
+    async def test_cancel_results_in_argument_order(self, store: CheckpointStore) -> None:
+        tasks = [
+            await ended(store),
+            (await resumed(store)).run,
+            (await paused(store)).run,
+            a_run(),
+        ]
         results = await store.cancel([a_cancel(run.task_id) for run in tasks])
         assert [type(result) for result in results] == [
             CancelTooLate,
             CancelRequested,
-            CancelledNow,
+            CancelCommitted,
             CancelBeforeRequest,
         ]
 
-    async def test_a_zombie_of_a_cancelled_task_changes_nothing(self, store: CheckpointStore) -> None:
+    async def test_zombie_of_cancelled_task_is_fenced(self, store: CheckpointStore) -> None:
         run = (await resumed(store)).run
         await store.release([a_release(run)])
         await store.cancel([a_cancel(run.task_id)])
@@ -211,12 +220,8 @@ class CancelSuite:
         assert await store.release([a_release(run)]) == [False]
         assert await row(store, run.task_id) == before
 
-
-class CancellerSuite:
-    """Only a task's own requester can cancel it."""
-
     @pytest.mark.parametrize("step", ["running", "waiting", "ready", "ended"])
-    async def test_a_cancel_of_another_sender_changes_nothing(
+    async def test_cancel_from_stranger_is_refused(
         self, store: CheckpointStore, clock: FakeClock, step: str
     ) -> None:
         match step:
@@ -234,46 +239,53 @@ class CancellerSuite:
         if step == "running":
             assert not (await taken_over(store, clock)).cancel_requested
 
-    @pytest.mark.parametrize("sender", [REQUESTER, AGENT, None], ids=["requester", "agent", "anybody"])
-    async def test_the_requester_the_agent_itself_and_people_cancel(
-        self, store: CheckpointStore, sender: str | None
-    ) -> None:
+    @pytest.mark.parametrize(
+        "sender", [REQUESTER, AGENT, None], ids=["requester", "agent", "anybody"]
+    )
+    async def test_authorized_cancel(self, store: CheckpointStore, sender: str | None) -> None:
         waiting, running = (await paused(store)).run, await begun(store)
         cancels = [a_cancel(run.task_id, sender=sender) for run in (waiting, running)]
-        assert [type(result) for result in await store.cancel(cancels)] == [CancelledNow, CancelRequested]
+        assert [type(result) for result in await store.cancel(cancels)] == [
+            CancelCommitted,
+            CancelRequested,
+        ]
 
-    async def test_a_task_that_is_to_end_is_told_again_whoever_asks(self, store: CheckpointStore) -> None:
+    async def test_repeated_cancel_repeats_broadcast(self, store: CheckpointStore) -> None:
         run = await begun(store)
         await store.cancel([a_cancel(run.task_id)])
-        assert await store.cancel([a_cancel(run.task_id, sender="mallory")]) == [CancelRequested(HERE.id)]
+        assert await store.cancel([a_cancel(run.task_id, sender="mallory")]) == [
+            CancelRequested(HERE.id)
+        ]
         await store.end([an_end(run, TaskState.CANCELLED)])
         before = await row(store, run.task_id)
-        assert isinstance(one(await store.cancel([a_cancel(run.task_id, sender="mallory")])), CancelTooLate)
+        assert isinstance(
+            one(await store.cancel([a_cancel(run.task_id, sender="mallory")])), CancelTooLate
+        )
         assert await row(store, run.task_id) == before
 
     @pytest.mark.parametrize("written", ["pause", "begin"])
-    async def test_an_early_cancel_binds_its_senders_requests_only(
-        self, store: CheckpointStore, written: str
-    ) -> None:
+    async def test_early_cancel_binds_sender(self, store: CheckpointStore, written: str) -> None:
         runs = {name: a_run() for name in ("mallory", REQUESTER)}
         for name, run in runs.items():
-            assert await store.cancel([a_cancel(run.task_id, sender=name)]) == [CancelBeforeRequest()]
-            known = (await store.lookup([run.task_id]))[run.task_id]
-            assert (known.early, known.requester) == (True, name)
+            assert await store.cancel([a_cancel(run.task_id, sender=name)]) == [
+                CancelBeforeRequest()
+            ]
+            known = await existing(store, run.task_id)
+            assert (known.is_early_cancel, known.requester) == (True, name)
         for name, run in runs.items():
             (result,) = (
                 await store.pause([a_pause(run=run, digest="this")])
                 if written == "pause"
                 else await store.begin([replace(a_begin(run), digest="this")])
             )
-            assert isinstance(result, CancelFound if name == REQUESTER else Committed | Begun)
-        known = (await store.lookup([runs["mallory"].task_id]))[runs["mallory"].task_id]
-        assert (known.early, known.requester, known.digest) == (False, REQUESTER, "this")
+            assert isinstance(
+                result, CancelFound if name == REQUESTER else PauseCommitted | BeginCommitted
+            )
+        known = await existing(store, runs["mallory"].task_id)
+        assert (known.is_early_cancel, known.requester, known.digest) == (False, REQUESTER, "this")
 
     @pytest.mark.parametrize("first", ["mallory", REQUESTER])
-    async def test_early_cancels_of_several_senders_bind_each_of_them(
-        self, store: CheckpointStore, first: str
-    ) -> None:
+    async def test_early_cancels_by_two_senders(self, store: CheckpointStore, first: str) -> None:
         run, second = a_run(), REQUESTER if first == "mallory" else "mallory"
         further = a_cancel(run.task_id, sender=second)
         await store.cancel([a_cancel(run.task_id, sender=first)])
@@ -283,9 +295,9 @@ class CancellerSuite:
             asked = a_begin(run, requester=a_requester(app_id=name))
             assert await store.begin([asked]) == [CancelFound(None)]
         other = a_begin(run, requester=a_requester(app_id="other"))
-        assert isinstance(one(await store.begin([other])), Begun)
+        assert isinstance(one(await store.begin([other])), BeginCommitted)
 
-    async def test_an_early_cancel_of_nobody_in_particular_binds_all(self, store: CheckpointStore) -> None:
+    async def test_early_cancel_without_sender_binds_all(self, store: CheckpointStore) -> None:
         """It also widens the tombstone of a cancel from another sender."""
         plain, widened = a_run(), a_run()
         await store.cancel([a_cancel(widened.task_id, sender="mallory")])
@@ -293,15 +305,17 @@ class CancellerSuite:
             assert await store.cancel([a_cancel(run.task_id)]) == [CancelBeforeRequest()]
             assert await store.begin([a_begin(run)]) == [CancelFound(None)]
 
-    async def test_an_early_cancel_for_another_agent_binds_nobody_here(self, store: CheckpointStore) -> None:
+    async def test_early_cancel_for_other_agent_binds_nobody(self, store: CheckpointStore) -> None:
         run = a_run()
         elsewhere = a_cancel(run.task_id, sender=REQUESTER, agent=PEER)
         assert await store.cancel([elsewhere]) == [CancelBeforeRequest()]
-        assert await store.cancel([a_cancel(run.task_id, sender=REQUESTER)]) == [CancelBeforeRequest()]
-        assert isinstance(one(await store.begin([a_begin(run)])), Begun)
+        assert await store.cancel([a_cancel(run.task_id, sender=REQUESTER)]) == [
+            CancelBeforeRequest()
+        ]
+        assert isinstance(one(await store.begin([a_begin(run)])), BeginCommitted)
 
     @pytest.mark.parametrize("sender", [REQUESTER, None])
-    async def test_a_cancel_for_another_agent_does_not_touch_a_task(
+    async def test_cancel_for_other_agent_is_ignored(
         self, store: CheckpointStore, clock: FakeClock, sender: str | None
     ) -> None:
         tasks = [(await paused(store)).run, await begun(store), await ended(store)]
@@ -312,9 +326,7 @@ class CancellerSuite:
         assert not (await taken_over(store, clock)).cancel_requested
 
     @pytest.mark.parametrize("cancelled", [True, False])
-    async def test_the_first_run_of_another_requester_is_fenced(
-        self, store: CheckpointStore, cancelled: bool
-    ) -> None:
+    async def test_other_requester_fenced(self, store: CheckpointStore, cancelled: bool) -> None:
         task_id = (await paused(store)).run.task_id
         if cancelled:
             await store.cancel([a_cancel(task_id)])
@@ -328,8 +340,12 @@ class CancellerSuite:
         pause = await paused(store, digest="this")
         task_id = pause.run.task_id
         for _ in range(2):
-            known = (await store.lookup([task_id]))[task_id]
-            assert (known.requester, known.digest, known.early) == (REQUESTER, "this", False)
+            known = await existing(store, task_id)
+            assert (known.requester, known.digest, known.is_early_cancel) == (
+                REQUESTER,
+                "this",
+                False,
+            )
             if known.state is TaskState.WAITING:
                 task = await resumed(store, pause)
                 assert task.digest == "this"

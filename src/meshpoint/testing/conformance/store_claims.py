@@ -6,26 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from meshpoint.adapters.inprocess.clock import FakeClock
 from meshpoint.model.calls import AT_LEAST, FIRST, Join
-from meshpoint.model.checkpoint import (
-    AllArrived,
-    CallState,
-    CancelNotice,
-    Committed,
-    Duplicate,
-    MadeReady,
-    Resumable,
-    Run,
-    StillWaiting,
-    TaskState,
-    Unknown,
-    WrongSender,
-)
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.tasks import CallState, CancelNotice, Resumable, Run, TaskState
+from meshpoint.model.transitions import (
+    DuplicateOutcome,
+    JoinCompleted,
+    PauseCommitted,
+    StillWaiting,
+    TaskReady,
+    UnknownCall,
+    WrongSender,
+)
 from meshpoint.model.usage import Tokens, TokenUsage
 from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
     AGENT,
     FORMAT,
@@ -65,22 +61,28 @@ USAGE = TokenUsage(total=Tokens(input=3, output=2), by_model={"m": Tokens(input=
 class ClaimSuite:
     """Each call gets exactly one outcome, from the peer that was called."""
 
-    async def test_an_outcome_before_the_last_leaves_the_task_waiting(self, store: CheckpointStore) -> None:
+    async def test_task_waits_until_last_outcome(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b")
-        assert await store.claim([a_claim(pause, "a")], HERE, 1) == [StillWaiting(pause.run.task_id, sub(pause, "a"))]
+        assert await store.claim([a_claim(pause, "a")], HERE, 1) == [
+            StillWaiting(pause.run.task_id, sub(pause, "a"))
+        ]
         summary, (a, b) = await row(store, pause.run.task_id)
         assert (summary.state, summary.completed, summary.expected) == (TaskState.WAITING, 1, 2)
         assert (a.state, b.state, b.outcome) == (CallState.DONE, CallState.PENDING, None)
         assert a.outcome is not None
 
-    async def test_the_last_outcome_gives_the_task_to_the_claiming_replica(self, store: CheckpointStore) -> None:
+    async def test_last_outcome_gives_task_to_claimant(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a")
         claim = a_claim(pause, "a", ok({"price": 7}))
         run = Run(pause.run.task_id, AGENT, claim.id, fence=2, generation=1)
         arrival = one(await store.claim([claim], HERE, 1))
-        assert isinstance(arrival, AllArrived)
+        assert isinstance(arrival, JoinCompleted)
         task = arrival.task
-        assert (arrival.task_id, arrival.sub_task_id, arrival.cancels) == (run.task_id, claim.sub_task_id, ())
+        assert (arrival.task_id, arrival.sub_task_id, arrival.cancels) == (
+            run.task_id,
+            claim.sub_task_id,
+            (),
+        )
         assert task == Resumable(
             run=run,
             requester=a_requester(),
@@ -92,31 +94,39 @@ class ClaimSuite:
             attempt=1,
         )
         summary, _ = await row(store, run.task_id)
-        assert (summary.state, summary.owner, summary.fence, summary.attempt) == (TaskState.RUNNING, HERE.id, 2, 1)
+        assert (summary.state, summary.owner, summary.fence, summary.attempt) == (
+            TaskState.RUNNING,
+            HERE.id,
+            2,
+            1,
+        )
 
-    async def test_a_task_taken_by_a_claim_has_a_lease(self, store: CheckpointStore, clock: FakeClock) -> None:
+    async def test_claimed_task_has_lease(self, store: CheckpointStore, clock: FakeClock) -> None:
         await resumed(store)
         clock.advance(LEASE - SECOND)
-        assert await store.take_over(THERE, 10) == []
+        assert await store.rescue(THERE, 10) == []
         clock.advance(2 * SECOND)
-        assert len(await store.take_over(THERE, 10)) == 1
+        assert len(await store.rescue(THERE, 10)) == 1
 
     async def test_outcomes_stand_in_call_order(self, store: CheckpointStore) -> None:
         pause = await paused(store, "z", "a", "m")
         assert list(outcomes(await resumed(store, pause, "m", "z", "a"))) == ["z", "a", "m"]
 
-    async def test_calls_of_several_peers_and_timeouts_keep_their_own(
-        self, store: CheckpointStore, clock: FakeClock
-    ) -> None:
+    async def test_calls_of_several_peers(self, store: CheckpointStore, clock: FakeClock) -> None:
         hotels = AgentName("hotels")
         pauses = [
-            a_pause(a_call("z"), a_call("b", peer=hotels, timeout=HOUR), a_call("y"), a_call("a", peer=hotels))
+            a_pause(
+                a_call("z"),
+                a_call("b", peer=hotels, timeout=HOUR),
+                a_call("y"),
+                a_call("a", peer=hotels),
+            )
             for _ in range(2)
         ]
         committed = await store.pause(pauses)
         soon, late = clock.now() + TIMEOUT, clock.now() + HOUR
         for pause, each in zip(pauses, committed, strict=True):
-            assert isinstance(each, Committed)
+            assert isinstance(each, PauseCommitted)
             assert [(call.peer, call.deadline) for call in each.dispatches] == [
                 (PEER, soon), (hotels, late), (PEER, soon), (hotels, soon),
             ]  # fmt: skip
@@ -125,12 +135,19 @@ class ClaimSuite:
                 ("z", PEER), ("b", hotels), ("y", PEER), ("a", hotels),
             ]  # fmt: skip
         claims = [
-            a_claim(pause, call.call_id, sender=call.peer) for pause in pauses for call in reversed(pause.calls)
+            a_claim(pause, call.call_id, sender=call.peer)
+            for pause in pauses
+            for call in reversed(pause.calls)
         ]
         arrivals = await store.claim(claims, HERE, 2)
-        tasks = [arrival.task for arrival in arrivals if isinstance(arrival, AllArrived)]
+        tasks = [arrival.task for arrival in arrivals if isinstance(arrival, JoinCompleted)]
         assert [task.outcomes for task in tasks] == 2 * [
-            (("z", PEER, ok("z")), ("b", hotels, ok("b")), ("y", PEER, ok("y")), ("a", hotels, ok("a")))
+            (
+                ("z", PEER, ok("z")),
+                ("b", hotels, ok("b")),
+                ("y", PEER, ok("y")),
+                ("a", hotels, ok("a")),
+            )
         ]
 
     @pytest.mark.parametrize(
@@ -142,12 +159,12 @@ class ClaimSuite:
         ],
         ids=["ok", "none", *FailureKind],
     )
-    async def test_every_outcome_comes_back_as_it_was(self, store: CheckpointStore, outcome: Outcome) -> None:
+    async def test_outcome_round_trip(self, store: CheckpointStore, outcome: Outcome) -> None:
         arrival = one(await store.claim([a_claim(await paused(store), "a", outcome)], HERE, 1))
-        assert isinstance(arrival, AllArrived)
+        assert isinstance(arrival, JoinCompleted)
         assert outcomes(arrival.task) == {"a": outcome}
 
-    async def test_a_repeated_claim_gets_its_first_result_again(self, store: CheckpointStore) -> None:
+    async def test_repeated_claim_returns_first_result(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b")
         first, last = a_claim(pause, "a"), a_claim(pause, "b")
         still_waiting = await store.claim([first], HERE, 1)
@@ -159,45 +176,43 @@ class ClaimSuite:
         assert await store.claim([first], HERE, 1) == still_waiting
         assert await row(store, pause.run.task_id) == before
 
-    async def test_a_repeated_batch_gets_its_first_results_again(self, store: CheckpointStore) -> None:
+    async def test_repeated_batch_returns_first_results(self, store: CheckpointStore) -> None:
         pause, short = await paused(store, "a", "b"), await paused(store, "a", "b", join=FIRST)
         claims = [a_claim(pause, "b"), a_claim(short, "a"), a_claim(pause, "a")]
         first = await store.claim(claims, HERE, 2)
-        assert [type(arrival) for arrival in first] == [StillWaiting, AllArrived, AllArrived]
+        assert [type(arrival) for arrival in first] == [StillWaiting, JoinCompleted, JoinCompleted]
         assert await store.claim(claims, HERE, 2) == first
 
-    async def test_a_repeated_claim_without_a_slot_gets_its_first_result_again(self, store: CheckpointStore) -> None:
+    async def test_claim_without_slot_is_idempotent(self, store: CheckpointStore) -> None:
         claim = a_claim(await paused(store))
         first = await store.claim([claim], HERE, 0)
-        assert isinstance(one(first), MadeReady)
+        assert isinstance(one(first), TaskReady)
         assert await store.claim([claim], HERE, 0) == first
 
-    async def test_a_repeated_claim_does_not_give_the_task_away_again(
-        self, store: CheckpointStore, clock: FakeClock
-    ) -> None:
+    async def test_rescue_voids_old_claim(self, store: CheckpointStore, clock: FakeClock) -> None:
         claim = a_claim(await paused(store))
         await store.claim([claim], HERE, 1)
         clock.advance(LEASE + SECOND)
-        await store.take_over(THERE, 10)
+        await store.rescue(THERE, 10)
         before = await row(store, claim.task_id)
-        assert not isinstance(one(await store.claim([claim], HERE, 1)), AllArrived)
+        assert not isinstance(one(await store.claim([claim], HERE, 1)), JoinCompleted)
         assert await row(store, claim.task_id) == before
 
-    async def test_a_repeated_claim_after_the_task_went_on_changes_nothing(self, store: CheckpointStore) -> None:
+    async def test_claim_repeated_after_pause_is_ignored(self, store: CheckpointStore) -> None:
         pause = await paused(store)
         claim = a_claim(pause)
         arrival = one(await store.claim([claim], HERE, 1))
-        assert isinstance(arrival, AllArrived)
+        assert isinstance(arrival, JoinCompleted)
         await paused(store, "a", run=arrival.task.run)
         before = await row(store, claim.task_id)
-        assert isinstance(one(await store.claim([claim], HERE, 1)), Unknown | Duplicate)
+        assert isinstance(one(await store.claim([claim], HERE, 1)), UnknownCall | DuplicateOutcome)
         assert await row(store, claim.task_id) == before
 
     async def test_a_duplicate_changes_nothing(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b")
         await store.claim([a_claim(pause, "a", ok("first"))], HERE, 1)
         before = await row(store, pause.run.task_id)
-        duplicate = Duplicate(pause.run.task_id, sub(pause, "a"))
+        duplicate = DuplicateOutcome(pause.run.task_id, sub(pause, "a"))
         assert await store.claim([a_claim(pause, "a", ok("second"))], HERE, 1) == [duplicate]
         assert await row(store, pause.run.task_id) == before
         assert outcomes(await resumed(store, pause, "b"))["a"] == ok("first")
@@ -206,14 +221,22 @@ class ClaimSuite:
         pause = await paused(store, "a", "b")
         claims = [a_claim(pause, "a", ok(number)) for number in range(3)]
         arrivals = await store.claim(claims, HERE, 1)
-        assert sorted(type(arrival).__name__ for arrival in arrivals) == ["Duplicate", "Duplicate", "StillWaiting"]
-        winner = next(number for number, arrival in enumerate(arrivals) if isinstance(arrival, StillWaiting))
+        assert sorted(type(arrival).__name__ for arrival in arrivals) == [
+            "DuplicateOutcome",
+            "DuplicateOutcome",
+            "StillWaiting",
+        ]
+        winner = next(
+            number for number, arrival in enumerate(arrivals) if isinstance(arrival, StillWaiting)
+        )
         assert outcomes(await resumed(store, pause, "b"))["a"] == ok(winner)
 
-    async def test_a_duplicate_after_the_join_changes_nothing(self, store: CheckpointStore) -> None:
+    async def test_duplicate_after_join_is_ignored(self, store: CheckpointStore) -> None:
         pause = await paused(store)
         run = (await resumed(store, pause)).run
-        assert await store.claim([a_claim(pause)], THERE, 1) == [Duplicate(run.task_id, sub(pause, "a"))]
+        assert await store.claim([a_claim(pause)], THERE, 1) == [
+            DuplicateOutcome(run.task_id, sub(pause, "a"))
+        ]
         assert await store.renew([run], HERE) == []
 
     async def test_a_response_nobody_waits_for_is_unknown(self, store: CheckpointStore) -> None:
@@ -221,8 +244,8 @@ class ClaimSuite:
         no_call = replace(a_claim(pause), sub_task_id=TaskId("nobody"))
         no_task = replace(a_claim(pause), task_id=TaskId("nobody"))
         assert await store.claim([no_call, no_task], HERE, 1) == [
-            Unknown(pause.run.task_id, TaskId("nobody")),
-            Unknown(TaskId("nobody"), sub(pause, "a")),
+            UnknownCall(pause.run.task_id, TaskId("nobody")),
+            UnknownCall(TaskId("nobody"), sub(pause, "a")),
         ]
         assert await state_of(store, pause.run.task_id) is TaskState.WAITING
 
@@ -235,11 +258,15 @@ class ClaimSuite:
 
     async def test_the_mesh_itself_may_answer(self, store: CheckpointStore) -> None:
         undeliverable = Failed(FailureKind.UNDELIVERABLE, "no such agent")
-        arrival = one(await store.claim([a_claim(await paused(store), "a", undeliverable, sender=None)], HERE, 1))
-        assert isinstance(arrival, AllArrived)
+        arrival = one(
+            await store.claim(
+                [a_claim(await paused(store), "a", undeliverable, sender=None)], HERE, 1
+            )
+        )
+        assert isinstance(arrival, JoinCompleted)
         assert outcomes(arrival.task) == {"a": undeliverable}
 
-    async def test_responses_that_arrive_together_are_claimed_together(self, store: CheckpointStore) -> None:
+    async def test_responses_are_claimed_in_batch(self, store: CheckpointStore) -> None:
         one_task, two_tasks = await paused(store, "a", "b", "c"), await paused(store, "a")
         claims = [
             a_claim(one_task, "c"),
@@ -251,64 +278,64 @@ class ClaimSuite:
         arrivals = await store.claim(claims, HERE, 5)
         assert [type(arrival) for arrival in arrivals] == [
             StillWaiting,
-            AllArrived,
-            Unknown,
+            JoinCompleted,
+            UnknownCall,
             StillWaiting,
-            AllArrived,
+            JoinCompleted,
         ]
-        assert [arrival.sub_task_id for arrival in arrivals] == [claim.sub_task_id for claim in claims]
+        assert [arrival.sub_task_id for arrival in arrivals] == [
+            claim.sub_task_id for claim in claims
+        ]
 
-    async def test_without_a_slot_the_task_becomes_ready_for_any_replica(self, store: CheckpointStore) -> None:
+    async def test_claim_without_slot_makes_task_ready(self, store: CheckpointStore) -> None:
         pause = await paused(store)
-        made_ready = MadeReady(pause.run.task_id, sub(pause, "a"))
+        made_ready = TaskReady(pause.run.task_id, sub(pause, "a"))
         assert await store.claim([a_claim(pause)], HERE, 0) == [made_ready]
         assert await state_of(store, pause.run.task_id) is TaskState.READY
-        task = one(await store.take(THERE, 10))
+        task = one(await store.acquire(THERE, 10))
         assert (task.state, outcomes(task), task.attempt) == (pause.state, {"a": ok("a")}, 1)
         assert (task.run.generation, task.run.fence) == (1, 2)
 
-    async def test_no_more_claimed_tasks_are_taken_than_there_are_slots(self, store: CheckpointStore) -> None:
+    async def test_claim_takes_no_more_tasks_than_slots(self, store: CheckpointStore) -> None:
         pauses = [await paused(store) for _ in range(3)]
         arrivals = await store.claim([a_claim(pause) for pause in pauses], HERE, 2)
-        assert sorted(type(arrival).__name__ for arrival in arrivals) == ["AllArrived", "AllArrived", "MadeReady"]
+        assert sorted(type(arrival).__name__ for arrival in arrivals) == [
+            "JoinCompleted",
+            "JoinCompleted",
+            "TaskReady",
+        ]
 
-    async def test_a_state_the_replica_cannot_read_is_left_to_another(
-        self, store: CheckpointStore, clock: FakeClock
-    ) -> None:
+    async def test_unknown_format_skipped(self, store: CheckpointStore, clock: FakeClock) -> None:
         pause = await paused(store)
-        assert isinstance(await answered(store, pause, replica=STRANGER), MadeReady)
-        assert await store.take(STRANGER, 10) == []
-        assert task_ids(await store.take(a_replica(formats=[OTHER_FORMAT, FORMAT]), 10)) == [pause.run.task_id]
+        assert isinstance(await answered(store, pause, replica=STRANGER), TaskReady)
+        assert await store.acquire(STRANGER, 10) == []
+        assert task_ids(await store.acquire(a_replica(formats=[OTHER_FORMAT, FORMAT]), 10)) == [
+            pause.run.task_id
+        ]
         clock.advance(LEASE + SECOND)
-        assert await store.take_over(STRANGER, 10) == []
-        assert task_ids(await store.take_over(HERE, 10)) == [pause.run.task_id]
+        assert await store.rescue(STRANGER, 10) == []
+        assert task_ids(await store.rescue(HERE, 10)) == [pause.run.task_id]
 
-    async def test_a_replica_of_another_agent_gets_nothing(self, store: CheckpointStore, clock: FakeClock) -> None:
+    async def test_acquire_own_agent_only(self, store: CheckpointStore, clock: FakeClock) -> None:
         foreigner = a_replica(agent=AgentName("hotels"))
         await ready(store)
-        assert await store.take(foreigner, 10) == []
-        await store.take(HERE, 10)
+        assert await store.acquire(foreigner, 10) == []
+        await store.acquire(HERE, 10)
         clock.advance(LEASE + SECOND)
-        assert await store.take_over(foreigner, 10) == []
+        assert await store.rescue(foreigner, 10) == []
 
     async def test_claiming_nothing_is_fine(self, store: CheckpointStore) -> None:
         assert await store.claim([], HERE, 1) == []
-
-
-class JoinSuite:
-    """Which outcomes meet a join."""
 
     async def test_all_counts_outcomes_of_any_kind(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b")
         await store.claim([a_claim(pause, "a", error())], HERE, 1)
         assert kinds(await resumed(store, pause, "b")) == ["error", "ok"]
 
-    async def test_the_first_result_meets_first_and_closes_the_other_calls(
-        self, store: CheckpointStore, clock: FakeClock
-    ) -> None:
+    async def test_first_closes_open_calls(self, store: CheckpointStore, clock: FakeClock) -> None:
         pause = await paused(store, "a", "b", a_call("c", peer=AgentName("hotels")), join=FIRST)
         arrival = await answered(store, pause, "b")
-        assert isinstance(arrival, AllArrived)
+        assert isinstance(arrival, JoinCompleted)
         assert kinds(arrival.task) == ["cancelled", "ok", "cancelled"]
         assert arrival.cancels == (
             CancelNotice(AGENT, pause.run.task_id, sub(pause, "a"), PEER),
@@ -318,30 +345,34 @@ class JoinSuite:
         assert states == [CallState.CANCELLING, CallState.DONE, CallState.CANCELLING]
         assert await cancels_to_send(store, clock) == [sub(pause, "a"), sub(pause, "c")]
 
-    async def test_a_task_made_ready_also_names_the_calls_it_closed(self, store: CheckpointStore) -> None:
+    async def test_ready_task_reports_closed_calls(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b", join=FIRST)
         arrival = await answered(store, pause, "a", slots=0)
-        assert isinstance(arrival, MadeReady)
+        assert isinstance(arrival, TaskReady)
         assert [notice.sub_task_id for notice in arrival.cancels] == [sub(pause, "b")]
-        assert kinds(one(await store.take(HERE, 10))) == ["ok", "cancelled"]
+        assert kinds(one(await store.acquire(HERE, 10))) == ["ok", "cancelled"]
 
     async def test_a_failure_does_not_meet_first(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b", "c", join=FIRST)
-        failed = await store.claim([a_claim(pause, "a", error()), a_claim(pause, "b", error())], HERE, 1)
+        failed = await store.claim(
+            [a_claim(pause, "a", error()), a_claim(pause, "b", error())], HERE, 1
+        )
         assert [type(arrival) for arrival in failed] == [StillWaiting, StillWaiting]
         assert kinds(await resumed(store, pause, "c")) == ["error", "error", "ok"]
 
     async def test_first_is_met_when_it_no_longer_can_be(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b", join=FIRST)
-        failed = await store.claim([a_claim(pause, "a", error()), a_claim(pause, "b", error())], HERE, 1)
-        assert [type(arrival) for arrival in failed] == [StillWaiting, AllArrived]
+        failed = await store.claim(
+            [a_claim(pause, "a", error()), a_claim(pause, "b", error())], HERE, 1
+        )
+        assert [type(arrival) for arrival in failed] == [StillWaiting, JoinCompleted]
 
     async def test_k_of_n_counts_results(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b", "c", "d", join=AT_LEAST(2))
         first = await store.claim([a_claim(pause, "a"), a_claim(pause, "b", error())], HERE, 1)
         assert [type(arrival) for arrival in first] == [StillWaiting, StillWaiting]
         arrival = await answered(store, pause, "d")
-        assert isinstance(arrival, AllArrived)
+        assert isinstance(arrival, JoinCompleted)
         assert kinds(arrival.task) == ["ok", "error", "cancelled", "ok"]
         assert [notice.sub_task_id for notice in arrival.cancels] == [sub(pause, "c")]
 
@@ -350,20 +381,22 @@ class JoinSuite:
         await store.claim([a_claim(pause, "a", error()), a_claim(pause, "b", error())], HERE, 1)
         assert kinds(await resumed(store, pause, "c")) == ["error", "error", "ok"]
 
-    async def test_two_results_in_one_batch_meet_a_first_join_once(self, store: CheckpointStore) -> None:
+    async def test_two_results_in_batch_complete_first_once(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b", join=FIRST)
         arrivals = await store.claim([a_claim(pause, "a"), a_claim(pause, "b")], HERE, 2)
-        task = one(arrival.task for arrival in arrivals if isinstance(arrival, AllArrived))
+        task = one(arrival.task for arrival in arrivals if isinstance(arrival, JoinCompleted))
         for arrival, kind in zip(arrivals, kinds(task), strict=True):
-            assert kind == ("cancelled" if isinstance(arrival, Duplicate) else "ok")
+            assert kind == ("cancelled" if isinstance(arrival, DuplicateOutcome) else "ok")
 
-    async def test_a_late_result_of_a_closed_call_changes_nothing(self, store: CheckpointStore) -> None:
+    async def test_late_result_of_closed_call_is_ignored(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b", join=FIRST)
         await answered(store, pause, "a", slots=0)
         before = await row(store, pause.run.task_id)
-        assert await store.claim([a_claim(pause, "b")], HERE, 1) == [Duplicate(pause.run.task_id, sub(pause, "b"))]
+        assert await store.claim([a_claim(pause, "b")], HERE, 1) == [
+            DuplicateOutcome(pause.run.task_id, sub(pause, "b"))
+        ]
         assert await row(store, pause.run.task_id) == before
-        assert kinds(one(await store.take(HERE, 10))) == ["ok", "cancelled"]
+        assert kinds(one(await store.acquire(HERE, 10))) == ["ok", "cancelled"]
 
     async def test_a_join_that_has_time_left_waits(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b", join=Join(deadline=5 * SECOND))

@@ -4,65 +4,68 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
-from meshpoint.adapters.inprocess.clock import FakeClock
-from meshpoint.model.checkpoint import (
-    Committed,
-    Fenced,
-    L1Snapshot,
-    Save,
-    TaskState,
-)
 from meshpoint.model.ids import TaskId
-from meshpoint.model.subtasks import MemoryWrite, Saved
+from meshpoint.model.subtasks import MemoryWrite, SaveCommitted
+from meshpoint.model.tasks import L1Snapshot, TaskState
+from meshpoint.model.transitions import CancelFound, Fenced, PastDeadline, PauseCommitted, Save
 from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
     AGENT,
+    CANCELLED,
+    ELSEWHERE,
+    FAILED,
     SECOND,
     TIMINGS,
+    a_call,
     a_cancel,
     a_checkpoint,
     a_pause,
+    a_release,
+    a_requester,
     a_run,
     an_end,
     begun,
-    failed,
-    one,
-    operating,
-    revived,
-    taken_over,
-)
-from meshpoint.testing.conformance.build_memory import (
     content,
     digest,
+    error,
+    failed,
     kept,
     memory_of,
     nothing_new,
+    operating,
+    paused,
     remembering,
     remembering_pause,
+    resumed,
+    revived,
+    row,
     save,
+    summary_of,
+    taken_over,
+    write_pause,
 )
 from meshpoint.testing.conformance.store_leases import sent
-from meshpoint.testing.conformance.store_operations import ELSEWHERE, latest_of
-
-FAILED, CANCELLED = TaskState.FAILED, TaskState.CANCELLED
+from meshpoint.testing.conformance.store_operations import a_child, latest_of
 
 
-class MemoryInCheckpointsSuite:
-    """Checkpoints within a segment, with a working memory or only its hash."""
+class MemorySuite:
+    """An operation keeps the latest working memory that its checkpoints contained."""
 
-    async def test_a_memory_is_kept_with_its_checkpoint(self, store: CheckpointStore, other: CheckpointStore) -> None:
+    async def test_save_with_memory(self, store: CheckpointStore, other: CheckpointStore) -> None:
         run = await operating(store)
         checkpoint = remembering(run, 1, "first")
-        assert await store.save(Save(run, checkpoint)) == Saved()
+        assert await store.save(Save(run, checkpoint)) == SaveCommitted()
         memory = L1Snapshot(1, digest("first"), content("first"))
         assert await other.l1_snapshot(run.task_id) == memory
         assert await store.l1_snapshot(run.task_id, AGENT) == memory
         assert await store.l1_snapshot(run.task_id, ELSEWHERE) is None
 
-    async def test_what_reads_checkpoints_reads_no_memory(self, store: CheckpointStore, clock: FakeClock) -> None:
+    async def test_reads_omit_memory(self, store: CheckpointStore, clock: FakeClock) -> None:
         run = await operating(store)
         checkpoint = remembering(run, 1, "first")
         await store.save(Save(run, checkpoint))
@@ -110,7 +113,7 @@ class MemoryInCheckpointsSuite:
         assert await memory_of(store, run.task_id) == (1, "first")
         assert (await latest_of(store, run.task_id)).l1_snapshot_hash is None
 
-    async def test_its_checkpoint_is_never_too_old_for_the_history(self, store: CheckpointStore) -> None:
+    async def test_history_keeps_checkpoint_of_memory(self, store: CheckpointStore) -> None:
         run = await operating(store)
         await save(store, run, [None, "first", None, None, None, None])
         assert await memory_of(store, run.task_id) == (2, "first")
@@ -129,11 +132,11 @@ class MemoryInCheckpointsSuite:
         assert await kept(store, run.task_id) == [3, 4, 5, 6]
         assert await memory_of(store, run.task_id) == (3, "third")
 
-    async def test_a_checkpoint_that_stands_there_brings_none(self, store: CheckpointStore) -> None:
+    async def test_repeated_save_writes_no_memory(self, store: CheckpointStore) -> None:
         run = await operating(store)
         await save(store, run, ["first", None])
         for seq in (1, 2):
-            assert await store.save(Save(run, remembering(run, seq, "again"))) == Saved()
+            assert await store.save(Save(run, remembering(run, seq, "again"))) == SaveCommitted()
         assert await memory_of(store, run.task_id) == (1, "first")
 
     async def test_a_zombie_brings_none(self, store: CheckpointStore, clock: FakeClock) -> None:
@@ -150,7 +153,7 @@ class MemoryInCheckpointsSuite:
         await store.save(Save(run, a_checkpoint(run, 1).model_copy(update=bring)))
         assert await store.l1_snapshot(run.task_id) == L1Snapshot(1, "large", large)
         pause = replace(a_pause(run=run), checkpoint=a_checkpoint(run, 2).model_copy(update=bring))
-        assert isinstance(one(await store.pause([pause])), Committed)
+        await write_pause(store, pause)
         assert await store.l1_snapshot(run.task_id) == L1Snapshot(2, "large", large)
 
     async def test_operations_have_their_own(self, store: CheckpointStore) -> None:
@@ -159,10 +162,6 @@ class MemoryInCheckpointsSuite:
         await save(store, second, ["second", "third"])
         assert await memory_of(store, first.task_id) == (1, "first")
         assert await memory_of(store, second.task_id) == (2, "third")
-
-
-class MemoryAtTheEndSuite:
-    """An ended operation's memory, and what a resumed attempt finds."""
 
     @pytest.fixture
     def archiving(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +175,7 @@ class MemoryAtTheEndSuite:
         assert await store.l1_snapshot(run.task_id) is None
 
     @pytest.mark.usefixtures("archiving")
-    async def test_an_archived_one_is_not_taken_for_a_tasks_own(self, store: CheckpointStore) -> None:
+    async def test_l1_snapshot_ignores_archive(self, store: CheckpointStore) -> None:
         run = await operating(store)
         await save(store, run, ["first", None])
         before = await store.history(run.task_id)
@@ -192,16 +191,18 @@ class MemoryAtTheEndSuite:
         assert await memory_of(store, run.task_id) == (1, "first")
 
     @pytest.mark.parametrize("state", [FAILED, CANCELLED])
-    async def test_a_last_checkpoint_brings_its_own(self, store: CheckpointStore, state: TaskState) -> None:
+    async def test_end_writes_memory(self, store: CheckpointStore, state: TaskState) -> None:
         run = await operating(store)
         await save(store, run, ["first", None, None])
-        await store.end([an_end(run, state, checkpoint=remembering(run, 4, "last", failure_reason="broken"))])
+        await store.end(
+            [an_end(run, state, checkpoint=remembering(run, 4, "last", failure_reason="broken"))]
+        )
         assert await memory_of(store, run.task_id) == (4, "last")
         assert await kept(store, run.task_id) == [2, 3, 4]
         assert (await latest_of(store, run.task_id)).failure_reason == "broken"
 
     @pytest.mark.parametrize("state", [FAILED, CANCELLED])
-    async def test_or_leaves_the_one_that_is_there(self, store: CheckpointStore, state: TaskState) -> None:
+    async def test_end_keeps_memory(self, store: CheckpointStore, state: TaskState) -> None:
         run = await operating(store)
         await save(store, run, ["first", None, None])
         await store.end([an_end(run, state, checkpoint=a_checkpoint(run, 4))])
@@ -215,9 +216,7 @@ class MemoryAtTheEndSuite:
         assert await memory_of(store, run.task_id) == (2, "last")
 
     @pytest.mark.parametrize("words", [{"reason": "broken"}, {"dead_reason": "broken"}])
-    async def test_a_last_checkpoint_written_once_more_repeats_the_hash_only(
-        self, store: CheckpointStore, words: dict[str, str]
-    ) -> None:
+    async def test_end_repeats_hash(self, store: CheckpointStore, words: dict[str, str]) -> None:
         run = await operating(store)
         await save(store, run, [None, "first"])
         await store.end([an_end(run, FAILED, **words)])  # type: ignore[arg-type]
@@ -225,7 +224,7 @@ class MemoryAtTheEndSuite:
         assert (latest.seq, latest.l1_snapshot_hash) == (3, digest("first"))
         assert await memory_of(store, run.task_id) == (2, "first")
 
-    async def test_one_that_waits_keeps_it_when_it_is_cancelled(self, store: CheckpointStore) -> None:
+    async def test_cancel_of_waiting_task_keeps_memory(self, store: CheckpointStore) -> None:
         run = await operating(store)
         await store.pause([remembering_pause(run, 1, "first")])
         await store.cancel([a_cancel(run.task_id)])
@@ -233,18 +232,20 @@ class MemoryAtTheEndSuite:
         assert (latest.seq, latest.l1_snapshot_hash) == (2, digest("first"))
         assert await memory_of(store, run.task_id) == (1, "first")
 
-    async def test_writing_it_once_more_leaves_it_in_the_history(self, store: CheckpointStore) -> None:
+    async def test_end_keeps_checkpoint_of_memory(self, store: CheckpointStore) -> None:
         run = await operating(store)
         await save(store, run, ["first", None, None])
         await store.end([an_end(run, FAILED, reason="broken")])
         assert await kept(store, run.task_id) == [1, 2, 3, 4]
         assert await memory_of(store, run.task_id) == (1, "first")
 
-    async def test_a_zombies_end_brings_none(self, store: CheckpointStore, clock: FakeClock) -> None:
+    async def test_fenced_end_no_memory(self, store: CheckpointStore, clock: FakeClock) -> None:
         zombie = await operating(store)
         await save(store, zombie, ["first"])
         await taken_over(store, clock)
-        assert await store.end([an_end(zombie, FAILED, checkpoint=remembering(zombie, 2, "zombie"))]) == [Fenced()]
+        assert await store.end(
+            [an_end(zombie, FAILED, checkpoint=remembering(zombie, 2, "zombie"))]
+        ) == [Fenced()]
         await nothing_new(store, zombie)
 
     async def test_who_revives_it_finds_it(self, store: CheckpointStore) -> None:
@@ -260,7 +261,7 @@ class MemoryAtTheEndSuite:
         await revived(store, run.task_id)
         assert await memory_of(store, run.task_id) == (5, "third")
 
-    async def test_nothing_is_left_of_one_that_is_purged(self, store: CheckpointStore, clock: FakeClock) -> None:
+    async def test_purge_removes_memory(self, store: CheckpointStore, clock: FakeClock) -> None:
         run = await failed(store)
         again = await revived(store, run.task_id)
         await save(store, again, ["first", None], first=3)
@@ -273,3 +274,152 @@ class MemoryAtTheEndSuite:
         await save(store, new, [None, None, None, None])
         assert await store.l1_snapshot(run.task_id) is None
         assert await kept(store, run.task_id) == [2, 3, 4]
+
+    async def test_pause_writes_checkpoint(
+        self, store: CheckpointStore, other: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = await operating(store)
+        await save(store, run, ["first"])
+        clock.advance(SECOND)
+        pause = remembering_pause(run, 2, "second")
+        committed = await write_pause(store, pause)
+        assert [send.sub_task_id for send in committed.dispatches] == [
+            call.sub_task_id for call in pause.calls
+        ]
+        assert pause.checkpoint is not None
+        read = {"l1_snapshot": None, "checkpoint_time": clock.now()}
+        assert await other.latest(run.task_id) == pause.checkpoint.model_copy(update=read)
+        assert await memory_of(other, run.task_id) == (2, "second")
+
+    async def test_the_next_run_knows_of_it(self, store: CheckpointStore) -> None:
+        run = await operating(store)
+        pause = remembering_pause(run, 1, "first")
+        await store.pause([pause])
+        assert (await row(store, run.task_id))[0].attempt == 0
+        task = await resumed(store, pause)
+        assert (task.checkpoint, task.attempt, task.retry_count) == (1, 1, 0)
+        await save(store, task.run, [None], first=2)
+        assert await memory_of(store, run.task_id) == (1, "first")
+
+    async def test_it_may_bring_no_memory(self, store: CheckpointStore) -> None:
+        run = await operating(store)
+        await save(store, run, ["first"])
+        pause = replace(
+            a_pause(run=run), checkpoint=a_checkpoint(run, 2, l1_snapshot_hash=digest("second"))
+        )
+        await store.pause([pause])
+        assert (await latest_of(store, run.task_id)).l1_snapshot_hash == digest("second")
+        assert await memory_of(store, run.task_id) == (1, "first")
+
+    async def test_it_prunes_the_history(self, store: CheckpointStore) -> None:
+        run = await operating(store)
+        await save(store, run, ["first", None, None])
+        await store.pause([remembering_pause(run, 4, "second")])
+        assert await kept(store, run.task_id) == [2, 3, 4]
+
+    async def test_a_pause_without_one_leaves_what_is_there(self, store: CheckpointStore) -> None:
+        run = await operating(store)
+        await save(store, run, ["first", None])
+        task = await resumed(store, await paused(store, run=run))
+        assert task.checkpoint == 2
+        assert await memory_of(store, run.task_id) == (1, "first")
+
+    async def test_repeated_pause_is_noop(self, store: CheckpointStore, clock: FakeClock) -> None:
+        run = await operating(store)
+        pause = remembering_pause(run, 1, "first")
+        first = await store.pause([pause])
+        before = await row(store, run.task_id), await store.history(run.task_id)
+        clock.advance(SECOND)
+        again = replace(pause, checkpoint=remembering(run, 2, "again"))
+        assert await store.pause([pause, again]) == first * 2
+        assert (await row(store, run.task_id), await store.history(run.task_id)) == before
+        assert await memory_of(store, run.task_id) == (1, "first")
+        assert (await resumed(store, pause)).checkpoint == 1
+
+    async def test_pause_repeated_after_resume_is_fenced(self, store: CheckpointStore) -> None:
+        run = await operating(store)
+        pause = remembering_pause(run, 1, "first")
+        await store.pause([pause])
+        task = await resumed(store, pause)
+        late = replace(pause, checkpoint=remembering(run, 2, "late"))
+        assert await store.pause([pause, late]) == [Fenced(), Fenced()]
+        await save(store, task.run, ["second"], first=2)
+        assert await store.pause([late]) == [Fenced()]
+        assert await memory_of(store, run.task_id) == (2, "second")
+        assert await kept(store, run.task_id) == [1, 2]
+
+    async def test_pause_keeps_existing_checkpoint(self, store: CheckpointStore) -> None:
+        run = await operating(store)
+        await save(store, run, [None, "first"])
+        before = await store.history(run.task_id)
+        await write_pause(store, remembering_pause(run, 2, "again"))
+        assert await store.history(run.task_id) == before
+        assert await memory_of(store, run.task_id) == (2, "first")
+
+    async def test_only_operations_pause_with_checkpoint(self, store: CheckpointStore) -> None:
+        fresh, known = a_run(), await begun(store)
+        before = await row(store, known.task_id)
+        for run in (fresh, known):
+            assert await store.pause([remembering_pause(run, 1, "first")]) == [Fenced()]
+            assert await store.l1_snapshot(run.task_id) is None
+        assert await store.task(fresh.task_id) is None
+        assert await row(store, known.task_id) == before
+        await write_pause(store, a_pause(run=known))
+
+    async def test_fenced_pause_no_memory(self, store: CheckpointStore, clock: FakeClock) -> None:
+        zombie = await operating(store)
+        await save(store, zombie, ["first"])
+        await taken_over(store, clock)
+        assert await store.pause([remembering_pause(zombie, 2, "zombie")]) == [Fenced()]
+        await nothing_new(store, zombie)
+
+    async def test_a_pause_that_finds_a_cancel_writes_none(self, store: CheckpointStore) -> None:
+        run = await operating(store)
+        await save(store, run, ["first"])
+        await store.cancel([a_cancel(run.task_id)])
+        assert await store.pause([remembering_pause(run, 2, "second")]) == [CancelFound(run)]
+        await nothing_new(store, run)
+
+    async def test_late_pause_no_memory(self, store: CheckpointStore, clock: FakeClock) -> None:
+        run = await operating(store)
+        await save(store, run, ["first"])
+        late = replace(
+            remembering_pause(run, 2, "second"),
+            requester=a_requester(deadline=clock.now() - timedelta(seconds=1)),
+        )
+        assert await store.pause([late]) == [PastDeadline()]
+        await nothing_new(store, run)
+
+    async def test_pause_without_sends_writes_checkpoint(self, store: CheckpointStore) -> None:
+        run = await operating(store)
+        unsent = a_pause(a_call("a", outcome=error()), run=run)
+        pause = replace(unsent, checkpoint=remembering(run, 1, "first"), children=(a_child(),))
+        assert await store.pause([pause]) == [PauseCommitted(TaskState.READY, ())]
+        assert await memory_of(store, run.task_id) == (1, "first")
+        summary = await summary_of(store, run.task_id)
+        assert summary.children == pause.children
+
+    async def test_pauses_of_all_kinds_go_together(self, store: CheckpointStore) -> None:
+        zombie, run, other = [await operating(store) for _ in range(3)]
+        await save(store, zombie, ["first"])
+        await store.release([a_release(zombie)])
+        await save(store, other, ["first", None, None])
+        pauses = [
+            remembering_pause(zombie, 2, "zombie"),
+            remembering_pause(run, 1, "one"),
+            a_pause(),
+            remembering_pause(other, 4, "other"),
+        ]
+        results = await store.pause([*pauses, pauses[1]])
+        assert [type(result) for result in results] == [
+            Fenced,
+            PauseCommitted,
+            PauseCommitted,
+            PauseCommitted,
+            PauseCommitted,
+        ]
+        assert results[4] == results[1]
+        assert await memory_of(store, zombie.task_id) == (1, "first")
+        assert await memory_of(store, run.task_id) == (1, "one")
+        assert await memory_of(store, other.task_id) == (4, "other")
+        assert await kept(store, other.task_id) == [2, 3, 4]

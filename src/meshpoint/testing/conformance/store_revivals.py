@@ -7,20 +7,19 @@ from datetime import timedelta
 
 import pytest
 
-from meshpoint.adapters.inprocess.clock import FakeClock
-from meshpoint.model.checkpoint import (
-    Ended,
-    Fenced,
-    Requester,
-    Save,
-    TaskState,
-)
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.operations import NotRevived, OperationStatus, Refusal, Revived
+from meshpoint.model.tasks import Requester, TaskState
+from meshpoint.model.transitions import Fenced, Save
+from meshpoint.model.usage import Tokens, TokenUsage
 from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
     AGENT,
+    CANCELLED,
+    ELSEWHERE,
+    FAILED,
     FORMAT,
     HERE,
     HOUR,
@@ -32,6 +31,7 @@ from meshpoint.testing.conformance.build import (
     a_cancel,
     a_checkpoint,
     a_pause,
+    a_record,
     a_release,
     a_requester,
     a_revive,
@@ -40,6 +40,7 @@ from meshpoint.testing.conformance.build import (
     an_operation,
     begun,
     ended,
+    existing,
     failed,
     one,
     operating,
@@ -50,35 +51,37 @@ from meshpoint.testing.conformance.build import (
     row,
     saved,
     state_of,
+    write_end,
 )
 from meshpoint.testing.conformance.store_leases import sent
-from meshpoint.testing.conformance.store_operations import ELSEWHERE, latest_of, status_of
-
-DONE, FAILED, CANCELLED = TaskState.COMPLETED, TaskState.FAILED, TaskState.CANCELLED
+from meshpoint.testing.conformance.store_operations import latest_of, status_of
 
 
 class ReviveSuite:
-    """Ended tasks that become ready again."""
+    """Tasks that are resumed, refusals, and repeated commands."""
 
-    async def test_a_revived_operation_is_ready_as_new(self, store: CheckpointStore, clock: FakeClock) -> None:
-        pause = await paused(store, run=await operating(store), requester=a_requester(idle_timeout=HOUR))
+    async def test_revive_makes_task_ready(self, store: CheckpointStore, clock: FakeClock) -> None:
+        pause = await paused(
+            store, run=await operating(store), requester=a_requester(idle_timeout=HOUR)
+        )
         run = (await resumed(store, pause)).run
         last = await saved(store, run)
         await store.end([an_end(run, FAILED, reason="broken", dead_reason="broken")])
         await sent(store, run.task_id)
-        wish = a_revive(run.task_id)
-        assert await store.revive(wish) == Revived(run.task_id, AGENT, 1)
+        command = a_revive(run.task_id)
+        assert await store.revive(command) == Revived(run.task_id, AGENT, 1)
         assert await status_of(store, run.task_id) == (OperationStatus.PENDING, None, None)
         summary, calls = await row(store, run.task_id)
         assert (summary.attempt, summary.dead_reason, summary.expected, calls) == (0, None, 0, [])
-        assert (await store.lookup([run.task_id]))[run.task_id].reply is None
+        assert (await existing(store, run.task_id)).reply is None
         clock.advance(TIMINGS.checkpoint_ttl + HOUR)
         assert await store.unsent(AGENT, 10) == []
         assert await store.keep_alives(HERE, 10) == []
         assert await store.purge(AGENT, 10) == 0
-        task = one(await store.take(HERE, 10))
+        task = one(await store.acquire(HERE, 10))
         assert (task.run.generation, task.run.fence > run.fence + 1) == (0, True)
-        assert (task.context, task.state, task.state_format, task.outcomes) == ({}, b"", "", ())
+        assert (task.context, task.state, task.outcomes) == ({}, b"", ())
+        assert task.state_format == FORMAT  # names the version that began it
         assert (task.request, task.requester, task.cancel_requested) == (
             b"request",
             Requester(app_id=REQUESTER),
@@ -86,41 +89,48 @@ class ReviveSuite:
         )
         assert (task.attempt, task.checkpoint, task.retry_count) == (1, last.seq + 1, 1)
 
-    async def test_a_wish_may_bring_a_request_and_a_requester(self, store: CheckpointStore, clock: FakeClock) -> None:
+    async def test_revive_with_new_request(self, store: CheckpointStore, clock: FakeClock) -> None:
         run = await failed(store)
         requester = a_requester(
-            reply_to=Address("cli.resp"), deadline=clock.now() + HOUR, idle_timeout=timedelta(seconds=9)
+            reply_to=Address("cli.resp"),
+            deadline=clock.now() + HOUR,
+            idle_timeout=timedelta(seconds=9),
         )
         await store.revive(a_revive(run.task_id, request=b"new", requester=requester))
-        task = one(await store.take(HERE, 10))
+        task = one(await store.acquire(HERE, 10))
         assert (task.request, task.requester) == (b"new", requester)
-        result = one(await store.end([an_end(task.run, reply=b"at last")]))
-        assert isinstance(result, Ended)
+        result = await write_end(store, an_end(task.run, reply=b"at last"))
         assert (result.reply.requester, result.reply.body) == (requester, b"at last")
 
-    async def test_whoever_still_waits_for_a_reply_gets_the_new_one(
-        self, store: CheckpointStore, clock: FakeClock
-    ) -> None:
+    async def test_revive_keeps_requester(self, store: CheckpointStore, clock: FakeClock) -> None:
         requester = a_requester(deadline=clock.now() + HOUR, idle_timeout=9 * SECOND)
         run = await operating(store)
         await saved(store, run)
-        await store.end([an_end(await revived(store, run.task_id, requester=requester, abandoned=True), FAILED)])
+        await store.end(
+            [
+                an_end(
+                    await revived(store, run.task_id, requester=requester, abandoned=True), FAILED
+                )
+            ]
+        )
         run = await revived(store, run.task_id)  # its reply was never sent
-        end = one(await store.end([an_end(run, reply=b"at last")]))
-        assert isinstance(end, Ended)
-        assert (end.reply.requester, end.reply.body) == (replace(requester, deadline=None), b"at last")
+        end = await write_end(store, an_end(run, reply=b"at last"))
+        assert (end.reply.requester, end.reply.body) == (
+            replace(requester, deadline=None),
+            b"at last",
+        )
 
-    async def test_whoever_waits_for_a_task_whose_owner_is_gone_gets_the_reply(self, store: CheckpointStore) -> None:
-        run = await revived(store, (await operating(store)).task_id, abandoned=True, without_checkpoint=True)
-        end = one(await store.end([an_end(run)]))
-        assert isinstance(end, Ended)
+    async def test_revive_of_abandoned_task_keeps_requester(self, store: CheckpointStore) -> None:
+        run = await revived(
+            store, (await operating(store)).task_id, abandoned=True, without_checkpoint=True
+        )
+        end = await write_end(store, an_end(run))
         assert end.reply.requester == a_requester()
 
-    async def test_whoever_waits_gives_way_to_another_requester(self, store: CheckpointStore) -> None:
+    async def test_a_waiting_requester_gives_way_to_another(self, store: CheckpointStore) -> None:
         requester = a_requester(parent_task_id="next")
         run = await revived(store, (await failed(store)).task_id, requester=requester)
-        end = one(await store.end([an_end(run)]))
-        assert isinstance(end, Ended)
+        end = await write_end(store, an_end(run))
         assert end.reply.requester == requester
 
     async def test_a_revived_operation_goes_on_saving(self, store: CheckpointStore) -> None:
@@ -132,7 +142,7 @@ class ReviveSuite:
         assert (latest.failure_reason, latest.retry_count) == ("again", 1)
         assert await store.revive(a_revive(run.task_id)) == Revived(run.task_id, AGENT, 2)
 
-    async def test_one_that_is_revived_outlives_its_old_end(self, store: CheckpointStore, clock: FakeClock) -> None:
+    async def test_revive_restarts_ttl(self, store: CheckpointStore, clock: FakeClock) -> None:
         run = await failed(store)
         await sent(store, run.task_id)
         run = await revived(store, run.task_id)
@@ -169,35 +179,35 @@ class ReviveSuite:
         task = await resumed(store, await paused(store, run=run, state_format=FORMAT))
         assert (task.run.generation, task.checkpoint, task.retry_count) == (1, 2, 1)
 
-
-class RefusalSuite:
-    """Reasons for not resuming an operation."""
-
     async def test_what_is_not_there_is_not_found(self, store: CheckpointStore) -> None:
         run = await failed(store)
         before = await row(store, run.task_id)
-        for wish in (a_revive(TaskId("nobody")), a_revive(run.task_id, agent=ELSEWHERE, abandoned=True)):
-            assert await store.revive(wish) == NotRevived(Refusal.NOT_FOUND)
+        for command in (
+            a_revive(TaskId("nobody")),
+            a_revive(run.task_id, agent=ELSEWHERE, abandoned=True),
+        ):
+            assert await store.revive(command) == NotRevived(Refusal.NOT_FOUND)
         assert await row(store, run.task_id) == before
         assert isinstance(await store.revive(a_revive(run.task_id, agent=AGENT)), Revived)
 
-    async def test_what_somebody_is_at_is_running(self, store: CheckpointStore, clock: FakeClock) -> None:
+    async def test_revive_active_refused(self, store: CheckpointStore, clock: FakeClock) -> None:
         running, until = await operating(store), (clock.now() + LEASE).isoformat()
         waiting = await paused(store, run=await operating(store))
         pending = await ready(store, await paused(store, run=await operating(store)))
-        found = [(run.task_id, await row(store, run.task_id)) for run in (running, waiting.run, pending.run)]
+        found = [
+            (run.task_id, await row(store, run.task_id))
+            for run in (running, waiting.run, pending.run)
+        ]
         details = [f"running, owned by {HERE.id} until {until}", "waiting", "pending"]
         for (task_id, before), detail in zip(found, details, strict=True):
-            wish = a_revive(task_id, without_checkpoint=True)
-            assert await store.revive(wish) == NotRevived(Refusal.RUNNING, detail)
+            command = a_revive(task_id, without_checkpoint=True)
+            assert await store.revive(command) == NotRevived(Refusal.RUNNING, detail)
             assert await row(store, task_id) == before
 
-    async def test_what_a_person_is_waited_for_is_running_too(self, store: CheckpointStore, clock: FakeClock) -> None:
+    async def test_revive_parked_refused(self, store: CheckpointStore) -> None:
         run = await operating(store)
         await saved(store, run)
-        await store.release([a_release(run, incompatible="travel/9")])
-        clock.advance(TIMINGS.incompatible_limit + SECOND)
-        await store.release([a_release(one(await store.take(HERE, 10)).run, incompatible="travel/9")])
+        await store.release([a_release(run, parked="call 1")])
         assert await state_of(store, run.task_id) is TaskState.PARKED
         assert await store.revive(a_revive(run.task_id)) == NotRevived(Refusal.RUNNING, "parked")
         assert isinstance(await store.revive(a_revive(run.task_id, abandoned=True)), Revived)
@@ -206,50 +216,62 @@ class RefusalSuite:
         run = await operating(store, preserve=True)
         await saved(store, run)
         await store.end([an_end(run)])
-        for wish in (a_revive(run.task_id), a_revive(run.task_id, without_checkpoint=True, abandoned=True)):
-            assert await store.revive(wish) == NotRevived(Refusal.COMPLETED)
+        for command in (
+            a_revive(run.task_id),
+            a_revive(run.task_id, without_checkpoint=True, abandoned=True),
+        ):
+            assert await store.revive(command) == NotRevived(Refusal.COMPLETED)
 
-    async def test_what_has_no_checkpoint_is_revived_on_demand_only(self, store: CheckpointStore) -> None:
+    async def test_revive_without_checkpoint_on_demand_only(self, store: CheckpointStore) -> None:
         task_id = (await failed(store, checkpoints=0)).task_id
         assert await store.revive(a_revive(task_id)) == NotRevived(Refusal.NO_CHECKPOINT)
-        assert await store.revive(a_revive(task_id, without_checkpoint=True)) == Revived(task_id, AGENT, 1)
-        assert one(await store.take(HERE, 10)).checkpoint == 0
+        assert await store.revive(a_revive(task_id, without_checkpoint=True)) == Revived(
+            task_id, AGENT, 1
+        )
+        assert one(await store.acquire(HERE, 10)).checkpoint == 0
 
-    async def test_a_task_that_is_no_operation_runs_from_its_start(self, store: CheckpointStore) -> None:
+    async def test_revived_plain_task_starts_over(self, store: CheckpointStore) -> None:
         dead = (await ended(store, state=FAILED, dead_reason="five attempts")).task_id
         assert await store.revive(a_revive(dead)) == NotRevived(Refusal.NO_CHECKPOINT)
-        assert await store.revive(a_revive(dead, without_checkpoint=True)) == Revived(dead, AGENT, 1)
-        assert one(await store.take(HERE, 10)).checkpoint is None
+        assert await store.revive(a_revive(dead, without_checkpoint=True)) == Revived(
+            dead, AGENT, 1
+        )
+        assert one(await store.acquire(HERE, 10)).checkpoint is None
 
-    async def test_a_task_whose_request_is_gone_needs_a_new_one(self, store: CheckpointStore) -> None:
+    async def test_revive_without_request_needs_new_one(self, store: CheckpointStore) -> None:
         over = (await ended(store, state=FAILED)).task_id
         refused = await store.revive(a_revive(over, without_checkpoint=True))
         assert isinstance(refused, NotRevived)
         assert refused.refusal is Refusal.NO_CHECKPOINT
-        assert isinstance(await store.revive(a_revive(over, without_checkpoint=True, request=b"new")), Revived)
+        assert isinstance(
+            await store.revive(a_revive(over, without_checkpoint=True, request=b"new")), Revived
+        )
 
-    async def test_an_exclusive_agent_has_one_active_operation(self, store: CheckpointStore) -> None:
+    async def test_exclusive_agent_has_one_active_operation(self, store: CheckpointStore) -> None:
         over, other = await failed(store, exclusive=True), await operating(store)
         await begun(store)  # this one is not an operation
-        wish = a_revive(over.task_id)
-        assert await store.revive(wish) == NotRevived(Refusal.OTHER_ACTIVE, other.task_id)
+        command = a_revive(over.task_id)
+        assert await store.revive(command) == NotRevived(Refusal.OTHER_ACTIVE, other.task_id)
         await store.end([an_end(other, FAILED)])
-        assert isinstance(await store.revive(wish), Revived)
+        assert isinstance(await store.revive(command), Revived)
 
-    async def test_the_first_reason_is_told(self, store: CheckpointStore) -> None:
-        empty, good = await failed(store, checkpoints=0, exclusive=True), await operating(store, exclusive=True)
+    async def test_the_first_reason_is_returned(self, store: CheckpointStore) -> None:
+        empty = await failed(store, checkpoints=0, exclusive=True)
+        good = await operating(store, exclusive=True)
         await store.end([an_end(good)])
         active = await operating(store, exclusive=True)
-        assert await store.revive(a_revive(active.task_id, agent=ELSEWHERE)) == NotRevived(Refusal.NOT_FOUND)
-        wishes = [a_revive(run.task_id, abandoned=run is good) for run in (active, good, empty)]
-        found = [await store.revive(wish) for wish in wishes]
+        assert await store.revive(a_revive(active.task_id, agent=ELSEWHERE)) == NotRevived(
+            Refusal.NOT_FOUND
+        )
+        commands = [a_revive(run.task_id, abandoned=run is good) for run in (active, good, empty)]
+        found = [await store.revive(command) for command in commands]
         assert [each.refusal for each in found if isinstance(each, NotRevived)] == [
             Refusal.RUNNING,
             Refusal.COMPLETED,
             Refusal.NO_CHECKPOINT,
         ]
 
-    async def test_the_operations_of_other_agents_do_not_count(self, store: CheckpointStore) -> None:
+    async def test_exclusive_ignores_other_agents(self, store: CheckpointStore) -> None:
         over = await failed(store, exclusive=True)
         other = replace(a_run(), agent=ELSEWHERE)
         await store.begin([replace(a_begin(other), operation=an_operation(exclusive=True))])
@@ -260,37 +282,79 @@ class RefusalSuite:
         await operating(store)
         assert isinstance(await store.revive(a_revive(over.task_id)), Revived)
 
-
-class TokenSuite:
-    """Manual requests to resume that are repeated or late."""
-
-    async def test_a_repeated_wish_finds_itself(self, store: CheckpointStore) -> None:
+    async def test_a_repeated_command_finds_itself(self, store: CheckpointStore) -> None:
         run = await failed(store)
-        wish = a_revive(run.task_id, abandoned=True)
-        await store.revive(wish)
+        command = a_revive(run.task_id, abandoned=True)
+        await store.revive(command)
         before = await row(store, run.task_id)
-        assert await store.revive(wish) == Revived(run.task_id, AGENT, 1, again=True)
+        assert await store.revive(command) == Revived(run.task_id, AGENT, 1, repeated=True)
         assert await row(store, run.task_id) == before
 
-    async def test_a_wish_by_hand_does_not_depend_on_clocks(self, store: CheckpointStore) -> None:
+    async def test_manual_revive_does_not_depend_on_clocks(self, store: CheckpointStore) -> None:
         run = await failed(store)
-        old, new = a_revive(run.task_id), a_revive(run.task_id, order="99", requester=a_requester())
+        old = a_revive(run.task_id)
+        new = a_revive(run.task_id, order="99", requester=a_requester())
         await store.revive(new)
-        await store.end([an_end(one(await store.take(HERE, 10)).run, FAILED)])
+        await store.end([an_end(one(await store.acquire(HERE, 10)).run, FAILED)])
         assert await store.revive(old) == Revived(run.task_id, AGENT, 2)
 
     @pytest.mark.parametrize("step", ["running", "waiting", "ready"])
-    async def test_whoever_knows_that_the_owner_is_gone_takes_the_task(
-        self, store: CheckpointStore, step: str
-    ) -> None:
+    async def test_revive_abandoned_fences_owner(self, store: CheckpointStore, step: str) -> None:
         run = await operating(store)
         await saved(store, run)
         if step != "running":
             pause = await paused(store, run=run)
             if step == "ready":
                 await ready(store, pause)
-        assert await store.revive(a_revive(run.task_id, abandoned=True)) == Revived(run.task_id, AGENT, 1)
-        task = one(await store.take(HERE, 10))
-        assert (task.run.generation, task.outcomes, task.checkpoint, task.request) == (0, (), 1, b"request")
+        assert await store.revive(a_revive(run.task_id, abandoned=True)) == Revived(
+            run.task_id, AGENT, 1
+        )
+        task = one(await store.acquire(HERE, 10))
+        assert (task.run.generation, task.outcomes, task.checkpoint, task.request) == (
+            0,
+            (),
+            1,
+            b"request",
+        )
         assert (await row(store, run.task_id))[1] == []
         assert await store.end([an_end(run)]) == [Fenced()]
+
+    async def test_the_tokens_of_ended_attempts_are_kept(self, store: CheckpointStore) -> None:
+        usage = usage_of(200)
+        run = await operating(store)
+        await saved(store, run)
+        await store.end([replace(an_end(run, FAILED, reason="broken"), usage=usage)])
+        await store.revive(a_revive(run.task_id))
+        task = one(await store.acquire(HERE, 10))
+        assert task.context == {"token_usage": usage.model_dump(mode="json")}
+        await store.end([an_end(task.run, FAILED, reason="broken again")])
+        await store.revive(a_revive(run.task_id))
+        assert one(await store.acquire(HERE, 10)).context == task.context
+        assert (await row(store, run.task_id))[0].usage == usage
+
+    async def test_a_cancel_keeps_the_tokens_of_the_last_pause(
+        self, store: CheckpointStore
+    ) -> None:
+        """Records that the pause has counted are not counted again by the next attempt."""
+        usage, counted = usage_of(200), '{"token_usage": {"total": {"input": 100}}}'
+        run = await operating(store)
+        records = [
+            a_record("fetch", '"x"').model_copy(update={"context": counted}),
+            a_record("weigh", '"x"').model_copy(update={"context": counted, "generation": 1}),
+        ]
+        await store.save(Save(run, a_checkpoint(run, 1, *records)))
+        pause = a_pause(run=run, context={"token_usage": usage.model_dump(mode="json")})
+        await store.pause([pause])
+        await store.cancel([a_cancel(run.task_id)])
+        contexts = [each.context for each in (await latest_of(store, run.task_id)).subtasks]
+        assert contexts == [None, counted]
+        await store.revive(a_revive(run.task_id))
+        task = one(await store.acquire(HERE, 10))
+        assert task.context == {"token_usage": usage.model_dump(mode="json")}
+
+
+def usage_of(tokens: int) -> TokenUsage:
+    """The usage of one model response."""
+    usage = TokenUsage()
+    usage.record(Tokens(input=tokens), model="small")
+    return usage

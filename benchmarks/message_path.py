@@ -1,0 +1,72 @@
+"""Count the functions of Meshpoint that one warm message without a pause passes in a replica.
+
+Run with a version's tree on the path. Prints JSON: the number of distinct functions under each
+part of the package, without the client's. The script uses only the public API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import CodeType, FrameType
+
+import meshpoint
+from meshpoint import TaskExecutionContext, agent
+from meshpoint.local import local_mesh
+
+_PACKAGE = Path(meshpoint.__file__).parent
+_CLIENT = _PACKAGE / "client.py"
+_WARM_UP, _RECORDED = 20, 5
+
+
+@agent("echo")
+async def echo(ctx: TaskExecutionContext, request: int) -> int:
+    """Return the request."""
+    return request
+
+
+class CallRecorder:
+    """A profile function that records each function called in a replica."""
+
+    def __init__(self) -> None:
+        self._codes = set[CodeType]()
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and not _is_called_by_client(frame):
+            self._codes.add(frame.f_code)
+
+    def counts(self) -> dict[str, int]:
+        """Number of recorded functions under each part of the package."""
+        paths = [Path(code.co_filename) for code in self._codes]
+        return Counter(
+            path.relative_to(_PACKAGE).parts[0] for path in paths if path.is_relative_to(_PACKAGE)
+        )
+
+
+def _is_called_by_client(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == str(_CLIENT):
+            return True
+        frame = frame.f_back
+    return False
+
+
+async def main() -> dict[str, int]:
+    """Return the counts for a message after others."""
+    recorder = CallRecorder()
+    async with local_mesh(echo) as client:
+        for number in range(_WARM_UP):
+            await client.ask("echo", number)
+        sys.setprofile(recorder)
+        # Each request is settled while the next one runs.
+        for number in range(_RECORDED):
+            await client.ask("echo", number)
+        sys.setprofile(None)
+    return recorder.counts()
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(main())))

@@ -1,0 +1,154 @@
+"""All contenders: how to start them, and what their servers guarantee."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.environment import BenchmarkServers
+from benchmarks.rivals.resource_meters import Meter, PostgresMeter, RedisMeter
+from meshpoint.adapters.sql import migrations
+from servers import RedisServer
+
+MESHPOINT, IN_MEMORY, SQLITE = "Meshpoint", "Meshpoint, not durable", "Meshpoint on SQLite"
+SEED, SEED_THREADS = "seed's design", "seed's design, in threads"
+DBOS, LANGGRAPH, CELERY = "DBOS", "LangGraph", "Celery"
+
+RIVALS_PYTHON = Path(sys.prefix) / "rivals" / "bin" / "python"
+"""A separate environment, because the rivals' dependencies conflict with Meshpoint's and each
+other's.
+"""
+_VERSIONS = """
+import json, sys
+from importlib.metadata import version
+print(json.dumps({n: version(n) for n in sys.argv[1:]}))
+"""
+_RIVAL_PACKAGES = ("dbos", "langgraph", "langgraph-checkpoint-postgres", "celery", "redis")
+
+GUARANTEES = {
+    MESHPOINT: (
+        "PostgreSQL with synchronous_commit; RabbitMQ: quorum queues, persistent, confirmed; "
+        "the root's requests acked when their checkpoint is committed, its peer's, which never "
+        "pauses, when they are answered"
+    ),
+    IN_MEMORY: (
+        "stateless_checkpointing: false, the bare mesh: a request stays un-acked until its task "
+        "ends"
+    ),
+    SQLITE: (
+        "one file for tasks and messages, WAL with synchronous FULL; "
+        "RabbitMQ and PostgreSQL are not used"
+    ),
+    SEED: (
+        "PostgreSQL and RabbitMQ as above; transactions on the event loop, as its text has it; "
+        "a task is lost when its process dies between two of them"
+    ),
+    SEED_THREADS: "the same, but for transactions in eight threads next to the event loop",
+    DBOS: (
+        "PostgreSQL with synchronous_commit; "
+        "child workflows in one process, no transport, no second agent"
+    ),
+    LANGGRAPH: (
+        "PostgreSQL with synchronous_commit, durability exit (written at the pause and at the "
+        "end); one resume for all answers, in one process, no transport, no second agent: the "
+        "answers are there at once"
+    ),
+    CELERY: (
+        "Redis with appendfsync everysec: what is written may be lost for a second; "
+        "prefork 2, acks late"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ContenderSpec:
+    """How to start a contender, and the meter of its servers' work."""
+
+    name: str
+    command: Sequence[str]
+    meter: Meter | None = None
+
+
+async def contender_specs(
+    stage: BenchmarkServers, folder: Path, layout: Sequence[str] = ()
+) -> list[ContenderSpec]:
+    """All contenders available on this machine. `layout` has options for Meshpoint's processes."""
+    amqp = (await stage.rabbit()).url
+    meshpoint, seed, threads = (
+        await stage.database(),
+        await stage.empty_database(),
+        await stage.empty_database(),
+    )
+    file = f"sqlite:///{folder}/meshpoint.db"
+    await asyncio.to_thread(migrations.upgrade, file)
+    specs = [
+        ContenderSpec(
+            MESHPOINT,
+            _command_here("mesh", amqp, meshpoint, *layout),
+            await _postgres_meter(stage, meshpoint),
+        ),
+        ContenderSpec(IN_MEMORY, _command_here("mesh", amqp, *layout)),
+        ContenderSpec(SQLITE, _command_here("mesh", file, file, *layout)),
+        ContenderSpec(
+            SEED, _command_here("seed_rival", amqp, seed), await _postgres_meter(stage, seed)
+        ),
+        ContenderSpec(
+            SEED_THREADS,
+            _command_here("seed_rival", amqp, threads, "--threads", "8"),
+            await _postgres_meter(stage, threads),
+        ),
+    ]
+    return [*specs, *await _rival_specs(stage)] if RIVALS_PYTHON.exists() else specs
+
+
+async def _rival_specs(stage: BenchmarkServers) -> list[ContenderSpec]:
+    dbos, langgraph = await stage.empty_database(), await stage.empty_database()
+    redis = (await stage.server(RedisServer)).url
+    return [
+        ContenderSpec(
+            DBOS, _command_in_rivals_python("dbos_rival", dbos), await _postgres_meter(stage, dbos)
+        ),
+        ContenderSpec(
+            LANGGRAPH,
+            _command_in_rivals_python("langgraph_rival", langgraph),
+            await _postgres_meter(stage, langgraph),
+        ),
+        ContenderSpec(
+            CELERY, _command_in_rivals_python("celery_rival", redis), await RedisMeter.open(redis)
+        ),
+    ]
+
+
+async def versions() -> dict[str, str]:
+    """The rivals' versions."""
+    if not RIVALS_PYTHON.exists():
+        return {"rivals": "not installed; `make bench` installs them"}
+    command = [str(RIVALS_PYTHON), "-c", _VERSIONS, *_RIVAL_PACKAGES]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
+    installed: dict[str, str] = json.loads(output)
+    return installed
+
+
+def layout_commands(amqp: str, database: str) -> dict[str, list[str]]:
+    """Commands for the two ways to distribute Meshpoint's agents over processes."""
+    return {
+        "a process for each agent": _command_here("mesh", amqp, database),
+        "one process": _command_here("mesh", amqp, database, "--together"),
+    }
+
+
+def _command_here(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"benchmarks.rivals.{module}", *arguments]
+
+
+def _command_in_rivals_python(module: str, *arguments: str) -> list[str]:
+    return [str(RIVALS_PYTHON), "-m", f"benchmarks.rivals.{module}", *arguments]
+
+
+async def _postgres_meter(stage: BenchmarkServers, database: str) -> Meter:
+    return await PostgresMeter.open((await stage.postgres()).url, database)

@@ -1,0 +1,130 @@
+"""The task catalog, kept in the in-process rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from meshpoint.adapters.inprocess.rows import CallRow, Tables, TaskRow
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.outcomes import Failed, decode_outcome
+from meshpoint.model.tasks import (
+    EVERY_TASK,
+    CallState,
+    CallSummary,
+    TaskFilter,
+    TaskState,
+    TaskSummary,
+)
+from meshpoint.model.usage import TokenUsage
+
+
+class InProcessCatalog:
+    """In-process implementation of `meshpoint.ports.task_store.Catalog`."""
+
+    _tables: Tables
+
+    async def tasks(
+        self,
+        *,
+        agent: AgentName | None = None,
+        states: Sequence[TaskState] = (),
+        where: TaskFilter = EVERY_TASK,
+        limit: int = 100,
+        after: TaskId | None = None,
+    ) -> list[TaskSummary]:
+        """Tasks, newest first."""
+        rows = [
+            row
+            for row in self._tables.tasks.values()
+            if agent in {None, row.agent} and (not states or row.state in states)
+        ]
+        if after is not None:
+            last = self._tables.tasks.get(after)
+            rows = [row for row in rows if last is not None and _position(row) < _position(last)]
+        rows.sort(key=_position, reverse=True)
+        found = (summary for row in rows if _matches(summary := _summary(row), where))
+        return [summary for summary, _ in zip(found, range(limit), strict=False)]
+
+    async def task(self, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:
+        """One task and its calls, in call order, or `None`."""
+        row = self._tables.tasks.get(task_id)
+        if row is None:
+            return None
+        return _summary(row), [_call_summary(call, row) for call in row.calls.values()]
+
+    async def stored_request(self, task_id: TaskId) -> bytes | None:
+        """The encoded request of a task, or `None`."""
+        row = self._tables.tasks.get(task_id)
+        return None if row is None else row.request
+
+
+def _position(row: TaskRow) -> tuple[float, str]:
+    return row.checkpointed_at.timestamp(), row.task_id
+
+
+def _matches(task: TaskSummary, where: TaskFilter) -> bool:
+    return (
+        where.subject in {None, task.subject}
+        and where.requester in {None, task.requester}
+        and where.user in {None, task.user_id}
+        and (where.since is None or task.checkpointed_at >= where.since)
+        and (where.until is None or task.checkpointed_at < where.until)
+        and (where.waiting_for is None or where.waiting_for in task.waiting_for)
+    )
+
+
+def _summary(row: TaskRow) -> TaskSummary:
+    context = json.loads(row.context)
+    origin = context.get("a2a_context", {})
+    waiting = row.state is TaskState.WAITING
+    open_calls = (call for call in row.current_calls if call.state is CallState.PENDING)
+    usage = context.get("token_usage")
+    return TaskSummary(
+        row.task_id,
+        row.agent,
+        row.state,
+        row.generation,
+        row.fence,
+        row.attempt,
+        row.owner,
+        row.completed,
+        row.expected,
+        row.checkpointed_at,
+        row.wake_at,
+        row.dead_reason,
+        row.rescues,
+        subject=None if row.operation is None else row.operation.operation.subject,
+        requester=row.requester.app_id,
+        parent_task_id=row.requester.parent_task_id,
+        user_id=origin.get("user_id"),
+        session_id=origin.get("session_id"),
+        deadline=row.requester.deadline,
+        ended_at=row.ended_at,
+        retry_count=row.retry_count,
+        waiting_for=tuple(sorted({call.peer for call in open_calls})) if waiting else (),
+        state_format=row.state_format or None,
+        incompatible_since=row.parked_since,
+        join_deadline=row.join_deadline,
+        usage=None if usage is None else TokenUsage.model_validate(usage),
+        parked_reason=row.parked_reason,
+        tried_versions=row.tried_versions,
+    )
+
+
+def _call_summary(call: CallRow, row: TaskRow) -> CallSummary:
+    outcome = decode_outcome(call.outcome) if call.outcome is not None else None
+    return CallSummary(
+        call.sub_task_id,
+        call.call_id,
+        call.peer,
+        call.generation,
+        call.state,
+        None if outcome is None else outcome.kind.value if isinstance(outcome, Failed) else "ok",
+        call.dispatched_at,
+        call.due_at,
+        message=outcome.message if isinstance(outcome, Failed) else None,
+        since=row.checkpointed_at,
+        attempts=call.sends,
+        absolute_deadline=call.deadline,
+    )

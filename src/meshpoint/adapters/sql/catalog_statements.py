@@ -1,0 +1,113 @@
+"""All statements that list and show tasks for people. None of them locks a row."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+_SUMMARY = """t.logical_task_id, t.agent_name, t.status, t.generation, t.fence, t.attempt,
+       t.owner, t.wake_at, t.checkpointed_at, t.ended_at, t.dead_reason, t.rescues,
+       t.requester_app_id, t.parent_task_id, t.user_id, t.effective_session_id, t.task_deadline,
+       t.state_format, t.app_version, t.retry_count, t.incompatible_since, t.parked_reason,
+       t.tried_versions, j.completed_count, j.total_expected, j.join_deadline, o.subject"""
+
+_TABLES = """agent_paused_tasks AS t LEFT JOIN agent_parallel_invocations AS j
+    ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation
+  LEFT JOIN agent_operations AS o
+    ON o.operation_id = t.logical_task_id AND t.checkpoint_seq IS NOT NULL"""
+
+_CONDITIONS: Final = {
+    "agent": "t.agent_name = :agent",
+    "prefix": "substr(t.agent_name, 1, length(CAST(:prefix AS text))) = CAST(:prefix AS text)",
+    "status": "t.status = :status",
+    "states": "t.status {one_of:states}",
+    "subject": "o.subject = :subject",
+    "requester": "t.requester_app_id = :requester",
+    "user": "t.user_id = :user",
+    "since": "t.checkpointed_at >= :since",
+    "until": "t.checkpointed_at < :until",
+    "waiting_for": """t.status = 'waiting' AND EXISTS (
+       SELECT 1 FROM agent_peer_sub_tasks AS c
+        WHERE c.logical_task_id = t.logical_task_id AND c.peer_agent = :waiting_for
+          AND c.status = 'pending')""",
+    # The first condition is for the index, the second one for tasks of the same time.
+    "after_at": """t.checkpointed_at <= :after_at
+   AND (t.checkpointed_at, t.logical_task_id) < (:after_at, :after_id)""",
+}
+"""Conditions, by parameter.
+
+PostgreSQL plans these statements without knowing their parameters, so a listing includes only the
+conditions that it needs. Indexes cover the operations on a subject, the tasks of a user, and the
+tasks of one agent and state. More indexes would slow down every transition of every task.
+"""
+
+
+def list_tasks(parameters: Collection[str]) -> str:
+    """Return the statement that lists the tasks that match these parameters, newest first.
+
+    With a subject, it starts from the operations, which are indexed by subject.
+    """
+    conditions, tables = _CONDITIONS, _TABLES
+    if "subject" in parameters:
+        conditions = _CONDITIONS | {"agent": "o.agent_name = :agent"}
+        tables = _TABLES.replace("LEFT JOIN agent_operations", "JOIN agent_operations")
+    chosen = [text for name, text in conditions.items() if name in parameters]
+    return f"""
+SELECT {_SUMMARY}
+  FROM {tables}
+ WHERE {" AND ".join(chosen)}
+ ORDER BY t.checkpointed_at DESC, t.logical_task_id DESC LIMIT :limit
+"""
+
+
+# Read the names of all agents, with one index lookup for each.
+READ_AGENTS = """
+WITH RECURSIVE agents(name) AS (
+  SELECT min(agent_name) FROM agent_paused_tasks WHERE agent_name > ''
+  UNION ALL
+  SELECT (SELECT min(t.agent_name) FROM agent_paused_tasks AS t WHERE t.agent_name > agents.name)
+    FROM agents WHERE agents.name IS NOT NULL)
+SELECT name FROM agents WHERE name IS NOT NULL
+"""
+
+# Read the position of a task in a listing.
+READ_POSITION = """
+SELECT checkpointed_at FROM agent_paused_tasks WHERE logical_task_id = :task_id
+"""
+
+# Read the peers that tasks wait for.
+READ_WAITS = """
+SELECT c.logical_task_id, c.peer_agent
+  FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
+    ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
+ WHERE c.logical_task_id {one_of:ids} AND t.status = 'waiting' AND c.status = 'pending'
+ GROUP BY c.logical_task_id, c.peer_agent
+"""
+
+# Show one task.
+SHOW_TASK = f"""
+SELECT {_SUMMARY}, t.token_usage
+  FROM {_TABLES} WHERE t.logical_task_id = :task_id
+"""
+
+# Read the request of a task.
+READ_REQUEST = """
+SELECT agent_name, request FROM agent_paused_tasks WHERE logical_task_id = :task_id
+"""
+
+# Show the calls of a task. `dispatched_at` is the call's own, or its join's if all requests of the
+# pause were sent together.
+SHOW_CALLS = """
+SELECT c.sub_task_id, c.call_id, c.peer_agent, c.invocation_id, c.status, c.outcome,
+       c.timeout_deadline, c.absolute_deadline, c.created_at,
+       CASE WHEN c.send_attempts > 0 AND j.send_attempts > c.send_attempts
+            THEN j.send_attempts ELSE c.send_attempts
+       END AS attempts,
+       CASE WHEN c.dispatched_at IS NOT NULL THEN c.dispatched_at
+            WHEN c.send_attempts > 0 AND (c.status <> 'pending' OR c.send_due_at IS NULL)
+            THEN j.dispatched_at
+       END AS dispatched_at
+  FROM agent_peer_sub_tasks AS c LEFT JOIN agent_parallel_invocations AS j
+    ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
+ WHERE c.logical_task_id = :task_id ORDER BY c.invocation_id, c.seq
+"""

@@ -1,0 +1,84 @@
+"""Several versions of one agent in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.calls import Done, Paused
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.outcomes import Outcomes
+from meshpoint.ports.agent import DurableAgent, Plan, get_plan, readable_formats
+
+_Agent = DurableAgent[Any, Any]
+
+
+class AgentVersions:
+    """Versions of one agent: the first takes new tasks, the others finish what they began.
+
+    Args:
+        versions: Agents of the same name that read different state formats.
+
+    Raises:
+        ConfigurationError: They have different names, or two read the same format.
+    """
+
+    def __init__(self, versions: Sequence[_Agent]) -> None:
+        self.versions = tuple(versions)
+        self._by_format: dict[str, _Agent] = {}
+        names = list(dict.fromkeys(version.name for version in self.versions))
+        if len(names) != 1:
+            problem = f"its versions are called {' and '.join(map(repr, names))}"
+            raise ConfigurationError(_KEY, problem, "list versions of one agent")
+        for version in self.versions:
+            for state_format in readable_formats(version):
+                if state_format in self._by_format:
+                    problem = f"two versions of {version.name!r} read {state_format!r}"
+                    raise ConfigurationError(_KEY, problem, "give each its own version=")
+                self._by_format[state_format] = version
+
+    def __repr__(self) -> str:
+        return f"AgentVersions({list(self.versions)!r})"
+
+    @property
+    def newest(self) -> _Agent:
+        """The version that takes new tasks."""
+        return self.versions[0]
+
+    @property
+    def name(self) -> str:
+        """The name of the agent."""
+        return self.newest.name
+
+    @property
+    def state_format(self) -> str:
+        """The format of the states of new tasks."""
+        return self.newest.state_format
+
+    @property
+    def readable_formats(self) -> frozenset[str]:
+        """The formats that any version reads."""
+        return frozenset(self._by_format)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of new tasks."""
+        return get_plan(self.newest)
+
+    def version_for(self, state_format: str) -> _Agent:
+        """Return the version that reads `state_format`; the newest if none does."""
+        return self._by_format.get(state_format, self.newest)
+
+    async def start(self, ctx: TaskExecutionContext, request: Any) -> Paused | Done[Any]:
+        """Run the first segment of a new task; see `DurableAgent`."""
+        return await self.newest.start(ctx, request)
+
+    async def resume(
+        self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes
+    ) -> Paused | Done[Any]:
+        """Resume a task in the newest format; see `DurableAgent`."""
+        return await self.newest.resume(ctx, state, outcomes)
+
+
+_KEY = "agent.entrypoint"

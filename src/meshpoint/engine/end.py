@@ -1,0 +1,73 @@
+"""End a task with its single outcome. The reply is committed, then published."""
+
+from __future__ import annotations
+
+from meshpoint.engine.backend import Backend
+from meshpoint.engine.runtime import ReplicaRuntime
+from meshpoint.engine.segment import RequestedSegment, Segment
+from meshpoint.model.envelopes import encode_reply, fingerprint
+from meshpoint.model.events import Step
+from meshpoint.model.options import Options
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.tasks import Reply, TaskState
+from meshpoint.model.transitions import End, EndCommitted, EndResult, Fenced
+
+
+def build_refusal(segment: RequestedSegment, failure: Failed) -> Reply:
+    """Build the reply to a refused request.
+
+    It names the request, so that it cannot end another call.
+    """
+    run = segment.run
+    body = encode_reply(
+        run.task_id, None, failure, refused_fingerprint=fingerprint(segment.message)
+    )
+    return Reply(run.agent, run.task_id, _final_state_of(failure), body, segment.requester)
+
+
+def build_reply(segment: Segment, outcome: Outcome, options: Options) -> tuple[Reply, Outcome]:
+    """Build the reply with `outcome`, and return both.
+
+    A result too large to send becomes a failure that says so.
+    """
+    workspace = segment.workspace
+    context_id = None if workspace is None else workspace.context.a2a_context.context_id
+    body = encode_reply(segment.run.task_id, context_id, outcome)
+    if len(body) > options.max_message_bytes:
+        message = (
+            f"the result has {len(body)} bytes; max_message_bytes is {options.max_message_bytes}"
+        )
+        outcome = Failed(FailureKind.ERROR, message, outcome.usage)
+        body = encode_reply(segment.run.task_id, context_id, outcome)
+    run = segment.run
+    reply = Reply(run.agent, run.task_id, _final_state_of(outcome), body, segment.requester)
+    return reply, outcome
+
+
+def _final_state_of(outcome: Outcome) -> TaskState:
+    """Return the final state of a task with `outcome`."""
+    match outcome:
+        case Ok():
+            return TaskState.COMPLETED
+        case Failed(kind=FailureKind.CANCELLED):
+            return TaskState.CANCELLED
+        case _:
+            return TaskState.FAILED
+
+
+async def commit_end(backend: Backend, command: End, runtime: ReplicaRuntime) -> EndResult:
+    """Commit the outcome of a task with a row. Waits while the database is unavailable."""
+
+    async def attempt() -> EndResult:
+        return (await backend.store.end([command]))[0]
+
+    run = command.run
+    with runtime.steps.step(Step.END, [run.task_id], state=command.state.value):
+        result = await runtime.retry.until_available(attempt)
+    match result:
+        case EndCommitted():
+            if command.dead_reason:
+                runtime.steps.emit(Step.DEAD_TASK, run.task_id, reason=command.dead_reason)
+        case Fenced():
+            runtime.steps.emit(Step.FENCED, run.task_id, what="end", fence=run.fence)
+    return result

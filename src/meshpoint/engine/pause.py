@@ -1,0 +1,196 @@
+"""Make a paused task resumable by any replica, or keep it in memory if that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from meshpoint.engine.backend import Backend
+from meshpoint.engine.runtime import ReplicaRuntime
+from meshpoint.engine.segment import FinalCheckpoint, RequestedSegment, Segment, Suspended
+from meshpoint.model.bodies import A2AMessage, Part, RequestBody
+from meshpoint.model.calls import Call
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.envelopes import encode_request
+from meshpoint.model.events import Step
+from meshpoint.model.ids import AgentName, TaskId, new_id, resumed_id
+from meshpoint.model.json_values import json_digest
+from meshpoint.model.messages import Header, HeaderValue
+from meshpoint.model.options import Options
+from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.model.subtasks import Child
+from meshpoint.model.tasks import PlannedCall, logged_format
+from meshpoint.model.transitions import Pause, PauseResult
+from meshpoint.subtasks.runner import Subtasks
+
+
+def plan_pause(
+    segment: Segment,
+    suspended: Suspended,
+    state_format: str,
+    options: Options,
+    earlier_children: Sequence[Child] = (),
+    final_checkpoint: FinalCheckpoint | None = None,
+) -> Pause:
+    """Build the checkpoint to write.
+
+    Ids are generated once, here, so that a repeated write has the same ids.
+
+    A call that an earlier attempt at an operation also made goes to the same task of the peer: see
+    `_ChildPlanner`. `final_checkpoint` is the operation's own, stored while it waits.
+    """
+    paused, workspace, is_new = suspended.paused, suspended.workspace, segment.run.fence == 0
+    operation, context = workspace.operation, workspace.context
+    planner = None if operation is None else _ChildPlanner(operation, earlier_children)
+    log_change = segment.log.change(
+        paused, None if final_checkpoint is None else final_checkpoint.notes
+    )
+    is_logged = not segment.log.is_empty_after(log_change)
+    calls = tuple(_plan_call(call, context, options, planner) for call in paused.calls)
+    return Pause(
+        run=segment.run,
+        context=context.to_checkpoint_dict(),
+        state=paused.state,
+        state_format=logged_format(state_format) if is_logged else state_format,
+        calls=calls,
+        join=paused.join,
+        requester=segment.requester,
+        request=encode_request(segment.message)
+        if is_new and isinstance(segment, RequestedSegment)
+        else None,
+        app_version=options.app_version,
+        children=tuple(planner.planned) if planner is not None else (),
+        checkpoint=None if final_checkpoint is None else final_checkpoint.checkpoint,
+        digest=segment.digest if is_new else None,
+        log=log_change,
+    )
+
+
+class _ChildPlanner:
+    """Maps the calls of an operation to tasks of its peers.
+
+    In a resumed operation, a call with the same peer and input as in an earlier attempt reuses
+    that attempt's task, so that the peer resumes from its own checkpoint, or just answers again.
+    """
+
+    def __init__(self, subtasks: Subtasks, earlier_children: Sequence[Child]) -> None:
+        self._retry_count, self._paused_subtask = subtasks.retry_count, subtasks.paused_subtask
+        self._reusable = subtasks.reusable_children(earlier_children)
+        self.planned: list[Child] = []
+
+    @property
+    def order(self) -> str:
+        """Text that sorts requests for the same task by age, the latest last."""
+        return f"{self._retry_count:08d}"
+
+    def assign_task(self, call: Call) -> tuple[TaskId, TaskId]:
+        """Return the id of the peer's task and the id of the call.
+
+        They differ if the call resumes an existing task of the peer.
+        """
+        digest = json_digest(call.input)
+        existing = next(
+            (
+                child
+                for child in self._reusable
+                if (child.peer, child.digest) == (call.peer, digest)
+            ),
+            None,
+        )
+        if existing is not None:
+            self._reusable.remove(existing)
+        task_id = existing.id if existing is not None else TaskId(new_id())
+        peer = AgentName(call.peer)
+        self.planned.append(
+            Child(
+                id=task_id,
+                peer=peer,
+                digest=digest,
+                subtask=self._paused_subtask,
+                retry=self._retry_count,
+            )
+        )
+        return task_id, task_id if existing is None else resumed_id(task_id, self._retry_count)
+
+
+async def commit_pause(
+    pause: Pause, backend: Backend | None, runtime: ReplicaRuntime
+) -> tuple[Backend, PauseResult]:
+    """Commit `pause`. Returns the backend it was written to and the result.
+
+    A task with a row always stays in its backend, and its write is repeated until the database
+    answers.
+    """
+
+    async def write(backend: Backend) -> PauseResult:
+        return (await backend.store.pause([pause]))[0]
+
+    run = pause.run
+    with runtime.steps.step(Step.CHECKPOINT, [run.task_id], generation=run.generation + 1):
+        if backend is None:
+            return await runtime.write_first(run.task_id, write)
+        return backend, await runtime.retry.until_available(partial(write, backend))
+
+
+def _plan_call(
+    call: Call, context: TaskExecutionContext, options: Options, planner: _ChildPlanner | None
+) -> PlannedCall:
+    if planner is not None:
+        peer_task_id, sub_task_id = planner.assign_task(call)
+    else:
+        peer_task_id = sub_task_id = TaskId(new_id())
+    depth = context.a2a_context.call_depth + 1
+    body = _encode_request_body(peer_task_id, call, context)
+    headers: dict[str, HeaderValue] = {Header.CALL_DEPTH.value: depth}
+    if call.idle_timeout is not None:
+        headers[Header.IDLE_TIMEOUT.value] = call.idle_timeout.total_seconds()
+    if planner is not None and sub_task_id != peer_task_id:
+        headers[Header.RESUME.value] = planner.order
+    traceparent = context.trace_context.get(Header.TRACEPARENT.value)
+    if isinstance(traceparent, str):
+        headers[Header.TRACEPARENT.value] = traceparent
+    return PlannedCall(
+        sub_task_id=sub_task_id,
+        call_id=call.id,
+        peer=AgentName(call.peer),
+        body=body,
+        timeout=call.timeout or options.peer_timeout,
+        idle_timeout=call.idle_timeout,
+        headers=headers,
+        outcome=_refuse_invalid_call(depth, body, options),
+    )
+
+
+def _refuse_invalid_call(depth: int, body: bytes, options: Options) -> Failed | None:
+    if depth > options.max_call_depth:
+        return Failed(
+            FailureKind.ERROR,
+            f"call depth {depth} is beyond max_call_depth {options.max_call_depth}",
+        )
+    if len(body) > options.max_message_bytes:
+        message = (
+            f"the request has {len(body)} bytes; max_message_bytes is {options.max_message_bytes}"
+        )
+        return Failed(FailureKind.UNDELIVERABLE, message)
+    return None
+
+
+def _encode_request_body(sub_task_id: TaskId, call: Call, context: TaskExecutionContext) -> bytes:
+    a2a = context.a2a_context
+    metadata = {
+        **a2a.metadata,
+        "userId": a2a.user_id,
+        "sessionId": a2a.session_id,
+        "userConfig": a2a.user_config,
+        "securityContext": context.security_context.to_plain(),
+    }
+    message = A2AMessage(
+        message_id=sub_task_id,
+        role="ROLE_AGENT",
+        parts=[Part(data=call.input)],
+        context_id=a2a.context_id,
+        task_id=sub_task_id,
+    )
+    return RequestBody(
+        message=message, metadata={k: v for k, v in metadata.items() if v}
+    ).to_bytes()

@@ -1,0 +1,138 @@
+"""Retry messages that cannot be handled yet, separately from all others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
+from typing import TypeAlias
+
+from meshpoint.engine.backend import Backend
+from meshpoint.engine.runtime import ReplicaRuntime
+from meshpoint.errors import NON_DEFECT_ERRORS
+from meshpoint.model.error_text import quantity
+from meshpoint.model.ids import RunId
+from meshpoint.ports.broker import Delivery
+
+log = logging.getLogger("meshpoint.postponed")
+
+ReceivedMessage: TypeAlias = tuple[Delivery, RunId]
+"""A delivery and the id of its claim, which stays the same across retries."""
+
+_MIN_DELAY, _MAX_DELAY = timedelta(milliseconds=50), timedelta(seconds=1)
+_MAX_BATCH_SIZE = 256
+_MAX_CAPACITY = 1024
+
+
+class PostponedMessages:
+    """Unacked messages that wait for another attempt.
+
+    Either another database session locks their task's row, or handling them failed.
+    `handle` is called with messages, their backend, and `True` if they came from the shared queue.
+    It passes messages that must wait again to `postpone`. `adjust_prefetch` raises the prefetch so
+    that other messages still arrive.
+    """
+
+    def __init__(
+        self,
+        handle: Callable[[Sequence[ReceivedMessage], Backend, bool], Awaitable[None]],
+        runtime: ReplicaRuntime,
+        adjust_prefetch: Callable[[int], None],
+    ) -> None:
+        self._handle = handle
+        self._runtime = runtime
+        self._adjust_prefetch = adjust_prefetch
+        self._postponed: dict[RunId, tuple[ReceivedMessage, Backend, bool]] = {}
+        self._attempt_size = 0  # messages in the current attempt
+        self._attempt_lock = asyncio.Lock()
+        self._is_retrying = self._is_closed = False
+
+    async def postpone(self, received: ReceivedMessage, backend: Backend, *, shared: bool) -> None:
+        """Schedule this message for another attempt, or requeue it if the replica drains."""
+        delivery, claim_id = received
+        if self._is_closed:
+            await delivery.requeue()
+            return
+        self._postponed[claim_id] = received, backend, shared
+        self._update_prefetch()
+        if not self._is_retrying:
+            self._is_retrying = True
+            self._runtime.background.spawn(self._retry_until_handled())
+
+    async def close(self) -> None:
+        """Requeue all messages once the current attempt ends. From now on, `postpone` requeues.
+
+        Raises:
+            Unavailable: the broker is unavailable. It redelivers the messages when the connection
+                closes.
+        """
+        self._is_closed = True
+        async with self._attempt_lock:
+            postponed, self._postponed = self._postponed, {}
+            for (delivery, _), _, _ in postponed.values():
+                await delivery.requeue()
+
+    def _update_prefetch(self) -> None:
+        unhandled_count = len(self._postponed) + self._attempt_size
+        self._adjust_prefetch(
+            min(1 << unhandled_count.bit_length(), _MAX_CAPACITY) if unhandled_count else 0
+        )
+
+    async def _retry_until_handled(self) -> None:
+        delay = _MIN_DELAY
+        try:
+            while self._postponed:
+                count_before = len(self._postponed)
+                await self._runtime.clock.sleep(delay)
+                async with self._attempt_lock:
+                    await self._retry_all()
+                delay = (
+                    _MIN_DELAY
+                    if len(self._postponed) < count_before
+                    else min(2 * delay, _MAX_DELAY)
+                )
+        finally:
+            self._is_retrying = False
+            self._update_prefetch()
+
+    async def _retry_all(self) -> None:
+        remaining = dict(self._postponed)
+        while remaining and not self._is_closed:
+            _, backend, shared = next(iter(remaining.values()))
+            batch_ids = [
+                claim_id
+                for claim_id, (_, its_backend, is_shared) in remaining.items()
+                if its_backend is backend and is_shared is shared
+            ]
+            await self._retry_batch(
+                [remaining.pop(id_) for id_ in batch_ids[:_MAX_BATCH_SIZE]], backend, shared=shared
+            )
+
+    async def _retry_batch(
+        self,
+        batch: Sequence[tuple[ReceivedMessage, Backend, bool]],
+        backend: Backend,
+        *,
+        shared: bool,
+    ) -> None:
+        messages = [received for received, _, _ in batch]
+        self._attempt_size = len(messages)
+        for _, claim_id in messages:
+            del self._postponed[claim_id]
+        try:
+            await self._handle(messages, backend, shared)
+        except BaseException as error:
+            for received in messages:
+                await self.postpone(received, backend, shared=shared)
+            if not isinstance(error, Exception):
+                raise
+            is_defect = not isinstance(error, NON_DEFECT_ERRORS)
+            log.warning(
+                "%s will be retried later: %s",
+                quantity(len(messages), "message"),
+                error,
+                exc_info=is_defect,
+            )
+        finally:
+            self._attempt_size = 0

@@ -1,0 +1,182 @@
+"""Publish envelopes, each address independently of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from pydantic import JsonValue
+
+from meshpoint.engine.backend import Backend
+from meshpoint.engine.backoff import AddressBackoff
+from meshpoint.engine.nested_routes import NestedRoutes
+from meshpoint.engine.runtime import ReplicaRuntime
+from meshpoint.errors import ConfigurationError, Unavailable
+from meshpoint.model.envelopes import (
+    MAX_STATUS_BYTES,
+    Envelope,
+    status_envelope,
+    wake_message,
+)
+from meshpoint.model.events import Step
+from meshpoint.model.ids import TaskId
+from meshpoint.model.messages import Address
+from meshpoint.model.tasks import OutboxItem, Requester
+from meshpoint.ports.broker import PublishResult
+
+log = logging.getLogger("meshpoint.publisher")
+
+_MAX_CONCURRENT_ADDRESSES = 32
+"""Addresses that one batch publishes to concurrently."""
+_SLOW_PUBLISH_SECONDS = 1.0
+"""Seconds after which a publish counts as slow."""
+
+
+class Publisher:
+    """Publishes envelopes. A full, missing or silent queue delays only its own messages."""
+
+    def __init__(self, runtime: ReplicaRuntime) -> None:
+        self._runtime = runtime
+        self._nested_routes = NestedRoutes()
+        self.backoff = AddressBackoff(runtime.clock)
+
+    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[PublishResult | None]:
+        """Publish envelopes, each address independently. A result is `None` if it is in doubt.
+
+        Raises:
+            BrokerUnavailable: all results are in doubt.
+        """
+        indexes_by_address: dict[Address, list[int]] = {}
+        for index, (address, _) in enumerate(envelopes):
+            indexes_by_address.setdefault(address, []).append(index)
+        if len(indexes_by_address) == 1:
+            return await self._publish_to_address(address, envelopes)
+        results: list[PublishResult | None] = [None] * len(envelopes)
+        semaphore = asyncio.Semaphore(_MAX_CONCURRENT_ADDRESSES)
+        errors: list[Unavailable] = []
+
+        async def publish_indexes(address: Address, indexes: list[int]) -> None:
+            async with semaphore:
+                try:
+                    address_results = await self._publish_to_address(
+                        address, [envelopes[index] for index in indexes]
+                    )
+                except Unavailable as error:
+                    errors.append(error)
+                    return
+            for number, result in zip(indexes, address_results, strict=True):
+                results[number] = result
+
+        await asyncio.gather(
+            *(publish_indexes(address, indexes) for address, indexes in indexes_by_address.items())
+        )
+        if len(errors) == len(indexes_by_address):
+            raise errors[0]
+        return results
+
+    async def _publish_to_address(
+        self, address: Address, envelopes: Sequence[Envelope]
+    ) -> list[PublishResult]:
+        started_at = self._runtime.clock.monotonic()
+        results: list[PublishResult] = []
+        batches = deque([envelopes])
+        while batches:
+            batch = batches.popleft()
+            try:
+                results += await self._nested_routes.publish(batch, self._runtime.broker.publish)
+            except Unavailable as error:
+                self._runtime.retry.record_outage(error)
+                self._runtime.retry.observe_broker(is_up=self._runtime.broker.can_publish)
+                raise
+            except ConfigurationError:
+                raise
+            except Exception:
+                if len(batch) > 1:  # an unencodable message must not affect the others
+                    batches.extend([envelope] for envelope in batch)
+                    continue
+                log.warning(
+                    "a %s for %s cannot be sent: %s",
+                    batch[0][1].type,
+                    address,
+                    batch[0][1].message_id,
+                    exc_info=True,
+                )
+                results.append(PublishResult.REJECTED)
+        if PublishResult.UNROUTABLE in results or PublishResult.OVERLOADED in results:
+            self.backoff.record_failure(
+                address,
+                started_at=started_at,
+                queue_missing=PublishResult.UNROUTABLE in results,
+                slow=self._runtime.clock.monotonic() - started_at >= _SLOW_PUBLISH_SECONDS,
+            )
+        elif PublishResult.ACCEPTED in results:
+            self.backoff.record_success(address)
+            self._runtime.retry.record_broker_recovery()
+        return results
+
+    async def publish_advisory(self, envelopes: Sequence[Envelope | None]) -> None:
+        """Publish advisory messages. They are lost if the broker or their queue rejects them."""
+        publishable = [
+            envelope
+            for envelope in envelopes
+            if envelope is not None and not self.backoff.is_blocked(envelope[0])
+        ]
+        if not publishable:
+            return
+        with suppress(Unavailable):  # already reported
+            for (_, message), result in zip(
+                publishable, await self.publish(publishable), strict=True
+            ):
+                if result is PublishResult.REJECTED:
+                    self.report_rejected(TaskId(message.correlation_id), message.type.value)
+
+    async def report_status(self, task_id: TaskId, requester: Requester, data: JsonValue) -> None:
+        """Send a status update to the requester, for `ctx.status`.
+
+        An update is lost if the broker is unavailable or the update is too large.
+        """
+        envelope = status_envelope(self._runtime.agent, task_id, requester, data)
+        if envelope is not None and (size := len(envelope[1].body)) > MAX_STATUS_BYTES:
+            reason = (
+                f"ctx.status was given too much: {size} bytes; at most {MAX_STATUS_BYTES} are sent"
+            )
+            self._runtime.steps.emit(Step.STATUS_DROPPED, task_id, reason=reason, dropped=1)
+            return
+        await self.publish_advisory([envelope])
+
+    async def wake_others(self) -> None:
+        """Notify all replicas that a task is ready.
+
+        A lost notification costs one sweep interval.
+        """
+        try:
+            await self._runtime.broker.broadcast(
+                self._runtime.agent, wake_message(self._runtime.agent)
+            )
+        except Unavailable as error:
+            self._runtime.retry.record_outage(error)
+
+    async def confirm_sent(self, backend: Backend, settled: Sequence[OutboxItem]) -> None:
+        if not settled:
+            return
+        try:
+            with self._runtime.steps.step(Step.CONFIRM_SENT, [item.task_id for item in settled]):
+                await backend.store.confirm_sent(settled)
+        except Unavailable as error:  # if the record is lost, they are only sent again
+            self._runtime.retry.record_outage(error)
+
+    def report_rejected(self, task_id: TaskId, message_type: str) -> None:
+        reason = "the broker can never accept it: too large, or not encodable"
+        self._runtime.steps.emit(Step.MESSAGE_REJECTED, task_id, type=message_type, reason=reason)
+
+    def describe_too_large(self, subject: str, size: int) -> str:
+        limit = self._runtime.broker.max_message_bytes
+        limit_text = (
+            f"the broker accepts at most {limit}"
+            if limit
+            else "the broker does not accept that many"
+        )
+        return f"the {subject} has {size} bytes; {limit_text}"

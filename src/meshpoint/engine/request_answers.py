@@ -1,0 +1,259 @@
+"""Answer requests that begin no task here: repeated, resumed and refused ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import assert_never
+
+from meshpoint.engine import end, parsing
+from meshpoint.engine.backend import Backend
+from meshpoint.engine.failed_ends import report_failure
+from meshpoint.engine.live_tasks import LiveTasks
+from meshpoint.engine.refusals import ID_IN_USE, Refusals
+from meshpoint.engine.replies import Replies
+from meshpoint.engine.runtime import ReplicaRuntime
+from meshpoint.engine.segment import RequestedSegment
+from meshpoint.engine.senders import Relation, compare_request
+from meshpoint.engine.settlement import Settlement
+from meshpoint.model.envelopes import encode_request
+from meshpoint.model.events import Step
+from meshpoint.model.ids import new_id
+from meshpoint.model.operations import (
+    DIFFERENT_INPUT,
+    DIFFERENT_REQUESTER,
+    Adopted,
+    NotRevived,
+    Refusal,
+    Revive,
+    Revived,
+)
+from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.model.tasks import Reply, TaskState, same_requester
+from meshpoint.model.transitions import ExistingTask
+
+
+class RequestAnswers:
+    """Answers each request from its task's row, and runs nothing.
+
+    Each method acks, requeues, dead-letters or keeps the request unacked, and forgets its segment.
+    """
+
+    def __init__(
+        self,
+        runtime: ReplicaRuntime,
+        tasks: LiveTasks,
+        settlement: Settlement,
+        replies: Replies,
+        refusals: Refusals,
+    ) -> None:
+        self._runtime = runtime
+        self._tasks = tasks
+        self._settlement = settlement
+        self._replies = replies
+        self._refusals = refusals
+
+    async def settle_id_conflict(self, segment: RequestedSegment) -> None:
+        """Settle a request whose task id got a row concurrently, from this or another request."""
+        if await self._settlement.is_id_taken(segment):
+            await self.refuse_id_in_use(segment)
+        else:
+            await self.settle(segment)
+
+    async def handle_existing(
+        self,
+        segment: RequestedSegment,
+        request: parsing.Request,
+        backend: Backend,
+        existing: ExistingTask,
+    ) -> None:
+        """Handle a request whose task has a row: do what is still missing, run nothing twice."""
+        request_relation = (
+            Relation.SAME_REQUEST
+            if existing.is_early_cancel
+            else compare_request(
+                segment.sender, segment.digest, existing.requester, existing.digest
+            )
+        )
+        if request_relation is Relation.OTHER_REQUESTER:
+            await self.reject_other_requester(segment, request)
+        elif existing.agent != self._runtime.agent:
+            await self.refuse_id_in_use(segment, f" to agent {existing.agent!r}")
+        elif request_relation is Relation.OTHER_INPUT:
+            await self.refuse_id_in_use(segment)
+        elif request.resume_token is not None and existing.state is not TaskState.COMPLETED:
+            command = self._build_revive(segment, request.resume_token, existing)
+            await self._revive(segment, command, backend, existing)
+        elif existing.reply is not None:
+            await self._resend_reply(segment, existing.reply, existing)
+        elif backend.is_shared or existing.is_reply_discarded:
+            if existing.state is TaskState.WAITING:
+                self._runtime.sweep_wakeup.set()  # the sweep resends messages that are due
+            await self.settle(segment)
+        else:
+            await self._keep_unacked(segment)
+
+    async def _revive(
+        self, segment: RequestedSegment, command: Revive, backend: Backend, existing: ExistingTask
+    ) -> None:
+        """Resume the task from its own checkpoint: its requester was resumed and asked again.
+
+        A task that is still running continues unchanged and answers the new request.
+        """
+        with self._runtime.steps.step(Step.RESUME, [existing.task_id]):
+            result = await self._runtime.retry.until_available(
+                lambda: backend.store.revive(command)
+            )
+        match result:
+            case Revived(repeated=True) | NotRevived(refusal=Refusal.COMPLETED):
+                await self._settle_from_current_row(segment, backend)  # the looked-up row is stale
+            case Revived() if command.order is None:
+                await self.settle(segment)
+                self._tasks.tasks_ready.set()
+            case Revived() | Adopted():
+                await self._leave_to_task(segment, backend)
+            case NotRevived(refusal=Refusal.OTHER_ACTIVE, detail=active_operation):
+                message = (
+                    f"agent {existing.agent!r} is exclusive, "
+                    f"and its operation {active_operation} is active"
+                )
+                await self.refuse(segment, Failed(FailureKind.ERROR, message))
+            case NotRevived(refusal=Refusal.RUNNING):
+                await self.settle(segment)
+            case NotRevived(detail=detail) if detail == DIFFERENT_REQUESTER:  # since the lookup
+                await self.requeue(segment)
+            case NotRevived(detail=detail) if detail == DIFFERENT_INPUT:
+                await self.refuse_id_in_use(segment)
+            case NotRevived(detail=detail) if detail:
+                await self.refuse(
+                    segment, Failed(FailureKind.ERROR, f"the task does not go on: {detail}")
+                )
+            case NotRevived():  # row deleted after the lookup: redelivery finds none
+                await self.requeue(segment)
+            case _:
+                assert_never(result)
+
+    def _build_revive(
+        self, segment: RequestedSegment, resume_token: str, existing: ExistingTask
+    ) -> Revive:
+        command = Revive(
+            task_id=existing.task_id,
+            token=new_id(),
+            agent=self._runtime.agent,
+            without_checkpoint=True,
+        )
+        if not same_requester(existing.requester, segment.sender.name):
+            return command  # from an operator: the reply still goes to the task's requester
+        return replace(
+            command,
+            order=resume_token,
+            request=encode_request(segment.message),
+            requester=segment.requester,
+            adopt=True,
+            digest=segment.digest,
+        )
+
+    async def _settle_from_current_row(self, segment: RequestedSegment, backend: Backend) -> None:
+        """Reread the row to answer an already served request or a just completed task."""
+        task_id = segment.run.task_id
+        existing = (
+            await self._runtime.retry.until_available(partial(backend.store.lookup, [task_id]))
+        ).get(task_id)
+        if existing is None:
+            await self.requeue(segment)
+        elif existing.reply is not None:
+            await self._resend_reply(segment, existing.reply, existing)
+        else:
+            await self._leave_to_task(segment, backend)
+
+    async def _leave_to_task(self, segment: RequestedSegment, backend: Backend) -> None:
+        """Leave the request to its task, which runs now or soon and knows where to reply."""
+        if backend.is_shared:
+            await self.settle(segment)
+            self._runtime.sweep_wakeup.set()  # the sweep resends messages that are due
+        else:
+            await self._keep_unacked(segment)
+        self._tasks.tasks_ready.set()
+
+    async def _resend_reply(
+        self, segment: RequestedSegment, stored_reply: Reply, existing: ExistingTask
+    ) -> None:
+        # An early cancel's tombstone does not name the requester; this request does.
+        reply = replace(stored_reply, requester=segment.requester)
+        if existing.is_early_cancel or same_requester(existing.requester, segment.sender.name):
+            await self._answer(segment, reply, is_redelivery=True)
+        else:  # from an operator: the row keeps its requester
+            await self._replies.publish_refusal(reply)
+            await self.settle(segment)
+
+    async def reject_other_requester(
+        self, segment: RequestedSegment, request: parsing.Request
+    ) -> None:
+        """Refuse a request that uses the id of another requester's task.
+
+        The request is dead-lettered. A request to resume the task gets no reply.
+        """
+        reason = (
+            f"the task {request.task_id} is another requester's, not {segment.sender.name!r}'s"
+        )
+        if request.resume_token is None:
+            await self._replies.publish_refusal(end.build_refusal(segment, ID_IN_USE))
+        self._tasks.remove(segment)
+        while segment.deliveries:
+            await self._refusals.dead_letter(segment.deliveries.pop(), reason)
+
+    async def refuse(self, segment: RequestedSegment, failure: Failed) -> None:
+        """Answer a request with the failure of its task, which does not run."""
+        reply = end.build_refusal(segment, failure)
+        report_failure(segment.run.task_id, failure, self._runtime, refused=True)
+        await self._answer(
+            segment,
+            reply,
+            is_redelivery=failure.kind is FailureKind.CANCELLED,
+            digest=segment.digest,
+        )
+
+    async def refuse_id_in_use(self, segment: RequestedSegment, suffix: str = "") -> None:
+        """Reply that the task id is in use.
+
+        An undeliverable reply is not stored: the row belongs to another request.
+        """
+        failure = replace(ID_IN_USE, message=ID_IN_USE.message + suffix)
+        await self._replies.publish_refusal(end.build_refusal(segment, failure))
+        await self.settle(segment)
+
+    async def _answer(
+        self,
+        segment: RequestedSegment,
+        reply: Reply,
+        *,
+        is_redelivery: bool,
+        digest: str | None = None,
+    ) -> None:
+        may_ack = await self._replies.publish_reply(
+            reply, segment.run.id, is_redelivery=is_redelivery, digest=digest
+        )
+        if may_ack or segment.dead_reason is not None:
+            await self.settle(segment)
+        else:
+            await self._keep_unacked(segment)
+
+    async def settle(self, segment: RequestedSegment) -> None:
+        if segment.dead_reason is None:
+            await self._settlement.ack(segment)
+        else:
+            self._runtime.steps.emit(
+                Step.DEAD_TASK, segment.run.task_id, reason=segment.dead_reason
+            )
+            for delivery in segment.deliveries:
+                await self._refusals.dead_letter(delivery, segment.dead_reason)
+        self._tasks.remove(segment)
+
+    async def _keep_unacked(self, segment: RequestedSegment) -> None:
+        await self._settlement.keep_unacked(segment)
+        self._tasks.remove(segment)
+
+    async def requeue(self, segment: RequestedSegment) -> None:
+        self._tasks.remove(segment)
+        while segment.deliveries:
+            await segment.deliveries.pop().requeue()

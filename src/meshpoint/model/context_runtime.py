@@ -1,0 +1,141 @@
+"""The runtime's side of a task's context, hidden from agents behind `_runtime`.
+
+The context checks arguments and converts types. The objects here do the work: they record peer
+calls and subtasks, and hold the working memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from pydantic import JsonValue
+
+from meshpoint.model.calls import Call, Join
+from meshpoint.model.memory import Answer, Command, MemoryRecovery
+from meshpoint.model.outcomes import Failed, Ok, Outcome
+from meshpoint.model.subtasks import SubtaskProgress
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class UnsentCall(Protocol[_T_co]):
+    """A typed request that has not been sent yet, created by calling a `Peer`."""
+
+    @property
+    def peer(self) -> str: ...
+
+    def as_call(self, call_id: str) -> Call:
+        """The request as a `Call` of a pause."""
+
+    def read(self, outcome: Outcome) -> Ok[_T_co] | Failed:
+        """Convert the outcome's value to the declared type, or `Failed(INVALID)` on mismatch."""
+
+
+class CallRecorder(Protocol):
+    """Answers calls from the journal, or ends the segment with a pause."""
+
+    @property
+    def replaying(self) -> bool: ...
+
+    @property
+    def position(self) -> int:
+        """Number of recorded pauses the run has passed, not counting pauses inside subtasks."""
+
+    async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
+        """Return one outcome per call, in call order.
+
+        Does not return if outcomes are missing: the task pauses.
+        """
+
+    def skip_subtask(self, subtask: str) -> None:
+        """Skip the calls recorded inside a subtask whose deliverable is known."""
+
+
+class SubtaskRunner(Protocol):
+    """Runs the subtasks of one segment, or returns their recorded deliverables."""
+
+    @property
+    def progress(self) -> SubtaskProgress: ...
+
+    async def run(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run and record a subtask, or return its recorded deliverable."""
+
+    async def save_progress(self, subtask: str, state: object) -> None:
+        """Store the intermediate state of a running subtask."""
+
+    def saved_progress(self, subtask: str) -> JsonValue:
+        """The stored intermediate state of a subtask, or `None`."""
+
+
+class MemoryRunner(Protocol):
+    """Executes an agent's commands on the working memory of its task."""
+
+    @property
+    def recovery(self) -> MemoryRecovery | None: ...
+
+    async def execute(self, commands: Sequence[Command]) -> list[Answer]:
+        """Execute commands atomically and in order; return their answers."""
+
+    async def keys(self) -> list[str]:
+        """The existing keys."""
+
+    async def clear(self) -> None:
+        """Replace the memory with an empty one, even if it is damaged."""
+
+
+class SegmentTools(Protocol):
+    """What a replica gives to the code of a segment. It is built when the code first uses it."""
+
+    def use_subtasks(self) -> SubtaskRunner:
+        """The runner of the segment's subtasks."""
+
+    def use_memory(self) -> MemoryRunner | None:
+        """The working memory, or `None` once the segment has ended."""
+
+
+class ContextRuntime:
+    """What the replica attaches to a context for one segment.
+
+    A segment keeps its own reference, because agent code may replace any attribute of its context.
+    With slots, no method of an instance can be replaced either.
+
+    Attributes:
+        recorder: Answers peer calls. `None` unless the agent is a function agent.
+        tools: Builds the subtasks and the working memory. `None` outside a replica.
+    """
+
+    __slots__ = ("recorder", "tools")
+
+    def __init__(self) -> None:
+        self.recorder: CallRecorder | None = None
+        self.tools: SegmentTools | None = None
+
+    @property
+    def subtasks(self) -> SubtaskRunner | None:
+        """Records subtasks. `None` outside a replica, where they are only called."""
+        return None if self.tools is None else self.tools.use_subtasks()
+
+    @property
+    def memory(self) -> MemoryRunner | None:
+        """The working memory. `None` outside a running segment."""
+        return None if self.tools is None else self.tools.use_memory()
+
+    def prior_pause_count(self, generation: int) -> int:
+        """Number of the task's pauses before the current code.
+
+        Pauses inside subtasks of a function agent do not count, because a recorded subtask does
+        not pause again after a resume.
+        """
+        return generation if self.recorder is None else self.recorder.position
+
+    def skip_subtask_calls(self, subtask: str) -> None:
+        """Skip the recorded peer calls of a subtask that is not run again."""
+        if self.recorder is not None:
+            self.recorder.skip_subtask(subtask)

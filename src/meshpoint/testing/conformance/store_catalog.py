@@ -1,0 +1,177 @@
+"""Listing and showing tasks: filters, pages, and what is known about each task."""
+
+from __future__ import annotations
+
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.tasks import TaskFilter, TaskState
+from meshpoint.model.usage import TokenUsage
+from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.clock import FakeClock
+from meshpoint.testing.conformance.build import (
+    AGENT,
+    FAILED,
+    FORMAT,
+    HERE,
+    HOUR,
+    PEER,
+    SECOND,
+    TIMEOUT,
+    a_call,
+    a_cancel,
+    a_claim,
+    a_pause,
+    a_release,
+    a_requester,
+    an_end,
+    begun,
+    ended,
+    error,
+    operating,
+    paused,
+    resumed,
+    row,
+)
+
+HOTELS = AgentName("hotels")
+
+
+class CatalogSuite:
+    """Conformance tests for `Catalog`."""
+
+    async def test_tasks_are_filtered(self, store: CheckpointStore, clock: FakeClock) -> None:
+        """Listings contain exactly the tasks that match."""
+        start = clock.now()
+        operation = await operating(store)
+        clock.advance(SECOND)
+        for_ada = await paused(
+            store, context={"a2a_context": {"user_id": "ada", "session_id": "s-1"}}
+        )
+        clock.advance(SECOND)
+        from_shop = await paused(store, requester=a_requester(app_id="shop", parent_task_id=None))
+        clock.advance(SECOND)
+        for_hotels = await paused(store, "a", a_call("b", peer=HOTELS))
+        all_ids = [
+            for_hotels.run.task_id,
+            from_shop.run.task_id,
+            for_ada.run.task_id,
+            operation.task_id,
+        ]
+        for where, expected in (
+            (TaskFilter(subject="ACME"), [operation.task_id]),
+            (TaskFilter(user="ada"), [for_ada.run.task_id]),
+            (TaskFilter(requester="shop"), [from_shop.run.task_id]),
+            (TaskFilter(waiting_for=HOTELS), [for_hotels.run.task_id]),
+            (TaskFilter(waiting_for=PEER), all_ids[:3]),
+            (TaskFilter(since=start + 2 * SECOND), all_ids[:2]),
+            (TaskFilter(until=start + 2 * SECOND), all_ids[2:]),
+            (TaskFilter(since=start + SECOND, until=start + 2 * SECOND), all_ids[2:3]),
+            (TaskFilter(subject="ACME", user="ada"), []),
+            (TaskFilter(), all_ids),
+        ):
+            found = [task.task_id for task in await store.tasks(where=where)]
+            assert found == expected, where
+            assert [task.task_id for task in await store.tasks(agent=AGENT, where=where)] == found
+        waiting = await store.tasks(states=[TaskState.WAITING], where=TaskFilter(requester="shop"))
+        assert [task.task_id for task in waiting] == [from_shop.run.task_id]
+
+    async def test_a_call_with_an_outcome_is_not_waited_for(self, store: CheckpointStore) -> None:
+        pause = await paused(store, "a", a_call("b", peer=HOTELS))
+        assert (await row(store, pause.run.task_id))[0].waiting_for == (PEER, HOTELS)
+        await store.claim([a_claim(pause, "a")], HERE, 1)
+        assert (await row(store, pause.run.task_id))[0].waiting_for == (HOTELS,)
+        assert await store.tasks(where=TaskFilter(waiting_for=PEER)) == []
+
+    async def test_tasks_are_listed_in_pages(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        """Tasks of the same time are neither repeated nor left out."""
+        for number in range(9):
+            await paused(store)
+            if number % 3 == 0:
+                clock.advance(SECOND)
+        everything = [task.task_id for task in await store.tasks()]
+        pages: list[TaskId] = []
+        while page := await store.tasks(limit=2, after=pages[-1] if pages else None):
+            pages += [task.task_id for task in page]
+        assert pages == everything
+        assert await store.tasks(after=TaskId("nobody")) == []
+
+    async def test_pages_are_filtered(self, store: CheckpointStore, clock: FakeClock) -> None:
+        pauses = [await _paused_later(store, clock) for _ in range(3)]
+        last = pauses[-1]
+        shown = await store.tasks(
+            states=[TaskState.WAITING],
+            where=TaskFilter(requester="client", waiting_for=PEER),
+            after=last,
+        )
+        assert [task.task_id for task in shown] == pauses[-2::-1]
+
+    async def test_what_is_known_of_a_waiting_task(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        deadline = clock.now() + HOUR
+        usage = TokenUsage.model_validate({"total": {"input": 7}})
+        pause = a_pause(
+            requester=a_requester(deadline=deadline),
+            context={
+                "a2a_context": {"user_id": "ada", "session_id": "s-1"},
+                "token_usage": usage.model_dump(mode="json"),
+            },
+        )
+        await store.pause([pause])
+        task, (call,) = await row(store, pause.run.task_id)
+        assert (task.requester, task.parent_task_id) == ("client", "parent")
+        assert (task.user_id, task.session_id) == ("ada", "s-1")
+        assert (task.deadline, task.ended_at, task.state_format) == (deadline, None, FORMAT)
+        assert (task.usage, task.waiting_for) == (usage, (PEER,))
+        assert (call.since, call.attempts) == (clock.now(), 1)
+        assert call.absolute_deadline == clock.now() + TIMEOUT
+        assert await store.stored_request(task.task_id) == b"request"
+
+    async def test_a_failed_call_has_its_message(self, store: CheckpointStore) -> None:
+        pause = await paused(store, "a", "b")
+        await store.claim([a_claim(pause, "a", error("no seat"))], HERE, 1)
+        _, calls = await row(store, pause.run.task_id)
+        assert [(call.outcome, call.message) for call in calls] == [
+            ("error", "no seat"),
+            (None, None),
+        ]
+
+    async def test_what_is_known_of_an_ended_task(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = await ended(store)
+        task, _ = await row(store, run.task_id)
+        assert (task.ended_at, task.user_id, task.usage) == (clock.now(), None, None)
+        assert await store.stored_request(run.task_id) is None
+
+    async def test_the_subject_outlives_the_operation(self, store: CheckpointStore) -> None:
+        run = await operating(store)
+        await store.end([an_end(run, FAILED, reason="no answer")])
+        assert [task.subject for task in await store.tasks(states=[FAILED])] == ["ACME"]
+        assert (await row(store, run.task_id))[0].subject == "ACME"
+
+    async def test_a_parked_task_says_since_when(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        since = clock.now()
+        task = await resumed(store)
+        await store.release([a_release(task.run, parked="call 1")])
+        listed, _ = await row(store, task.run.task_id)
+        assert (listed.state, listed.incompatible_since) == (TaskState.PARKED, since)
+
+    async def test_an_early_cancel_is_listed(self, store: CheckpointStore) -> None:
+        await store.cancel([a_cancel(TaskId("to come"), sender="client")])
+        (task,) = await store.tasks()
+        assert (task.state, task.requester) == (TaskState.CANCELLED, "client")
+
+    async def test_a_running_task_has_its_request(self, store: CheckpointStore) -> None:
+        run = await begun(store)
+        assert await store.stored_request(run.task_id) is not None
+        assert await store.stored_request(TaskId("nobody")) is None
+
+
+async def _paused_later(store: CheckpointStore, clock: FakeClock) -> TaskId:
+    pause = await paused(store)
+    clock.advance(SECOND)
+    return pause.run.task_id

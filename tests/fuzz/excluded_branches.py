@@ -1,0 +1,144 @@
+"""Branches that no message reaches in normal operation, or that nothing may reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .branches import Branch
+
+_DEFECT = "only a defect"
+_UNAVAILABLE = "only while the database or the broker is unavailable"
+_CONCURRENT_CHANGE = "only if the row is changed or removed between two statements"
+_SLOT_TAKEN = (
+    "only if a resumed task takes the slot meanwhile: prefetch equals the number of slots"
+)
+_BY_THE_ADAPTER = "the adapters refuse a message without it"
+_REFUSED_EARLIER = "refused before, by `PeerMessages._find_refusal_reason`"
+
+_NEVER = {
+    ("engine.refusals", "internal_error_text", "return"): _DEFECT,
+    ("engine.responses", "_handle_batch", "dead_letter_defective"): _DEFECT,
+    ("engine.requests", "handle_requests", "len(remaining) == 1"): _DEFECT,
+    ("engine.requests", "_answer_or_requeue", "raise"): _DEFECT,
+}
+_NEVER_ANYWHERE = {"except Exception": _DEFECT, "assert_never(": "only if a type checker is wrong"}
+
+_BRANCHES = {
+    ("engine.parsing", "parse_request", "if not (message.correlation_id"): _BY_THE_ADAPTER,
+    ("engine.parsing", "parse_claim", "if not message.app_id"): _BY_THE_ADAPTER,
+    ("engine.parsing", "_sub_task_id", "if not message.correlation_id"): _BY_THE_ADAPTER,
+    ("engine.parsing", "parse_claim", "impersonation_error("): _REFUSED_EARLIER,
+    ("engine.parsing", "claim_for_unreadable", "impersonation_error("): _REFUSED_EARLIER,
+    (
+        "engine.refusals",
+        "dead_letter",
+        "except ConfigurationError",
+    ): "only while no dead-letter queue can be declared",
+    ("engine.responses", "handle_messages", "raise"): _UNAVAILABLE,
+    (
+        "engine.responses",
+        "_get_budget",
+        "popitem",
+    ): "only while more than 10,000 tasks send status updates",
+    ("engine.requests", "handle_requests", "raise"): _UNAVAILABLE,
+    ("engine.requests", "_process_batch", "is_busy = True"): _SLOT_TAKEN,
+    ("engine.requests", "_find_existing", "pending.remove"): _UNAVAILABLE,
+    (
+        "engine.requests",
+        "_begin_redelivered",
+        "if isinstance(result, BeginCommitted): self",
+    ): _SLOT_TAKEN,
+    (
+        "engine.request_answers",
+        "handle_existing",
+        "not backend.is_shared",
+    ): "the process that holds the task sees it before",
+    (
+        "engine.request_answers",
+        "_revive",
+        "case NotRevived(detail=detail): await self.requeue",
+    ): _CONCURRENT_CHANGE,
+    (
+        "engine.request_answers",
+        "_revive",
+        "case NotRevived(detail=detail): await self.refuse_id_in_use",
+    ): _CONCURRENT_CHANGE,
+    (
+        "engine.request_answers",
+        "_revive",
+        "case NotRevived(): await self.requeue",
+    ): _CONCURRENT_CHANGE,
+    ("engine.request_answers", "_settle_from_current_row", "existing is None"): _CONCURRENT_CHANGE,
+}
+_ANYWHERE = {"except NON_DEFECT_ERRORS": _UNAVAILABLE}
+
+_TIMING_DEPENDENT = {
+    ("engine.cancels", "cancelled_outcome"): "",
+    ("engine.parsing", "with_requester"): "return replace(",
+    ("engine.responses", "handle_responses"): "TaskLocked",
+    ("engine.responses", "_request_fingerprint"): "",
+    ("engine.responses", "_drop_unrelated_refusals"): "dispatch is not None",
+    ("engine.responses", "_build_forwarded_status"): "envelope is None",
+    ("engine.responses", "handle_cancels"): "case TaskLocked",
+    ("engine.responses", "_cancel_and_broadcast"): "case Cancel",
+    ("engine.responses", "_cancel_in_process"): "case",
+    ("engine.requests", "_delegate_to_local_task"): "live",
+    ("engine.requests", "_redirect_reply"): "",
+    ("engine.requests", "_begin_redelivered"): "",
+    ("engine.requests", "_begin_before_run"): "return False",
+    ("engine.requests", "_settle_not_begun"): "",
+    ("engine.request_answers", "settle_id_conflict"): "",
+    ("engine.request_answers", "handle_existing"): "existing",
+    ("engine.request_answers", "_revive"): "case",
+    ("engine.request_answers", "_build_revive"): "not same_requester",
+    ("engine.request_answers", "_settle_from_current_row"): "",
+    ("engine.request_answers", "_leave_to_task"): "",
+    ("engine.request_answers", "_resend_reply"): "not existing.is_early_cancel",
+}
+"""Branches that depend on the timing of messages, which a busy machine may not provide."""
+
+Rules = dict[tuple[str, str, str], str]
+
+
+def reason_to_exclude(branch: Branch) -> str | None:
+    """Why no message can reach `branch`, or `None`."""
+    return _matching_reason(branch, _ANYWHERE, _BRANCHES)
+
+
+def reason_unreachable(branch: Branch) -> str | None:
+    """Why nothing may reach `branch`, or `None`."""
+    return _matching_reason(branch, _NEVER_ANYWHERE, _NEVER)
+
+
+def depends_on_timing(branch: Branch) -> bool:
+    """Whether reaching `branch` depends on the timing of messages."""
+    text = _TIMING_DEPENDENT.get(_location(branch))
+    return text is not None and text in branch.text
+
+
+def rules_without_branch(branches: Sequence[Branch]) -> list[str]:
+    """Rules that match none of `branches`, because the source has changed."""
+    anywhere = [(("", ""), text) for text in (*_ANYWHERE, *_NEVER_ANYWHERE)]
+    located = [((module, function), text) for module, function, text in (*_BRANCHES, *_NEVER)]
+    rules = [*anywhere, *located, *_TIMING_DEPENDENT.items()]
+    return [
+        ": ".join((*location, text))
+        for location, text in rules
+        if not any(
+            location in {("", ""), _location(branch)} and text in branch.text
+            for branch in branches
+        )
+    ]
+
+
+def _location(branch: Branch) -> tuple[str, str]:
+    return branch.module.removeprefix("meshpoint."), branch.function.rpartition(".")[2]
+
+
+def _matching_reason(branch: Branch, anywhere: dict[str, str], rules: Rules) -> str | None:
+    location = _location(branch)
+    reasons = [reason for text, reason in anywhere.items() if text in branch.text]
+    reasons += [
+        reason for rule, reason in rules.items() if rule[:2] == location and rule[2] in branch.text
+    ]
+    return reasons[0] if reasons else None

@@ -1,0 +1,249 @@
+"""Deploys of an agent while its tasks wait and new ones arrive, on both databases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from meshpoint.agents.function import FunctionAgent, agent
+from meshpoint.agents.peer import Peer
+from meshpoint.agents.versions import AgentVersions
+from meshpoint.client import Client
+from meshpoint.local import local_mesh
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.events import Phase, Step
+from meshpoint.model.ids import new_id
+from meshpoint.model.outcomes import Ok
+from meshpoint.model.tasks import TaskState, TaskSummary
+from meshpoint.ports.agent import DurableAgent
+from meshpoint.settings import StoreSettings
+from meshpoint.wiring import open_store
+from recorded_events import RecordedEvents
+
+_WAITING, _NEW = 30, 10
+_DURATIONS = {
+    "sweep_interval_seconds": 0.05,
+    "settle_time_seconds": 0.05,
+    "max_concurrency": 20,
+    "lease_seconds": 5,
+    "renew_interval_seconds": 1,
+}
+
+
+class Deployment:
+    """A mesh whose agent `travel` is replaced while two peers stay.
+
+    `flights` answers once `answers` is set. `asked` counts the requests of each peer by input.
+    """
+
+    def __init__(self, database_url: str) -> None:
+        self.database_url, self.namespace = database_url, new_id()
+        self.answers = asyncio.Event()
+        self.asked: Counter[str] = Counter()
+        self.ran: Counter[str] = Counter()
+        self.events = RecordedEvents()
+        self._client: Client | None = None
+        self._replies: dict[str, asyncio.Future[Any]] = {}
+        self._asked_more = asyncio.Event()
+
+    def _mesh(
+        self, *agents: DurableAgent[Any, Any], **options: Any
+    ) -> AbstractAsyncContextManager[Client]:
+        return local_mesh(
+            *agents,
+            db_url=self.database_url,
+            namespace=self.namespace,
+            **{"observer": RecordedEvents(), **_DURATIONS, **options},
+        )
+
+    @asynccontextmanager
+    async def peers(self) -> AsyncIterator[None]:
+        """Serve the peers while the block runs."""
+
+        @agent("flights", version="1")
+        async def flights(ctx: TaskExecutionContext, city: str) -> str:
+            self._record(f"flights {city}")
+            await self.answers.wait()
+            return f"flight to {city}"
+
+        @agent("hotels", version="1")
+        async def hotels(ctx: TaskExecutionContext, city: str) -> str:
+            self._record(f"hotels {city}")
+            return f"hotel in {city}"
+
+        async with self._mesh(flights, hotels, max_concurrency=_WAITING + _NEW) as client:
+            self._client = client
+            yield
+
+    @asynccontextmanager
+    async def release(self, version: str, travel: DurableAgent[Any, Any]) -> AsyncIterator[None]:
+        """Serve a version of the agent while the block runs."""
+        self.events = RecordedEvents()
+        async with self._mesh(travel, app_version=version, observer=self.events):
+            yield
+
+    def _record(self, request: str) -> None:
+        self.asked[request] += 1
+        self._asked_more.set()
+
+    async def send(self, *cities: str) -> None:
+        """Start a task for each city."""
+        assert self._client is not None
+        for city in cities:
+            self._replies[city] = await self._client.send("travel", city)
+
+    async def wait_for_requests(self, peer: str, count: int) -> None:
+        """Wait until `peer` was asked `count` times."""
+        while sum(n for request, n in self.asked.items() if request.startswith(peer)) < count:
+            self._asked_more.clear()
+            await self._asked_more.wait()
+
+    async def results(self, cities: list[str]) -> list[Any]:
+        """The results of these tasks."""
+        replies = await asyncio.gather(*[self._replies[city] for city in cities])
+        return [
+            reply.outcome.value if isinstance(reply.outcome, Ok) else reply.outcome
+            for reply in replies
+        ]
+
+    async def tasks(self, state: TaskState) -> list[TaskSummary]:
+        """The tasks of the agent in this state."""
+        settings = StoreSettings.at(self.database_url, key="test")
+        async with open_store(settings, self.namespace) as store:
+            found = await store.tasks(states=[state])
+        return [task for task in found if task.agent == "travel"]
+
+    def assert_nothing_repeated(self) -> None:
+        """No peer was asked twice, and no subtask ran twice."""
+        assert {request: n for request, n in self.asked.items() if n > 1} == {}
+        assert {subtask: n for subtask, n in self.ran.items() if n > 1} == {}
+
+
+_flights, _hotels = Peer("flights", str, str), Peer("hotels", str, str)
+_OLD = [f"old {number}" for number in range(_WAITING)]
+_LATER = [f"new {number}" for number in range(_NEW)]
+
+
+def planner(deployment: Deployment, edit: Callable[[str], str]) -> FunctionAgent[str, list[str]]:
+    """Calls a peer with the result of a subtask, whose body is `edit`."""
+
+    @agent("travel", version="1")
+    async def travel(ctx: TaskExecutionContext, city: str) -> list[str]:
+        def draft(city: str) -> str:
+            deployment.ran[city] += 1
+            return edit(city)
+
+        plan = await ctx.subtask("draft", draft, city)
+        return [plan, await ctx.call(_flights(plan))]
+
+    return travel
+
+
+def caller(*peers: Peer[str, str], version: str = "1") -> FunctionAgent[str, list[str]]:
+    """Asks `peers` one after the other."""
+
+    @agent("travel", version=version)
+    async def travel(ctx: TaskExecutionContext, city: str) -> list[str]:
+        return [await ctx.call(peer(city)) for peer in peers]
+
+    return travel
+
+
+@asynccontextmanager
+async def waiting_tasks(
+    database_url: str, first: Callable[[Deployment], DurableAgent[Any, Any]]
+) -> AsyncIterator[Deployment]:
+    """Tasks of a first release that all wait for `flights`."""
+    deployment = Deployment(database_url)
+    async with deployment.peers():
+        async with deployment.release("1.0", first(deployment)):
+            await deployment.send(*_OLD)
+            await deployment.wait_for_requests("flights", _WAITING)
+        yield deployment
+
+
+async def test_an_edited_subtask_repeats_nothing_and_parks_nothing(database_url: str) -> None:
+    def upper_draft(city: str) -> str:
+        return city.upper()
+
+    async with (
+        waiting_tasks(database_url, lambda of: planner(of, str)) as deployment,
+        deployment.release("1.1", planner(deployment, upper_draft)),
+    ):
+        deployment.answers.set()
+        await deployment.send(*_LATER)
+        assert await deployment.results(_OLD) == [[c, f"flight to {c}"] for c in _OLD]
+        upper = [city.upper() for city in _LATER]
+        assert await deployment.results(_LATER) == [[c, f"flight to {c}"] for c in upper]
+        assert deployment.events.matching(Step.PARKED) == []
+    deployment.assert_nothing_repeated()
+
+
+@pytest.mark.parametrize("then", ["rolled back", "fixed"])
+async def test_an_edited_path_parks_what_a_roll_back_or_a_fix_continues(
+    database_url: str, then: str
+) -> None:
+    async with waiting_tasks(database_url, lambda of: caller(_flights)) as deployment:
+        async with deployment.release("1.1", caller(_hotels, _flights)):
+            deployment.answers.set()
+            await deployment.send(*_LATER)
+            expected = [[f"hotel in {c}", f"flight to {c}"] for c in _LATER]
+            assert await deployment.results(_LATER) == expected
+            await deployment.events.wait(Step.PARKED, count=_WAITING)
+        parked = await deployment.tasks(TaskState.PARKED)
+        assert {(task.parked_reason, task.tried_versions) for task in parked} == {
+            ("call 1: expected hotels, recorded flights", ("1.1",))
+        }
+        assert len(parked) == _WAITING
+        version, travel = (
+            ("1.0", caller(_flights))
+            if then == "rolled back"
+            else ("1.2", caller(_flights, _hotels))
+        )
+        async with deployment.release(version, travel):
+            tails = [[f"hotel in {c}"] if then == "fixed" else [] for c in _OLD]
+            assert await deployment.results(_OLD) == [
+                [f"flight to {c}", *tail] for c, tail in zip(_OLD, tails, strict=True)
+            ]
+            assert deployment.events.matching(Step.PARKED) == []
+    deployment.assert_nothing_repeated()
+
+
+async def test_two_versions_in_one_process_serve_old_and_new_tasks(database_url: str) -> None:
+    old, new = caller(_flights), caller(_hotels, _flights, version="2")
+    async with (
+        waiting_tasks(database_url, lambda of: old) as deployment,
+        deployment.release("2.0", AgentVersions([new, old])),
+    ):
+        deployment.answers.set()
+        await deployment.send(*_LATER)
+        assert await deployment.results(_OLD) == [[f"flight to {c}"] for c in _OLD]
+        expected = [[f"hotel in {c}", f"flight to {c}"] for c in _LATER]
+        assert await deployment.results(_LATER) == expected
+        assert deployment.events.matching(Step.PARKED) == []
+    deployment.assert_nothing_repeated()
+
+
+async def test_a_new_version_alone_leaves_old_tasks_to_the_roll_back(database_url: str) -> None:
+    old, new = caller(_flights), caller(_hotels, version="2")
+    async with waiting_tasks(database_url, lambda of: old) as deployment:
+        async with deployment.release("2.0", new):
+            deployment.answers.set()
+            await deployment.send(*_LATER)
+            assert await deployment.results(_LATER) == [[f"hotel in {c}"] for c in _LATER]
+            await deployment.events.wait_until(lambda: _claimed(deployment) >= _WAITING + _NEW)
+            assert len(await deployment.tasks(TaskState.READY)) == _WAITING
+        async with deployment.release("1.0", old):
+            assert await deployment.results(_OLD) == [[f"flight to {c}"] for c in _OLD]
+            assert deployment.events.matching(Step.PARKED) == []
+    deployment.assert_nothing_repeated()
+
+
+def _claimed(deployment: Deployment) -> int:
+    claims = deployment.events.matching(Step.CLAIM, Phase.AFTER)
+    return sum(len(event.task_ids) for event in claims)

@@ -1,0 +1,69 @@
+"""From any state, replicas that keep sweeping end every task and empty the tables."""
+
+from __future__ import annotations
+
+from machines import sweeper_checks
+from machines.inputs import READS_ALL, InputFactory
+from machines.ledger import Ledger
+from meshpoint.model.tasks import Resumable, TaskState
+from meshpoint.model.transitions import JoinCompleted
+from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.clock import FakeClock
+from meshpoint.testing.conformance.build import AGENT, HOUR
+
+BATCH_LIMIT = 1_000
+_OPEN_STATES = (TaskState.WAITING, TaskState.READY, TaskState.PARKED, TaskState.RUNNING)
+
+
+async def drain_store(
+    store: CheckpointStore, ledger: Ledger, inputs: InputFactory, clock: FakeClock
+) -> None:
+    """Sweep until every task has ended, everything is sent, and all rows are purged."""
+    # exceeds any timeout, lease or back-off, so everything that can be due is due in the first
+    # round, apart from parked tasks
+    for _ in range(2):
+        clock.advance(4 * HOUR)
+        await _sweep(store, ledger, inputs)
+    assert await store.tasks(states=_OPEN_STATES, limit=BATCH_LIMIT) == [], "tasks are still open"
+    clock.advance(12 * HOUR)
+    await _send(store, ledger)
+    clock.advance(12 * HOUR)
+    assert await store.unsent(AGENT, BATCH_LIMIT) == [], "messages are still unsent"
+    sweeper_checks.check_purged(ledger, await store.purge(AGENT, BATCH_LIMIT))
+    assert await store.tasks(limit=BATCH_LIMIT) == [], "rows are left"
+    assert ledger.models == {}
+
+
+async def _sweep(store: CheckpointStore, ledger: Ledger, inputs: InputFactory) -> None:
+    """One sweep, as the sweeper does it, by a replica that reads every format."""
+    overdue = await store.acquire_overdue(READS_ALL, BATCH_LIMIT)
+    sweeper_checks.check_overdue(ledger, READS_ALL, overdue)
+    ready = await store.acquire(READS_ALL, BATCH_LIMIT, BATCH_LIMIT)
+    sweeper_checks.check_acquired(ledger, READS_ALL, BATCH_LIMIT, BATCH_LIMIT, ready)
+    expired = await store.expire(READS_ALL, BATCH_LIMIT, BATCH_LIMIT)
+    sweeper_checks.check_expired(ledger, READS_ALL, BATCH_LIMIT, expired)
+    abandoned = await store.rescue(READS_ALL, BATCH_LIMIT, BATCH_LIMIT)
+    sweeper_checks.check_rescued(ledger, READS_ALL, BATCH_LIMIT, BATCH_LIMIT, abandoned)
+    resumed = [
+        result.join_result.task
+        for result in expired
+        if isinstance(result.join_result, JoinCompleted)
+    ]
+    tasks = [*(each.task for each in overdue), *ready, *resumed, *abandoned]
+    await _end(tasks, store, ledger, inputs)
+    await _send(store, ledger)
+
+
+async def _end(
+    tasks: list[Resumable], store: CheckpointStore, ledger: Ledger, inputs: InputFactory
+) -> None:
+    ends = [inputs.make_end(task.run, number) for number, task in enumerate(tasks)]
+    for end, result in zip(ends, await store.end(ends), strict=True):
+        ledger.check_end(end, result)
+
+
+async def _send(store: CheckpointStore, ledger: Ledger) -> None:
+    sends = await store.unsent(AGENT, BATCH_LIMIT)
+    sweeper_checks.check_unsent(ledger, sends)
+    await store.confirm_sent(sends)
+    sweeper_checks.record_confirmed(ledger, sends)

@@ -1,0 +1,484 @@
+"""The machine: replicas pause, claim, crash, return as zombies and sweep, in any order."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from machines import sweeper_checks
+from machines.inputs import READS_ALL, REPLICAS, PauseShape
+from machines.machine_base import BATCH_LIMIT, StoreMachineBase, pick
+from machines.task_model import CallModel
+from meshpoint.model.ids import TaskId
+from meshpoint.model.tasks import Replica, Reply, Run, TaskState
+from meshpoint.model.transitions import Begin, Cancel, Claim, End, Pause, Progress, Release
+from meshpoint.testing.conformance.build import AGENT, FORMAT, OTHER_FORMAT, SECOND
+
+
+def item_batches(*kinds: str) -> st.SearchStrategy[list[tuple[str, int]]]:
+    """A batch of one to six pairs: a kind, and an index into the candidates of that kind."""
+    return st.lists(st.tuples(st.sampled_from(kinds), numbers), min_size=1, max_size=6)
+
+
+numbers = st.one_of(st.integers(0, 1), st.integers(0, 40))
+replicas = st.sampled_from((*REPLICAS[:2], *REPLICAS))
+shapes = st.builds(
+    PauseShape,
+    failed=st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=5).map(
+        tuple
+    ),
+    needed=st.sampled_from([None, None, 1, 2]),
+    join_seconds=st.sampled_from([None, None, 8, 90]),
+    times=st.integers(0, 5),
+    state_format=st.sampled_from([FORMAT, FORMAT, OTHER_FORMAT]),
+    entries=st.sampled_from([0, 1, 2]),
+    replaces=st.booleans(),
+    keeps_state=st.booleans(),
+)
+
+
+class StoreMachine(StoreMachineBase):
+    """Drives the store from `open_store` and checks every answer against the ledger."""
+
+    @initialize(shape=shapes, number=numbers)
+    def start(self, shape: PauseShape, number: int) -> None:
+        """One task waits from the start."""
+        self.pause([("new", number, shape)])
+
+    @rule(items=item_batches("new", "again", "other"), replica=replicas)
+    def begin(self, items: list[tuple[str, int]], replica: Replica) -> None:
+        """Write requests before their runs: new, repeated, and for a task that exists."""
+        begins: list[Begin] = []
+        for kind, number in items:
+            requester = self.inputs.make_requester(number, self.clock.now())
+            if kind == "new":
+                begins.append(self.inputs.make_begin(self.inputs.make_run(), replica, requester))
+            for model in pick(self.models, number) if kind == "other" else []:
+                begins.append(
+                    self.inputs.make_begin(self.inputs.make_run(model.task_id), replica, requester)
+                )
+            for run in (
+                pick([run for run in self.runs(replica) if run.generation == 0], number)
+                if kind == "again"
+                else []
+            ):
+                model = self.ledger.models[run.task_id]
+                begins.append(self.inputs.make_begin(model.runs[0][0], replica, model.requester))
+        results = self.run_step(self.store.begin(begins))
+        for command, result in zip(begins, results, strict=True):
+            self.check_answer([command.run.task_id], self.ledger.check_begin, command, result)
+
+    @rule(
+        items=st.lists(
+            st.tuples(
+                st.sampled_from(["new", "new", "own", "own", "again", "zombie", "other"]),
+                numbers,
+                shapes,
+            ),
+            min_size=1,
+            max_size=6,
+        ),
+        after=st.sampled_from([0, 0, 0, 41]),
+    )
+    def pause(self, items: list[tuple[str, int, PauseShape]], after: int = 0) -> None:
+        """Write checkpoints of new tasks, owners and zombies, also over existing rows."""
+        self.wait(after)
+        pauses = [
+            pause
+            for kind, number, shape in items
+            for pause in self._make_pauses(kind, number, shape)
+        ]
+        results = self.run_step(self.store.pause(pauses))
+        for pause, result in zip(pauses, results, strict=True):
+            self.check_answer([pause.run.task_id], self.ledger.check_pause, pause, result)
+            self.sends += getattr(result, "dispatches", ())
+
+    def _make_pauses(self, kind: str, number: int, shape: PauseShape) -> list[Pause]:
+        match kind:
+            case "new":
+                requester = self.inputs.make_requester(number, self.clock.now())
+                return [self.inputs.make_pause(self.inputs.make_run(), requester, shape)]
+            case "own" | "zombie":
+                return [
+                    self._pause_of(run, shape) for run in pick(self._writing_runs(kind), number)
+                ]
+            case "other":
+                models = pick(self.models, number)
+                return [
+                    self.inputs.make_pause(self.inputs.make_run(m.task_id), m.requester, shape)
+                    for m in models
+                ]
+            case _:
+                return pick([pause for model in self.models for pause in model.pauses], number)
+
+    def _writing_runs(self, kind: str) -> list[Run]:
+        return self.owners() if kind == "own" else self.runs()
+
+    def _pause_of(self, run: Run, shape: PauseShape) -> Pause:
+        pause = self.written.get(f"pause {run.id}")
+        if not isinstance(pause, Pause):
+            model = self.ledger.models[run.task_id]
+            pause = self.inputs.make_pause(run, model.requester, shape, model)
+            self.written[f"pause {run.id}"] = pause
+        return pause
+
+    @rule(
+        items=item_batches("fresh", "fresh", "fresh", "any", "again", "wrong", "mesh", "nobody"),
+        replica=replicas,
+        slots=st.sampled_from([0, 1, 2, BATCH_LIMIT]),
+    )
+    def claim(self, items: list[tuple[str, int]], replica: Replica, slots: int) -> None:
+        """Claim a batch of responses: fresh, duplicate, late, repeated, forged or misdirected."""
+        claims = {
+            claim.id: claim
+            for kind, number in items
+            for claim in self._make_claims(kind, number, replica)
+        }
+        self._claim(list(claims.values()), replica, slots)
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.WAITING))
+    @rule(
+        count=st.integers(1, 4),
+        number=numbers,
+        replica=replicas,
+        slots=st.sampled_from([0, 1, 2, BATCH_LIMIT]),
+    )
+    def answer_waiting_calls(self, count: int, number: int, replica: Replica, slots: int) -> None:
+        """Claim every response that some tasks wait for, in one batch."""
+        models = self.ledger.in_state(TaskState.WAITING)[-count:]
+        calls = [
+            (index, model, call)
+            for model in models
+            for index, call in enumerate(model.pending_calls)
+        ]
+        calls.sort(key=lambda each: each[0])
+        self._claim(
+            [self._response(s.task_id, call, index + number) for index, s, call in calls],
+            replica,
+            slots,
+        )
+
+    @precondition(lambda self: self.batches)
+    @rule(replica=replicas, number=st.integers(0, 2))
+    def repeat_claims(self, replica: Replica, number: int) -> None:
+        """Repeat a whole batch of claims, as after a commit whose response was lost."""
+        for claims, slots in pick(self.batches.get(replica, []), number):
+            self._claim(claims, replica, slots)
+
+    def _make_claims(self, kind: str, number: int, replica: Replica) -> list[Claim]:
+        match kind:
+            case "again":
+                mine = [claim for batch, _ in self.batches.get(replica, []) for claim in batch]
+                return pick(
+                    sorted(mine, key=lambda claim: claim.task_id in self.ledger.models), number
+                )
+            case "nobody":
+                return [self.inputs.make_claim(TaskId("nobody"), TaskId("nobody"), None, number)]
+            case "wrong" | "mesh":
+                sender = "mallory" if kind == "wrong" else None
+                found = pick(self.all_calls() if kind == "wrong" else self.pending(), number)
+                return [
+                    self.inputs.make_claim(task_id, call.id, sender, number)
+                    for task_id, call in found
+                ]
+            case _:
+                found = pick(self.pending() if kind == "fresh" else self.all_calls(), number)
+                return [self._response(task_id, call, number) for task_id, call in found]
+
+    def _response(self, task_id: TaskId, call: CallModel, number: int) -> Claim:
+        return self.inputs.make_claim(task_id, call.id, call.planned.peer, number)
+
+    def _claim(self, claims: list[Claim], replica: Replica, slots: int) -> None:
+        arrivals = self.run_step(self.store.claim(claims, replica, slots))
+        self.batches.setdefault(replica, []).append((claims, slots))
+        self.check_answer(
+            [claim.task_id for claim in claims],
+            self.ledger.check_claims,
+            claims,
+            replica,
+            slots,
+            arrivals,
+        )
+        self.sends += [
+            notice for arrival in arrivals for notice in getattr(arrival, "cancels", ())
+        ]
+
+    @rule(items=item_batches("fresh", "any", "wrong"))
+    def progress(self, items: list[tuple[str, int]]) -> None:
+        """Record status updates."""
+        updates: list[Progress] = []
+        for kind, number in items:
+            for task_id, call in pick(
+                self.all_calls() if kind == "any" else self.pending(), number
+            ):
+                updates.append(
+                    Progress(task_id, call.id, "mallory" if kind == "wrong" else call.planned.peer)
+                )
+        results = self.run_step(self.store.record_progress(updates))
+        self.check_answer(
+            [update.task_id for update in updates],
+            sweeper_checks.check_progress,
+            self.ledger,
+            updates,
+            results,
+        )
+
+    @precondition(lambda self: self.runs())
+    @rule(items=item_batches("own", "own", "zombie"))
+    def end(self, items: list[tuple[str, int]]) -> None:
+        """End tasks, by owners and zombies; a run that ends again ends in the same way."""
+        ends = [
+            self._end_of(run, number)
+            for kind, number in items
+            for run in pick(self._writing_runs(kind), number)
+        ]
+        results = self.run_step(self.store.end(ends))
+        for end, result in zip(ends, results, strict=True):
+            self.check_answer([end.run.task_id], self.ledger.check_end, end, result)
+            self.sends += [result.reply] if hasattr(result, "reply") else []
+
+    def _end_of(self, run: Run, number: int) -> End:
+        end = self.written.get(f"end {run.id}")
+        if not isinstance(end, End):
+            end = self.written[f"end {run.id}"] = self.inputs.make_end(run, number)
+        return end
+
+    @precondition(lambda self: self.runs())
+    @rule(
+        items=item_batches("own", "own", "zombie"),
+        wait=st.sampled_from([0, 0, 30]),
+        parked_by=st.sampled_from([None, None, "A", "B", "C"]),
+    )
+    def release(self, items: list[tuple[str, int]], wait: int, parked_by: str | None) -> None:
+        """Release tasks, or park them."""
+        runs = [run for kind, number in items for run in pick(self._writing_runs(kind), number)]
+        reason = None if parked_by is None else f"{parked_by} cannot read it"
+        releases = [Release(run, wait * SECOND, reason, version=parked_by or "") for run in runs]
+        results = self.run_step(self.store.release(releases))
+        for release, result in zip(releases, results, strict=True):
+            self.check_answer([release.run.task_id], self.ledger.check_release, release, result)
+
+    @rule(items=item_batches("any", "running", "running", "again", "unknown"))
+    def cancel(self, items: list[tuple[str, int]]) -> None:
+        """Cancel tasks in any state, tasks not known yet, and tasks already cancelled."""
+        cancels: list[Cancel] = []
+        for kind, number in items:
+            if kind == "again":
+                known = [cancel for cancel in self.cancels if cancel.task_id in self.ledger.models]
+                cancels += pick(known, number)
+            elif kind == "unknown":
+                cancels.append(self.inputs.make_cancel(TaskId(self.inputs.new_id("task"))))
+            else:
+                models = (
+                    self.ledger.in_state(TaskState.RUNNING) if kind == "running" else self.models
+                )
+                cancels += [
+                    self.inputs.make_cancel(model.task_id) for model in pick(models, number)
+                ]
+        results = self.run_step(self.store.cancel(cancels))
+        self.cancels += cancels
+        for cancel, result in zip(cancels, results, strict=True):
+            self.check_answer([cancel.task_id], self.ledger.check_cancel, cancel, result)
+            self.sends += getattr(result, "cancels", ())
+
+    @rule(replica=replicas, chosen=st.lists(numbers, min_size=1, max_size=6))
+    def renew(self, replica: Replica, chosen: list[int]) -> None:
+        """Extend leases, including lost ones."""
+        runs = list(
+            dict.fromkeys(run for number in chosen for run in pick(self.runs(replica), number))
+        )
+        lost = self.run_step(self.store.renew(runs, replica))
+        self.check_answer(
+            [run.task_id for run in runs],
+            sweeper_checks.check_renewed,
+            self.ledger,
+            runs,
+            replica,
+            lost,
+        )
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.WAITING))
+    @rule(
+        count=st.integers(1, 4),
+        replica=st.sampled_from(REPLICAS[:2]),
+        slots=st.sampled_from([1, 2, BATCH_LIMIT]),
+    )
+    def complete_joins(self, count: int, replica: Replica, slots: int) -> None:
+        """Complete joins in a replica that has slots for some of the tasks or for all."""
+        self.answer_waiting_calls(count, 0, replica, slots)
+
+    @precondition(lambda self: self.owners())
+    @rule(replica=replicas, write=st.sampled_from(["pause", "end", "release", "renew"]))
+    def rescue_and_write_as_zombie(self, replica: Replica, write: str) -> None:
+        """Let a lease expire, another replica rescue the task, and the old run write late."""
+        self.rescue(replica, BATCH_LIMIT, BATCH_LIMIT, 16)
+        match write:
+            case "pause":
+                self.pause([("zombie", 0, PauseShape((False,), None, None, 0, FORMAT))])
+            case "end":
+                self.end([("zombie", 0)])
+            case "release":
+                self.release([("zombie", 0)], 0, None)
+            case _:
+                for each in REPLICAS:
+                    self.renew(each, [0])
+
+    @precondition(lambda self: self.owners())
+    @rule(replica=replicas, versions=st.lists(st.sampled_from("ABC"), min_size=1, max_size=3))
+    def park_repeatedly(self, replica: Replica, versions: list[str]) -> None:
+        """Park a task for several versions, and let `replica` try it after each."""
+        for version in versions:
+            self.release([("own", 0)], 0, version)
+            self.acquire_parked(replica, BATCH_LIMIT)
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.PARKED))
+    @rule(replica=replicas, suspects=st.sampled_from([0, BATCH_LIMIT]))
+    def acquire_parked(self, replica: Replica, suspects: int) -> None:
+        """Try the parked tasks that the replica's version has not tried."""
+        due = sweeper_checks.untried(self.ledger, replica, suspects)
+        tasks = self.run_step(self.store.acquire_parked(replica, BATCH_LIMIT, suspects))
+        self.check_answer(
+            [model.task_id for model in due],
+            sweeper_checks.check_parked_acquired,
+            self.ledger,
+            replica,
+            suspects,
+            tasks,
+        )
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.PARKED, TaskState.READY))
+    @rule(replica=replicas, hours=st.sampled_from([0, 1, 6]))
+    def acquire_overdue(self, replica: Replica, hours: int) -> None:
+        """Acquire the tasks that only need to be ended."""
+        self.wait(hours * 3_600)
+        due = [model.task_id for model in self.models if model.is_overdue(self.clock.now())]
+        assert self.run_step(self.store.due(replica, BATCH_LIMIT)).overdue == len(due)
+        overdue = self.run_step(self.store.acquire_overdue(replica, BATCH_LIMIT))
+        self.check_answer(due, sweeper_checks.check_overdue, self.ledger, replica, overdue)
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.PARKED))
+    @rule(items=st.lists(numbers, min_size=1, max_size=4))
+    def unpark(self, items: list[int]) -> None:
+        """Offer tasks again, including some that are not parked."""
+        by_state = sorted(self.models, key=lambda model: model.state is TaskState.PARKED)
+        picked = [model.task_id for number in items for model in pick(by_state, number)]
+        task_ids = list(dict.fromkeys(picked))
+        results = self.run_step(self.store.unpark(task_ids))
+        self.check_answer(task_ids, self.ledger.check_unparked, task_ids, results)
+
+    @precondition(lambda self: self.owners())
+    @rule(number=numbers, shape=shapes)
+    def cancel_running(self, number: int, shape: PauseShape) -> None:
+        """Cancel a running task whose owner pauses before it has seen the cancel."""
+        self.cancel([("running", number)])
+        self.pause([("own", 0, shape)])
+
+    @rule(replica=replicas)
+    def crash(self, replica: Replica) -> None:
+        """A replica forgets its runs, which write nothing from now on except as zombies."""
+        self.crashed |= {run.id for run in self.runs(replica)}
+
+    @rule(seconds=st.sampled_from([1, 3, 6, 11, 16, 31, 61]))
+    def wait(self, seconds: int) -> None:
+        """Advance the clock."""
+        self.clock.advance(seconds * SECOND)
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.WAITING))
+    @rule(
+        replica=replicas,
+        slots=st.sampled_from([0, 1, BATCH_LIMIT]),
+        after=st.sampled_from([0, 6, 13, 21, 61, 91]),
+    )
+    def expire(self, replica: Replica, slots: int, after: int) -> None:
+        """Enforce deadlines."""
+        self.wait(after)
+        due = [model.task_id for model in self.models if model.overdue_calls(self.clock.now())]
+        slots = BATCH_LIMIT if 0 < slots < len(due) else slots
+        due_counts = self.run_step(self.store.due(replica, BATCH_LIMIT))
+        assert due_counts.expired >= len(due), "too low a count would leave due tasks waiting"
+        results = self.run_step(self.store.expire(replica, BATCH_LIMIT, slots))
+        self.check_answer(due, sweeper_checks.check_expired, self.ledger, replica, slots, results)
+        self.sends += [notice for result in results for notice in result.cancels]
+        self.run_step(self._check_nothing_stays_due())
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.READY))
+    @rule(
+        replica=replicas,
+        limit=st.sampled_from([1, 2, BATCH_LIMIT]),
+        suspects=st.sampled_from([0, BATCH_LIMIT]),
+    )
+    def acquire(self, replica: Replica, limit: int, suspects: int) -> None:
+        """Acquire ready tasks."""
+        due = sweeper_checks.acquirable(self.ledger, replica, suspects)
+        limit = sweeper_checks.limit_with_ties(due, limit)
+        assert self.run_step(self.store.due(replica, BATCH_LIMIT)).ready >= len(due)
+        tasks = self.run_step(self.store.acquire(replica, limit, suspects))
+        touched_ids = [model.task_id for model in due]
+        self.check_answer(
+            touched_ids,
+            sweeper_checks.check_acquired,
+            self.ledger,
+            replica,
+            limit,
+            suspects,
+            tasks,
+        )
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.RUNNING))
+    @rule(
+        replica=replicas,
+        limit=st.sampled_from([1, 2, BATCH_LIMIT]),
+        suspects=st.sampled_from([0, BATCH_LIMIT]),
+        after=st.sampled_from([0, 3, 16]),
+    )
+    def rescue(self, replica: Replica, limit: int, suspects: int, after: int) -> None:
+        """Rescue tasks whose lease has expired."""
+        self.wait(after)
+        due = sweeper_checks.runnable(self.ledger, replica, TaskState.RUNNING)
+        limit = sweeper_checks.limit_with_ties(due, limit)
+        assert self.run_step(self.store.due(replica, BATCH_LIMIT)).lapsed == len(due)
+        tasks = self.run_step(self.store.rescue(replica, limit, suspects))
+        touched_ids = [model.task_id for model in due]
+        self.check_answer(
+            touched_ids, sweeper_checks.check_rescued, self.ledger, replica, limit, suspects, tasks
+        )
+
+    @rule(after=st.sampled_from([0, 11]))
+    def keep_alives(self, after: int) -> None:
+        """Send keep-alives to the requesters."""
+        self.wait(after)
+        self.check_answer(
+            [],
+            sweeper_checks.check_keep_alives,
+            self.ledger,
+            self.run_step(self.store.keep_alives(READS_ALL, BATCH_LIMIT)),
+        )
+
+    @precondition(lambda self: any(model.state.is_final for model in self.models))
+    @rule(hours=st.sampled_from([0, 2, 4]))
+    def purge(self, hours: int) -> None:
+        """Purge tombstones."""
+        self.wait(hours * 3_600 + 1)
+        count = self.run_step(self.store.purge(AGENT, BATCH_LIMIT))
+        self.check_answer([], sweeper_checks.check_purged, self.ledger, count)
+
+    @rule(after=st.sampled_from([0, 11, 21]))
+    def unsent(self, after: int) -> None:
+        """Lease everything due for sending."""
+        self.wait(after)
+        sends = self.run_step(self.store.unsent(AGENT, BATCH_LIMIT))
+        self.check_answer(
+            [send.task_id for send in sends], sweeper_checks.check_unsent, self.ledger, sends
+        )
+        self.sends += sends
+
+    @precondition(lambda self: self.sends)
+    @rule(chosen=st.lists(numbers, min_size=1, max_size=6), replies=st.booleans())
+    def confirm_sent(self, chosen: list[int], replies: bool) -> None:
+        """Confirm some sends, recent or old ones, and some twice."""
+        sends = [send for number in chosen for send in pick(self.sends, number)]
+        sends += [send for send in self.sends if isinstance(send, Reply)] if replies else []
+        self.run_step(self.store.confirm_sent(sends))
+        self.check_answer(
+            [send.task_id for send in sends], sweeper_checks.record_confirmed, self.ledger, sends
+        )

@@ -1,0 +1,288 @@
+"""Model of one task: the expected state in plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.outcomes import Failed, FailureKind, Outcome
+from meshpoint.model.tasks import (
+    CancelNotice,
+    PlannedCall,
+    Replica,
+    Reply,
+    Requester,
+    Resumable,
+    Run,
+    TaskState,
+)
+from meshpoint.model.transitions import Pause
+from meshpoint.testing.conformance.build import TIMINGS
+
+KEEP_ALIVES_PER_TIMEOUT = 3
+MAX_LEASE_FACTOR = 64  # maximum lease of a sender, in dispatch leases
+CLOSING_FAILURES = {FailureKind.TIMEOUT, FailureKind.CANCELLED}
+
+
+def without_message(outcome: Outcome) -> Outcome:
+    """`outcome` without the message, if the store itself wrote it."""
+    return (
+        Failed(outcome.kind)
+        if isinstance(outcome, Failed) and outcome.kind in CLOSING_FAILURES
+        else outcome
+    )
+
+
+@dataclass(slots=True)
+class PendingSend:
+    """An unsent message, leased exclusively to one sender until `due_at`."""
+
+    due_at: datetime
+    attempts: int = 1
+
+    def offer(self, now: datetime) -> None:
+        """Lease it to a sender; each lease is twice as long as the previous one."""
+        self.due_at = now + TIMINGS.dispatch_lease * min(2**self.attempts, MAX_LEASE_FACTOR)
+        self.attempts += 1
+
+
+@dataclass(slots=True)
+class CallModel:
+    """One call since its checkpoint. Its outcome is kept even after its row is deleted."""
+
+    planned: PlannedCall
+    generation: int
+    deadline: datetime
+    due_at: datetime
+    sending: PendingSend
+    outcome: Outcome | None = None
+    claim_id: RunId | None = None
+    dispatched: bool = False
+    cancelling: bool = False
+
+    @property
+    def id(self) -> TaskId:
+        return self.planned.sub_task_id
+
+    def record(self, outcome: Outcome, claim_id: RunId | None) -> None:
+        """Record its only outcome."""
+        assert self.outcome is None, f"{self.id} has {self.outcome} and now gets {outcome}"
+        self.outcome, self.claim_id = without_message(outcome), claim_id
+
+    def close(self, kind: FailureKind, now: datetime) -> None:
+        """Close it without its peer, which still has to be notified."""
+        self.record(Failed(kind), None)
+        self.cancelling, self.sending = True, PendingSend(now + TIMINGS.dispatch_lease)
+
+
+@dataclass(slots=True)
+class TaskModel:
+    """Everything promised about one task."""
+
+    task_id: TaskId
+    agent: AgentName
+    requester: Requester
+    state: TaskState
+    request: bytes | None = None
+    fence: int = 1
+    generation: int = 0
+    attempt: int = 0
+    rescues: int = 0
+    # run, claim or cancel that wrote last; its repetition finds itself
+    written_by: RunId | None = None
+    owner: Run | None = None
+    replica: ReplicaId | None = None
+    # running: when its lease ends; ready: when it may be acquired; parked: when it is answered
+    due_at: datetime | None = None
+    pause: Pause | None = None
+    join_deadline: datetime | None = None
+    keep_alive_at: datetime | None = None
+    cancel_requested: bool = False
+    parked_since: datetime | None = None
+    parked_reason: str | None = None
+    tried_versions: tuple[str, ...] = ()
+    calls: dict[TaskId, CallModel] = field(default_factory=dict)
+    runs: list[tuple[Run, Replica]] = field(default_factory=list)
+    pauses: list[Pause] = field(default_factory=list)
+    log: tuple[bytes, ...] = ()
+    log_seq: int = 0
+    reply: Reply | None = None
+    reply_sending: PendingSend | None = None
+    ended_at: datetime | None = None
+    expires_at: datetime | None = None
+
+    @property
+    def current_calls(self) -> list[CallModel]:
+        """Calls of this pause, in call order."""
+        if self.state.is_final:
+            return []
+        return [call for call in self.calls.values() if call.generation == self.generation]
+
+    @property
+    def calls_with_row(self) -> list[CallModel]:
+        """Calls with a row: this pause's, and closed ones whose peer is not notified yet."""
+        current = {call.id for call in self.current_calls}
+        return [call for call in self.calls.values() if call.cancelling or call.id in current]
+
+    @property
+    def pending_calls(self) -> list[CallModel]:
+        """Calls without an outcome, in call order."""
+        return [call for call in self.current_calls if call.outcome is None]
+
+    @property
+    def is_join_met(self) -> bool:
+        """Whether the recorded outcomes meet the join."""
+        assert self.pause is not None
+        outcomes = [call.outcome for call in self.current_calls if call.outcome is not None]
+        succeeded = sum(not isinstance(outcome, Failed) for outcome in outcomes)
+        return self.pause.join.met(
+            total=len(self.current_calls), completed=len(outcomes), succeeded=succeeded
+        )
+
+    def is_owned_by(self, run: Run) -> bool:
+        """Whether `run` may write."""
+        return (
+            self.state is TaskState.RUNNING
+            and self.owner is not None
+            and self.owner.fence == run.fence
+        )
+
+    def is_readable_by(self, replica: Replica) -> bool:
+        """Whether `replica` may take the task."""
+        return self.generation == 0 or (
+            self.pause is not None and self.pause.state_format in replica.formats
+        )
+
+    def overdue_calls(self, now: datetime) -> list[CallModel]:
+        """Pending calls whose deadline has passed."""
+        if self.state is not TaskState.WAITING:
+            return []
+        join_is_late = self.join_deadline is not None and self.join_deadline <= now
+        return [call for call in self.pending_calls if join_is_late or call.due_at <= now]
+
+    def notice(self, call: CallModel) -> CancelNotice:
+        """Notice for the peer of a closed call."""
+        return CancelNotice(self.agent, self.task_id, call.id, call.planned.peer)
+
+    def set_owner(self, run: Run, replica: Replica, now: datetime) -> None:
+        """Make `run` the only writer."""
+        self.state, self.owner, self.replica, self.written_by = (
+            TaskState.RUNNING,
+            run,
+            replica.id,
+            run.id,
+        )
+        self.fence, self.attempt, self.due_at = (
+            run.fence,
+            max(self.attempt, 1),
+            now + replica.lease,
+        )
+        self.runs.append((run, replica))
+
+    def make_ready(self, at: datetime, written_by: RunId | None) -> None:
+        """Remove the owner; any replica may acquire the task."""
+        self.state, self.due_at, self.written_by = TaskState.READY, at, written_by
+        self.owner = self.replica = None
+
+    def park(self, reason: str, version: str, now: datetime) -> None:
+        """Wait for a version of the code that has not tried the task."""
+        self.state, self.parked_reason = TaskState.PARKED, reason
+        self.parked_since = self.parked_since or now
+        tried = [each for each in self.tried_versions if each != version]
+        self.tried_versions = (*tried, version)
+        limit_at = self.parked_since + TIMINGS.parked_limit
+        due_at = min(limit_at, self.requester.deadline or limit_at)
+        self.due_at = due_at if due_at > now else now + timedelta(minutes=1)
+
+    def forget_parking(self) -> None:
+        """Forget which versions have tried the task."""
+        self.parked_since = self.parked_reason = None
+        self.tried_versions = ()
+
+    def is_overdue(self, now: datetime) -> bool:
+        """Whether the task only needs to be ended."""
+        if self.state is TaskState.PARKED:
+            return self.due_at is not None and self.due_at <= now
+        return self.state is TaskState.READY and self.is_past_deadline(now)
+
+    def is_past_deadline(self, now: datetime) -> bool:
+        """Whether the task's own deadline has passed."""
+        return self.requester.deadline is not None and self.requester.deadline <= now
+
+    def checkpoint(self, pause: Pause, now: datetime) -> None:
+        """Wait for the calls of `pause`."""
+        self.state, self.pause, self.written_by = TaskState.WAITING, pause, pause.run.id
+        self.owner = self.replica = self.due_at = None
+        self.forget_parking()
+        self.generation, self.attempt, self.rescues = self.generation + 1, 0, 0
+        self.pauses.append(pause)
+        if pause.log is not None:
+            self.log = (*(() if pause.log.replaces else self.log), *pause.log.entries)
+            self.log_seq += len(pause.log.entries)
+        self.join_deadline = now + pause.join.deadline if pause.join.deadline else None
+        idle_timeout = self.requester.idle_timeout
+        self.keep_alive_at = now + idle_timeout / KEEP_ALIVES_PER_TIMEOUT if idle_timeout else None
+        for planned in pause.calls:
+            self.calls[planned.sub_task_id] = self._call_model(planned, now)
+        if self.is_join_met:
+            self.state, self.due_at = TaskState.READY, now
+
+    def _call_model(self, planned: PlannedCall, now: datetime) -> CallModel:
+        deadline = min(now + planned.timeout, self.requester.deadline or now + planned.timeout)
+        due_at = min(deadline, now + planned.idle_timeout) if planned.idle_timeout else deadline
+        sending = PendingSend(now + TIMINGS.dispatch_lease)
+        return CallModel(planned, self.generation, deadline, due_at, sending, planned.outcome)
+
+    def close_pending(self, now: datetime) -> tuple[CancelNotice, ...]:
+        """Close the calls that are not needed any more; return notices for their peers."""
+        closed = self.pending_calls
+        for call in closed:
+            call.close(FailureKind.CANCELLED, now)
+        return tuple(self.notice(call) for call in closed)
+
+    def end_with_reply(
+        self, state: TaskState, body: bytes, written_by: RunId, now: datetime
+    ) -> None:
+        """End the task with its reply."""
+        assert self.reply is None, f"{self.task_id} has a reply and now gets another"
+        self.state, self.written_by, self.ended_at = state, written_by, now
+        self.owner = self.replica = None
+        self.reply = Reply(self.agent, self.task_id, state, body, self.requester, fence=self.fence)
+        self.reply_sending = (
+            PendingSend(now + TIMINGS.dispatch_lease) if self.requester.reply_to else None
+        )
+        self.expires_at = max(now, self.requester.deadline or now) + TIMINGS.tombstone_ttl
+
+    def reply_at(self, now: datetime) -> Reply:
+        """The reply, with its age at `now`."""
+        assert self.reply is not None
+        assert self.ended_at is not None
+        return replace(self.reply, age=now - self.ended_at)
+
+    def to_resumable(self) -> Resumable:
+        """The task as its owner must receive it."""
+        assert self.owner is not None
+        waiting_calls = self.pause
+        outcomes = tuple(
+            (call.planned.call_id, call.planned.peer, call.outcome)
+            for call in self.current_calls
+            if call.outcome is not None
+        )
+        assert len(outcomes) == len(self.current_calls), (
+            f"{self.task_id} is resumed with calls without an outcome"
+        )
+        return Resumable(
+            run=self.owner,
+            requester=self.requester,
+            context=waiting_calls.context if waiting_calls else {},
+            state=waiting_calls.state if waiting_calls else b"",
+            state_format=waiting_calls.state_format if waiting_calls else "",
+            outcomes=outcomes,
+            request=None if waiting_calls else self.request,  # optional once there is a state
+            attempt=self.attempt,
+            cancel_requested=self.cancel_requested,
+            rescues=self.rescues,
+            log=self.log,
+            log_seq=self.log_seq,
+        )

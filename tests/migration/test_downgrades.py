@@ -1,0 +1,146 @@
+"""`meshpoint db downgrade`: earlier tables, without losing what tasks need."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import asyncpg
+import pytest
+from test_migrations import differences, execute, fetch, open_store, upgrade
+
+from meshpoint.adapters.sql import migrations
+from meshpoint.adapters.sql.tables import REVISION, VERSION_TABLE
+from meshpoint.errors import ConfigurationError, StoreUnavailable
+from meshpoint.model.tasks import TaskState
+from meshpoint.testing.conformance.build import (
+    an_end,
+    operating,
+    paused,
+    save,
+    saved,
+)
+
+PREVIOUS = f"{int(REVISION) - 1:04}"
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
+def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A private database without tables: parametrized over SQLite and PostgreSQL."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/tasks.db"
+    url: str = request.getfixturevalue("empty_postgres_url")
+    return url
+
+
+async def downgrade(
+    url: str, target: str | None, *, lose_data: bool = False
+) -> migrations.DowngradePlan:
+    return await asyncio.to_thread(migrations.downgrade, url, target, lose_data=lose_data)
+
+
+async def revision_of(url: str) -> str | None:
+    return (await asyncio.to_thread(migrations.check, url))[0]
+
+
+async def test_each_migration_can_be_undone_and_repeated(empty_url: str) -> None:
+    await upgrade(empty_url)
+    async with open_store(empty_url) as store:
+        pause = await paused(store)
+    for number in range(int(REVISION) - 1, 0, -1):
+        plan = await downgrade(empty_url, None)
+        assert (plan.target, plan.losses) == (f"{number:04}", ())
+        assert await revision_of(empty_url) == plan.target
+    await upgrade(empty_url)
+    assert await differences(empty_url) == []
+    async with open_store(empty_url) as store:
+        row = await store.task(pause.run.task_id)
+        assert row is not None
+        assert row[0].state is TaskState.WAITING
+
+
+async def test_the_last_tables_go_only_with_the_last_task(empty_url: str) -> None:
+    await upgrade(empty_url)
+    async with open_store(empty_url) as store:
+        await paused(store)
+    with pytest.raises(ConfigurationError, match=r"tasks that have not ended \(1\)"):
+        await downgrade(empty_url, "base")
+    assert await revision_of(empty_url) == REVISION
+    await downgrade(empty_url, "base", lose_data=True)
+    assert await fetch(empty_url, f"SELECT * FROM {VERSION_TABLE}") == []
+
+
+async def test_a_waiting_operation_keeps_its_tables(empty_url: str) -> None:
+    await upgrade(empty_url)
+    async with open_store(empty_url) as store:
+        run = await operating(store)
+        await saved(store, run)
+    await downgrade(empty_url, "0003")
+    with pytest.raises(ConfigurationError, match=r"operations that have not completed \(1\)"):
+        await downgrade(empty_url, "0002")
+    assert await revision_of(empty_url) == "0003"
+    await upgrade(empty_url)
+    async with open_store(empty_url) as store:
+        assert await store.latest(run.task_id) is not None
+        await store.end([an_end(run)])
+    await downgrade(empty_url, "0002")
+    assert await revision_of(empty_url) == "0002"
+
+
+async def test_a_working_memory_keeps_its_column(empty_url: str) -> None:
+    await upgrade(empty_url)
+    async with open_store(empty_url) as store:
+        run = await operating(store)
+        await save(store, run, ["word"])
+    with pytest.raises(ConfigurationError, match=r"working memories \(1\)"):
+        await downgrade(empty_url, "0003")
+    assert await revision_of(empty_url) == REVISION
+    await downgrade(empty_url, "0003", lose_data=True)
+    assert await revision_of(empty_url) == "0003"
+
+
+@pytest.mark.parametrize("target", ["9999", REVISION, "nonsense"])
+async def test_only_an_earlier_revision_is_accepted(empty_url: str, target: str) -> None:
+    await upgrade(empty_url)
+    with pytest.raises(ConfigurationError, match="is not before the database's revision"):
+        await downgrade(empty_url, target)
+    assert await revision_of(empty_url) == REVISION
+
+
+async def test_a_revision_of_a_later_release_is_left_alone(empty_url: str) -> None:
+    await upgrade(empty_url)
+    await execute(empty_url, f"UPDATE {VERSION_TABLE} SET version_num = '9999'")
+    with pytest.raises(ConfigurationError, match="which this release does not know"):
+        await downgrade(empty_url, None)
+
+
+async def test_a_database_without_tables_is_refused(empty_url: str) -> None:
+    with pytest.raises(ConfigurationError, match="has no tables"):
+        await downgrade(empty_url, None)
+
+
+async def test_the_printed_statements_do_the_same(empty_url: str) -> None:
+    await upgrade(empty_url)
+    printed = await asyncio.to_thread(migrations.downgrade_sql, empty_url, None)
+    assert await revision_of(empty_url) == REVISION
+    statements = [part for part in printed.split(";") if part.strip()]
+    await execute(
+        empty_url, *(part for part in statements if part.split()[0] not in {"BEGIN", "COMMIT"})
+    )
+    assert await revision_of(empty_url) == PREVIOUS
+    await upgrade(empty_url)
+    assert await differences(empty_url) == []
+
+
+@pytest.mark.servers
+async def test_a_table_in_use_is_not_waited_for(empty_postgres_url: str) -> None:
+    await upgrade(empty_postgres_url)
+    connection = await asyncpg.connect(empty_postgres_url)
+    try:
+        async with connection.transaction():
+            await connection.execute("LOCK TABLE agent_peer_sub_tasks IN ROW SHARE MODE")
+            with pytest.raises(StoreUnavailable, match="lock timeout"):
+                await downgrade(empty_postgres_url, None)
+    finally:
+        await connection.close()
+    assert await revision_of(empty_postgres_url) == REVISION

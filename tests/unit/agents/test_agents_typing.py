@@ -1,0 +1,218 @@
+"""`mypy --strict` accepts correct agents with exact types and rejects each mistake on its line.
+
+One mypy run checks all samples; its cache is kept, so only the first run is slow. A line that mypy
+must reject ends in `# E: ` and the error code; it must reject no other line.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from mypy import api
+
+ROOT = Path(__file__).parents[3]
+
+PREAMBLE = """\
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import assert_type
+
+from pydantic import BaseModel, TypeAdapter
+from typing_extensions import TypedDict
+
+from meshpoint import (
+    ALL, AT_LEAST, FIRST, Done, DurableAgent, Failed, FunctionAgent, Ok, Paused, Peer, PeerCall,
+    Replies, StatefulAgent, TaskExecutionContext, agent,
+)
+
+
+class Query(BaseModel):
+    to: str
+
+
+class Quote(BaseModel):
+    price: int
+
+
+@dataclass
+class Report:
+    sky: str
+
+
+class Place(TypedDict):
+    city: str
+
+
+flights = Peer("flights", Query, Quote, timeout=timedelta(seconds=30))
+forecast = Peer("forecast", Place, Report)
+double = Peer("double", int, int)
+either = Peer("either", TypeAdapter[int | str](int | str), list[int])
+"""
+
+SAMPLES = {
+    "peers": """
+assert_type(flights(Query(to="Oslo")), PeerCall[Quote])
+assert_type(flights(Query(to="Oslo")).with_artifacts(), PeerCall[Ok[Quote]])
+assert_type(forecast({"city": "Oslo"}), PeerCall[Report])
+assert_type(either("x"), PeerCall[list[int]])
+flights(Report("blue"))  # E: arg-type
+flights({"to": "Oslo"})  # E: arg-type
+flights()  # E: call-arg
+forecast({"city": 1})  # E: typeddict-item
+forecast({})  # E: typeddict-item
+double("1")  # E: arg-type
+either(1.5)  # E: arg-type
+wrong: PeerCall[Report] = flights(Query(to="Oslo"))  # E: assignment
+Peer("x", Query, Quote, timeout=3)  # E: arg-type
+""",
+    "calls": """
+async def function(ctx: TaskExecutionContext, query: Query) -> None:
+    assert_type(await ctx.call(flights(query)), Quote)
+    assert_type(await ctx.outcome(flights(query)), Ok[Quote] | Failed)
+    assert_type((await ctx.call(flights(query).with_artifacts())).value, Quote)
+    (await ctx.call(flights(query))).cost  # E: attr-defined
+    (await ctx.outcome(flights(query))).value  # E: union-attr
+    number: int = await ctx.call(flights(query))  # E: arg-type
+    await ctx.call(query)  # E: arg-type
+    await flights(query)  # E: misc
+    await ctx.call(flights(query), join=ALL)  # E: call-arg
+""",
+    "gathers": """
+async def function(ctx: TaskExecutionContext, q: Query, several: list[Query]) -> None:
+    a, b, c = flights(q), double(1), forecast({"city": "Oslo"})
+    assert_type(await ctx.gather(a), tuple[Quote, ...])
+    assert_type(await ctx.gather(a, b), tuple[Quote, int])
+    assert_type(await ctx.gather(a, b, c), tuple[Quote, int, Report])
+    assert_type(await ctx.gather(a, b, c, a), tuple[Quote, int, Report, Quote])
+    assert_type(await ctx.gather(a, b, c, a, b), tuple[Quote, int, Report, Quote, int])
+    assert_type(await ctx.gather(a, b, c, a, b, c), tuple[Quote, int, Report, Quote, int, Report])
+    assert_type(await ctx.gather(a, a, a, a, a, a, a), tuple[Quote, ...])
+    assert_type(await ctx.gather(*[flights(query) for query in several]), tuple[Quote, ...])
+    assert_type(await ctx.gather_outcomes(a, b), tuple[Ok[Quote] | Failed, Ok[int] | Failed])
+    assert_type(
+        await ctx.gather_outcomes(a, b, c, a, b, c, join=FIRST),
+        tuple[Ok[Quote] | Failed, Ok[int] | Failed, Ok[Report] | Failed,
+              Ok[Quote] | Failed, Ok[int] | Failed, Ok[Report] | Failed],
+    )
+    assert_type(
+        await ctx.gather_outcomes(*[flights(query) for query in several], join=AT_LEAST(2)),
+        tuple[Ok[Quote] | Failed, ...],
+    )
+    quote, number = await ctx.gather(a, b)
+    quote.price + number
+    quote.cost  # E: attr-defined
+    number.price  # E: attr-defined
+    one, two, three = await ctx.gather(a, b)  # E: misc
+    one, two, three = await ctx.gather_outcomes(a, b)  # E: misc
+    (await ctx.gather_outcomes(a, b))[0].value  # E: union-attr
+    await ctx.gather(a, q)  # E: call-overload
+    await ctx.gather(a, b, join=FIRST)  # E: call-overload
+    await ctx.gather_outcomes(a, join=2)  # E: call-overload
+""",
+    "functions": """
+@agent("travel", version="1")
+async def travel(ctx: TaskExecutionContext, query: Query) -> Quote:
+    return await ctx.call(flights(query))
+
+assert_type(travel, FunctionAgent[Query, Quote])
+served: DurableAgent[Query, Quote] = travel
+broader: DurableAgent[Query, BaseModel] = travel
+wrong: DurableAgent[Query, Report] = travel  # E: assignment
+
+@agent("wrong_answer")
+async def wrong_answer(ctx: TaskExecutionContext, query: Query) -> Report:
+    return await ctx.call(flights(query))  # E: arg-type
+
+@agent("not_async")  # E: arg-type
+def not_async(ctx: TaskExecutionContext, query: Query) -> Quote:
+    return Quote(price=1)
+
+@agent("no_request")  # E: arg-type
+async def no_request(ctx: TaskExecutionContext) -> Quote:
+    return Quote(price=1)
+""",
+    "classes": """
+class State(BaseModel):
+    query: Query
+
+class Travel(StatefulAgent[Query, State, Quote]):
+    name = "travel"
+
+    async def on_request(self, ctx: TaskExecutionContext, request: Query) -> Paused | Done[Quote]:
+        calls = {"flight": flights(request), "weather": forecast({"city": request.to})}
+        return self.ask(State(query=request), calls, then=self.on_quotes, join=FIRST)
+
+    async def on_quotes(
+        self, ctx: TaskExecutionContext, state: State, replies: Replies
+    ) -> Done[Quote]:
+        assert_type(replies.value("flight", flights), Quote)
+        assert_type(replies.outcome("weather", forecast), Ok[Report] | Failed)
+        replies.value("flight", flights).cost  # E: attr-defined
+        return self.done(replies.value("flight", flights))
+
+served: DurableAgent[Query, Quote] = Travel()
+assert_type(Travel(), Travel)
+
+class Wrong(StatefulAgent[Query, State, Quote]):
+    name = "wrong"
+
+    async def on_request(
+        self, ctx: TaskExecutionContext, request: Report  # E: override
+    ) -> Paused | Done[Quote]:
+        self.ask(request, {"a": double(1)}, then=self.on_quote)  # E: arg-type
+        state = State(query=Query(to=""))
+        self.ask(state, {"a": double(1)}, then=self.on_other_state)  # E: arg-type
+        self.ask(state, {"a": double}, then=self.on_quote)  # E: dict-item
+        self.ask(state, {"a": double(1)})  # E: call-arg
+        return self.done(Report("blue"))  # E: arg-type
+
+    async def on_quote(
+        self, ctx: TaskExecutionContext, state: State, replies: Replies
+    ) -> Done[Quote]:
+        return self.done(replies.value("a", double))  # E: arg-type
+
+    async def on_other_state(
+        self, ctx: TaskExecutionContext, state: Report, replies: Replies
+    ) -> Done[Quote]:
+        return self.done(Quote(price=1))
+""",
+}
+
+Found = dict[str, set[tuple[int, str]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Lines and error codes that mypy rejects, by sample."""
+    folder = tmp_path_factory.mktemp("samples")
+    for name, sample in SAMPLES.items():
+        (folder / f"sample_{name}.py").write_text(PREAMBLE + sample)
+    config, cache = ROOT / "pyproject.toml", ROOT / ".mypy_cache" / "samples"
+    options = [
+        "--config-file",
+        str(config),
+        "--cache-dir",
+        str(cache),
+        "--no-error-summary",
+        "--hide-error-context",
+    ]
+    report, trouble, _ = api.run([*options, *map(str, sorted(folder.iterdir()))])
+    assert trouble == ""
+    errors: Found = {name: set() for name in SAMPLES}
+    for line in report.splitlines():
+        if refused := re.match(r".*sample_(\w+)\.py:(\d+): error: .*\[([\w-]+)\]$", line):
+            errors[refused[1]].add((int(refused[2]), refused[3]))
+        else:
+            assert ": note: " in line, f"unexpected output of mypy: {line}"
+    return errors
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_mypy_refuses_exactly_the_wrong_lines(found: Found, name: str) -> None:
+    lines = (PREAMBLE + SAMPLES[name]).splitlines()
+    marked = ((number, re.search(r"# E: ([\w-]+)$", line)) for number, line in enumerate(lines, 1))
+    expected = {(number, mark[1]) for number, mark in marked if mark}
+    assert expected
+    assert found[name] == expected

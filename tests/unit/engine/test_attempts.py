@@ -1,0 +1,249 @@
+"""What the attempts of an operation leave behind: tokens, reasons, configuration, progress."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fake_peer import FakePeer
+from meshpoint.agents.function import agent
+from meshpoint.agents.peer import Peer
+from meshpoint.agents.stateful import StatefulAgent
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.calls import Done, Paused
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.operations import OperationStatus
+from meshpoint.model.options import StoreTimings
+from meshpoint.model.outcomes import Failed, Ok
+from meshpoint.model.usage import Tokens, TokenUsage
+
+from .mesh import Mesh, SharedStore
+from .resuming import resume_and_sweep, stored_outcome
+
+peer_agent = Peer("peer", int, int)
+
+
+def use(ctx: TaskExecutionContext, tokens: int) -> None:
+    ctx.token_usage.record(Tokens(input=tokens), model="small")
+
+
+def total(outcome: Ok[Any] | Failed) -> int:
+    return outcome.usage.total.input
+
+
+def spending_agent(fixed: list[bool]) -> Any:
+    """Spends 100 tokens in a subtask and 100 more before it fails, and 7 when it works."""
+
+    @agent("agent")
+    async def spending(ctx: TaskExecutionContext, number: int) -> int:
+        def fetch() -> int:
+            use(ctx, 100)
+            return number
+
+        await ctx.subtask("fetch", fetch)
+        if not fixed[0]:
+            use(ctx, 100)
+            raise ValueError("no")
+        use(ctx, 7)
+        return number
+
+    return spending
+
+
+async def test_the_tokens_of_a_failed_attempt_count(mesh: Mesh, client: FakePeer) -> None:
+    fixed = [False]
+    await mesh.replica(spending_agent(fixed))
+    task_id = await client.ask("agent", 1)
+    assert total(await client.reply(task_id)) == 200
+    await mesh.idle()
+    await resume_and_sweep(mesh, task_id)
+    assert total(await stored_outcome(mesh, task_id)) == 300
+    fixed[0] = True
+    await resume_and_sweep(mesh, task_id)
+    outcome = await stored_outcome(mesh, task_id)
+    assert outcome.usage.model_dump() == usage_of(307).model_dump()
+
+
+def usage_of(tokens: int) -> TokenUsage:
+    usage = TokenUsage()
+    usage.record(Tokens(input=tokens), model="small")
+    return usage
+
+
+async def test_the_tokens_of_earlier_attempts_survive_a_pause(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    """The replay of the resumed attempt counts nothing twice."""
+    fixed = [False]
+
+    @agent("agent")
+    async def calling(ctx: TaskExecutionContext, number: int) -> int:
+        def fetch() -> int:
+            use(ctx, 100)
+            return number
+
+        await ctx.subtask("fetch", fetch)
+        answer = await ctx.call(peer_agent(number))
+        use(ctx, 10)
+        if not fixed[0]:
+            raise ValueError("no")
+        await ctx.call(peer_agent(answer + 1))
+        return answer
+
+    await mesh.replica(calling)
+    task_id = await client.ask("agent", 1)
+    await peer.respond(await peer.wait_for_request(1), Ok(1, usage=usage_of(1_000)))
+    assert total(await client.reply(task_id)) == 1_110
+    await mesh.idle()
+    fixed[0] = True
+    await resume_and_sweep(mesh, task_id)
+    for count in (2, 3):
+        await peer.respond(await peer.wait_for_request(count), Ok(1, usage=usage_of(5)))
+        await mesh.idle()
+    outcome = await stored_outcome(mesh, task_id)
+    assert total(outcome) == 1_110 + 10 + 2 * 5
+    assert outcome.usage.by_source["peer"].input == 1_010
+
+
+async def test_a_cancelled_wait_keeps_its_tokens(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    @agent("agent")
+    async def calling(ctx: TaskExecutionContext, number: int) -> int:
+        def fetch() -> int:
+            use(ctx, 100)
+            return number
+
+        await ctx.subtask("fetch", fetch)
+        use(ctx, 20)
+        return await ctx.call(peer_agent(number))
+
+    await mesh.replica(calling)
+    task_id = await client.ask("agent", 1)
+    await peer.wait_for_request(1)
+    await mesh.idle()
+    await client.cancel("agent", task_id)
+    await client.reply(task_id)
+    await mesh.idle()
+    await resume_and_sweep(mesh, task_id)
+    await peer.respond(await peer.wait_for_request(2), Ok(1))
+    await mesh.idle()
+    assert total(await stored_outcome(mesh, task_id)) == 100 + 20 + 20
+
+
+async def test_a_parent_counts_each_attempt_of_its_child_once(
+    mesh: Mesh, client: FakePeer
+) -> None:
+    fixed, child = [False], Peer("agent", int, int)
+
+    @agent("parent")
+    async def parent(ctx: TaskExecutionContext, number: int) -> int:
+        await ctx.subtask("once", int, 1)
+        use(ctx, 1)
+        return await ctx.call(child(number))
+
+    await mesh.replica(parent, spending_agent(fixed))
+    task_id = await client.ask("parent", 1)
+    assert total(await client.reply(task_id)) == 201
+    await mesh.idle()
+    fixed[0] = True
+    await resume_and_sweep(mesh, task_id)
+    await mesh.advance(2)
+    assert total(await stored_outcome(mesh, task_id)) == 201 + 1 + 7
+
+
+@pytest.mark.parametrize("archive", [True, False])
+async def test_every_failure_stays_in_the_history(
+    mesh: Mesh, client: FakePeer, archive: bool
+) -> None:
+    timings = replace(StoreTimings(), checkpoint_history=1, checkpoint_archive=archive)
+    mesh.store = SharedStore(mesh.clock, timings=timings)
+    errors = ["first", "second", "third"]
+
+    @agent("agent")
+    async def failing(ctx: TaskExecutionContext, number: int) -> int:
+        for name in "abc":
+            await ctx.subtask(name, int, 1)
+        if errors:
+            raise ValueError(errors.pop(0))
+        return number
+
+    await mesh.replica(failing)
+    task_id = await client.ask("agent", 1)
+    await client.reply(task_id)
+    await mesh.idle()
+    for _ in range(2):
+        await resume_and_sweep(mesh, task_id)
+    reasons = [each.failure_reason for each in await mesh.store.history(task_id)]
+    assert reasons == [f"ValueError: {name}" for name in ("first", "second", "third")]
+    await resume_and_sweep(mesh, task_id)
+    assert await stored_outcome(mesh, task_id) == Ok(1)
+    after = [each.failure_reason for each in await mesh.store.history(task_id)]
+    assert after == (reasons if archive else [])
+
+
+async def test_a_checkpoint_has_the_declared_configuration(mesh: Mesh, client: FakePeer) -> None:
+    config: Any = {"model": "small", "tools": {"search": {"api_key": "hunter2", "limit": 3}}}
+
+    @agent("agent", type="analysis", config=config)
+    async def failing(ctx: TaskExecutionContext, number: int) -> int:
+        await ctx.subtask("a", int, 1)
+        raise ValueError("no")
+
+    await mesh.replica(failing, secret_keys=("limit",))
+    task_id = await client.ask("agent", 1)
+    await client.reply(task_id)
+    for checkpoint in await mesh.store.history(task_id):
+        assert checkpoint.agent_config == {
+            "model": "small",
+            "tools": {"search": {"api_key": None, "limit": None}},
+            "type": "analysis",
+            "exclusive": False,
+            "preserve": False,
+        }
+
+
+def test_a_class_declares_its_configuration() -> None:
+    class Configured(StatefulAgent[int, int, int]):
+        name = "configured"
+        agent_config = {"model": "small"}  # noqa: RUF012 - as users write it
+
+        async def on_request(
+            self, ctx: TaskExecutionContext, request: int, /
+        ) -> Paused | Done[int]:
+            return self.done(1)
+
+    assert Configured().plan.config == {"model": "small"}
+
+
+@pytest.mark.parametrize("config", [{"client": object()}, ["small"], {1: "small"}])
+def test_a_configuration_that_is_not_json_is_refused(config: Any) -> None:
+    with pytest.raises(ConfigurationError, match="agent 'agent', config"):
+
+        @agent("agent", config=config)
+        async def configured(ctx: TaskExecutionContext, number: int) -> int:
+            return number
+
+
+async def test_progress_is_complete_only_at_the_end(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    @agent("agent", subtasks=["a"])
+    async def calling(ctx: TaskExecutionContext, number: int) -> int:
+        await ctx.subtask("a", int, 1)
+        return await ctx.call(peer_agent(number))
+
+    await mesh.replica(calling)
+    task_id = await client.ask("agent", 1)
+    request = await peer.wait_for_request()
+    await mesh.idle()
+    waiting = await mesh.store.operation(task_id)
+    assert waiting is not None
+    assert (waiting.status, waiting.progress_pct) == (OperationStatus.WAITING, 99.0)
+    await peer.respond(request, Ok(1))
+    await client.reply(task_id)
+    completed = await mesh.store.operation(task_id)
+    assert completed is not None
+    assert completed.progress_pct == 100.0

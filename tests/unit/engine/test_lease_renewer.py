@@ -1,0 +1,97 @@
+"""The thread that renews leases survives every error of the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from meshpoint.engine.lease_renewer import LeaseRenewer
+from meshpoint.errors import StoreUnavailable
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.tasks import Replica, Run
+from meshpoint.ports.observer import Steps
+from recorded_events import RecordedEvents
+
+AGENT = AgentName("travel")
+RUN = Run(TaskId("task"), AGENT, RunId("run"), fence=2, generation=1)
+
+
+class Renewals:
+    """A store with `renew` only: it raises `errors` in order, then reports every run as lost."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self._errors = list(errors)
+        self.closed = False
+
+    async def renew(self, runs: Any, replica: Replica) -> list[Run]:
+        if self._errors:
+            raise self._errors.pop(0)
+        return list(runs)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@asynccontextmanager
+async def create_renewer(open_store: Callable[[], Any]) -> AsyncIterator[asyncio.Future[Run]]:
+    """Run a lease keeper; yields the future of the first run that it reports as lost."""
+    lost_ids: asyncio.Future[Run] = asyncio.get_running_loop().create_future()
+    replica_id = ReplicaId("A")
+    replica = Replica(replica_id, AGENT, frozenset(), timedelta(seconds=15))
+    renewer = LeaseRenewer(
+        open_store,
+        replica,
+        timedelta(milliseconds=1),
+        Steps(RecordedEvents(), AGENT, replica_id),
+    )
+    renewer.start(lost_ids.set_result)
+    renewer.start_renewing(RUN)
+    try:
+        yield lost_ids
+    finally:
+        await renewer.close()
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("unavailable"), ValueError("a defect")])
+async def test_a_failed_renewal_is_retried(error: Exception) -> None:
+    store = Renewals(error)
+    async with create_renewer(lambda: store) as lost:
+        assert await lost == RUN
+    assert store.closed
+
+
+async def test_a_store_that_fails_to_open_is_reopened() -> None:
+    stores = [Renewals()]
+    errors = [OSError("too many open files")]
+
+    def open_store() -> Renewals:
+        if errors:
+            raise errors.pop()
+        return stores[0]
+
+    async with create_renewer(open_store) as lost:
+        assert await lost == RUN
+
+
+async def test_a_renewer_with_a_hanging_renewal_can_be_closed() -> None:
+    class Hanging(Renewals):
+        async def renew(self, runs: Any, replica: Replica) -> list[Run]:
+            reached.set()
+            await asyncio.Event().wait()
+            return []
+
+    loop, renewing = asyncio.get_running_loop(), asyncio.Event()
+
+    class Reached:
+        def set(self) -> None:
+            loop.call_soon_threadsafe(renewing.set)
+
+    reached, store = Reached(), Hanging()
+    async with create_renewer(lambda: store):
+        await renewing.wait()
+    assert store.closed
