@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pwd
+import random
 import shutil
 import signal
 import socket
@@ -117,7 +118,7 @@ class PrivateServer(ABC):
     """One server process. The methods without `async` block; tests use the others."""
 
     url: str
-    max_starts = 100
+    max_starts = 20
     start_timeout = 60.0  # seconds to wait for a stop before the process is killed
 
     def __init__(self, folder: ServerFolder) -> None:
@@ -216,11 +217,30 @@ class PrivateServer(ABC):
         await asyncio.to_thread(self.end, signal.SIGKILL)
 
 
+_reserved_ports: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A port without a listener."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port without a listener that belongs to this process until it ends.
+
+    A server may listen on it much later, or again after a kill. So the port lies below the range
+    from which Linux takes the local ports of outgoing connections (32768 and up): one of those
+    would hold it for as long as that connection lives. The UDP port of the same number tells other
+    test processes that it is taken.
+    """
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)
+        reservation = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            reservation.bind(("127.0.0.1", port))
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            reservation.close()
+            continue
+        _reserved_ports.append(reservation)
+        return port
 
 
 def _unprivileged_user(users: tuple[str, ...]) -> str:
