@@ -223,10 +223,9 @@ _reserved_ports: list[socket.socket] = []
 def free_port() -> int:
     """A TCP port without a listener that belongs to this process until it ends.
 
-    A server may listen on it much later, or again after a kill. So the port lies below the range
-    from which Linux takes the local ports of outgoing connections (32768 and up): one of those
-    would hold it for as long as that connection lives. The UDP port of the same number tells other
-    test processes that it is taken.
+    A server may listen on it much later, or again after a kill. Meanwhile an outgoing connection
+    could hold the port, so it lies below the local ports that Linux gives to those (32768 and up).
+    The reservation is a UDP socket on the same port number, so no other test process picks it.
     """
     while True:
         port = random.SystemRandom().randrange(12_000, 32_000)

@@ -172,7 +172,7 @@ class Mesh:
             unfinished += [f"{process.name} runs {task}" for task in worker.tasks.segments]
             unfinished += [
                 f"{process.name} holds {task}"
-                for task in worker.tasks.unacked
+                for task in worker.tasks.unacked.by_task
                 if task not in excused_ids
             ]
             unfinished += self._open_rows(process.name, self.memories[process.name], excused_ids)

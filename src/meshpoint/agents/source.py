@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
-from meshpoint.agents.function import FunctionAgent
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.subtasks.versions import version_of
 
@@ -24,7 +23,8 @@ def source_version(agents: Iterable[DurableAgent[Any, Any]]) -> str:
 
 
 def _describe_source(agent: DurableAgent[Any, Any]) -> str:
-    code = agent.function if isinstance(agent, FunctionAgent) else type(agent)
+    function = getattr(agent, "function", None)  # of a function agent
+    code = function if inspect.isfunction(function) else type(agent)
     try:
         text = inspect.getsource(sys.modules[code.__module__])
     except (KeyError, OSError, TypeError):  # typed into a shell, or without its source file

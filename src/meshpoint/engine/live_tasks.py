@@ -137,7 +137,7 @@ class LiveTasks:
 
     def notify_if_idle(self) -> None:
         """Wake `wait_until_idle` if nothing is left."""
-        if not self.segments and not self.unacked and not self._claims_in_progress:
+        if not self.segments and not self.unacked.by_task and not self._claims_in_progress:
             self._idle.set()
 
     async def wait_until_idle(self) -> None:
@@ -145,6 +145,6 @@ class LiveTasks:
 
         No claim that could start another task is in progress then.
         """
-        while self.segments or self.unacked or self._claims_in_progress:
+        while self.segments or self.unacked.by_task or self._claims_in_progress:
             self._idle.clear()
             await self._idle.wait()

@@ -38,21 +38,20 @@ _MAX_NAME_BYTES = 248  # bytes: an AMQP property holds 255, and message ids exte
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A parsed request: the agent's input and the initial values of its context."""
+    """A parsed request: the agent's input and the initial values of its context.
+
+    Requests with the same id must have the same input, compared by its `digest`.
+    """
 
     task_id: TaskId
     input: JsonValue
+    digest: str
     requester: Requester
     a2a_context: A2AContext
     security_context: dict[str, JsonValue]
     trace_context: dict[str, JsonValue]
     message: Message
     resume_token: str | None = None  # token of a requester that was resumed and asks again
-
-    @property
-    def digest(self) -> str:
-        """Digest of the input. Requests with the same id must have the same input."""
-        return json_digest(self.input)
 
     def with_requester(self, requester: Requester) -> Request:
         """Copy the request with the task's current requester, which may change on resume."""
@@ -134,7 +133,8 @@ def parse_request(message: Message, options: Options) -> Request:
     is_traced = isinstance(traceparent, str) and _TRACEPARENT_PATTERN.fullmatch(traceparent)
     return Request(
         task_id=TaskId(task_id),
-        input=body.input(),
+        input=(task_input := body.input()),
+        digest=json_digest(task_input),
         requester=requester,
         a2a_context=a2a_context,
         security_context=security_context,
@@ -250,8 +250,9 @@ def _check_name(field: str, name: object, max_bytes: int = _MAX_NAME_BYTES) -> s
 
 
 def _build_a2a_context(message: Message, body: RequestBody, requester: Requester) -> A2AContext:
-    context_id, metadata = body.message.context_id, body.metadata
-    reserved_keys = {"userId", "sessionId", "userConfig", "securityContext"}
+    context_id, metadata = body.message.context_id, dict(body.metadata)
+    for reserved_key in ("userId", "sessionId", "userConfig", "securityContext"):
+        metadata.pop(reserved_key, None)
     return A2AContext(
         # Every call and reply carries this id: a huge one would make them too large to send.
         context_id=_check_name("message.contextId", context_id, _MAX_CONTEXT_ID_BYTES)
@@ -266,7 +267,7 @@ def _build_a2a_context(message: Message, body: RequestBody, requester: Requester
         deadline=requester.deadline,
         idle_timeout=requester.idle_timeout,
         user_config=_metadata_dict(body, "userConfig"),
-        metadata={key: value for key, value in metadata.items() if key not in reserved_keys},
+        metadata=metadata,
     )
 
 

@@ -178,7 +178,8 @@ class Requests:
             sender=sender,
         )
         is_local = (
-            request.task_id in self._tasks.segments or request.task_id in self._tasks.unacked
+            request.task_id in self._tasks.segments
+            or request.task_id in self._tasks.unacked.by_task
         )
         if is_local and await self._delegate_to_local_task(segment, request, delivery):
             return None

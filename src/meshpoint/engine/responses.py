@@ -407,7 +407,8 @@ class PeerMessages:
                 case False:
                     refused[command] = CancelRefused()
                 case None if (
-                    command.task_id in self._tasks.unacked or self._runtime.database is None
+                    command.task_id in self._tasks.unacked.by_task
+                    or self._runtime.database is None
                 ):
                     in_process_commands.append(command)
                 case _:

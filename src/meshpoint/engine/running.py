@@ -250,7 +250,7 @@ class AgentCode:
                 raise TypeError(f"ctx.produced_artifacts[{index}] is a {type(artifact).__name__}")
         if not isinstance(returned, (list, tuple)):  # an iterator may be endless
             raise TypeError(f"they are a {type(returned).__name__}, not a list or a tuple")
-        return (*produced, *map(dict, _round_trip_json(list(returned))))
+        return (*produced, *map(dict, _round_trip_json(list(returned)) if returned else ()))
 
     def _new_failure(self, message: str, kind: FailureKind = FailureKind.ERROR) -> Failed:
         return Failed(kind, message, self.workspace.context.token_usage.snapshot())

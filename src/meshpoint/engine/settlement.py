@@ -102,7 +102,7 @@ class Settlement:
                 self._report_failure(segment, outcome)
                 await self._keep_requests(segment, backend)
                 await self.send(backend, [reply])
-                if reply.task_id in self._tasks.unacked:  # its reply waits for its address
+                if reply.task_id in self._tasks.unacked.by_task:  # its reply waits for its address
                     await self._keep_requests(segment, backend)  # if redelivered meanwhile
                 await self.ack(segment)
                 await self._clean_up(segment, backend, reply, committed.final_checkpoint)
@@ -264,7 +264,7 @@ class Settlement:
         its calls.
         """
         return isinstance(item, CancelNotice) or (
-            isinstance(item, Reply) and item.task_id in self._tasks.unacked
+            isinstance(item, Reply) and item.task_id in self._tasks.unacked.by_task
         )
 
     async def _send_from_process(
@@ -291,7 +291,7 @@ class Settlement:
         for item in items:
             if not isinstance(item, Reply) or item.task_id in settled:
                 continue
-            if item.task_id not in unacked:
+            if item.task_id not in unacked.by_task:
                 continue
             if unacked.has_ended(item.task_id):
                 if item.age >= _MAX_UNACKED_TIME:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 
 from meshpoint.model.ids import TaskId
@@ -28,21 +28,16 @@ class UnackedKind(Enum):
 
 
 class UnackedRequests:
-    """Unacked deliveries by task, counted by source queue."""
+    """Unacked deliveries, counted by source queue.
+
+    `by_task` has the tasks with their deliveries, for reading. The reply of an ended task may wait
+    without a delivery.
+    """
 
     def __init__(self) -> None:
-        self._by_task: dict[TaskId, list[Delivery]] = {}
+        self.by_task: dict[TaskId, list[Delivery]] = {}
         self._ended: set[TaskId] = set()
         self._counts: Counter[tuple[Address, UnackedKind]] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._by_task)
-
-    def __iter__(self) -> Iterator[TaskId]:
-        return iter(self._by_task)
-
-    def __contains__(self, task_id: TaskId) -> bool:
-        return task_id in self._by_task
 
     @property
     def ended(self) -> int:
@@ -55,12 +50,12 @@ class UnackedRequests:
 
     def first_request(self, task_id: TaskId) -> Message | None:
         """The first request of a task that has not ended."""
-        deliveries = self._by_task.get(task_id)
+        deliveries = self.by_task.get(task_id)
         return deliveries[0].message if deliveries and task_id not in self._ended else None
 
     def may_run_elsewhere(self, task_id: TaskId) -> bool:
         """Whether another replica may run the task: a request of it was redelivered or lost."""
-        return may_run_elsewhere(self._by_task.get(task_id, ()))
+        return may_run_elsewhere(self.by_task.get(task_id, ()))
 
     def add(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Keep `deliveries` unacked until the task has ended and its reply is confirmed.
@@ -68,7 +63,7 @@ class UnackedRequests:
         Returns the copies to ack: earlier copies of redelivered requests, and the oldest copies
         beyond the limit.
         """
-        unacked = self._by_task.setdefault(task_id, [])
+        unacked = self.by_task.setdefault(task_id, [])
         surplus: list[Delivery] = []
         for delivery in deliveries:
             if (
@@ -92,7 +87,7 @@ class UnackedRequests:
 
     def remove(self, task_id: TaskId) -> list[Delivery]:
         """Remove and return the deliveries held for the task, for the caller to settle."""
-        removed = self._by_task.pop(task_id, [])
+        removed = self.by_task.pop(task_id, [])
         for delivery in removed:
             self._counts[self._key(task_id, delivery)] -= 1
         self._ended.discard(task_id)
@@ -111,11 +106,11 @@ class UnackedRequests:
 
         Also returns the tasks without a request, whose replies are lost.
         """
-        removed_ids = [task_id for task_id in self._by_task if not should_stay(task_id)]
+        removed_ids = [task_id for task_id in self.by_task if not should_stay(task_id)]
         lost = [
             task_id
             for task_id in removed_ids
-            if task_id in self._ended and not self._by_task[task_id]
+            if task_id in self._ended and not self.by_task[task_id]
         ]
         return [delivery for task_id in removed_ids for delivery in self.remove(task_id)], lost
 

@@ -402,7 +402,7 @@ class Worker:
         self.runtime.steps.emit(
             Step.DRAINING,
             *self.tasks.segments,
-            unacked=len(self.tasks.unacked),
+            unacked=len(self.tasks.unacked.by_task),
             **({"reason": reason} if isinstance(reason, str) else {}),
         )
         closing = self._spawn(self._stop_consuming())

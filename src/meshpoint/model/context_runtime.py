@@ -7,6 +7,7 @@ calls and subtasks, and hold the working memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from pydantic import JsonValue
@@ -100,6 +101,7 @@ class SegmentTools(Protocol):
         """The working memory, or `None` once the segment has ended."""
 
 
+@dataclass(slots=True, eq=False)
 class ContextRuntime:
     """What the replica attaches to a context for one segment.
 
@@ -111,11 +113,8 @@ class ContextRuntime:
         tools: Builds the subtasks and the working memory. `None` outside a replica.
     """
 
-    __slots__ = ("recorder", "tools")
-
-    def __init__(self) -> None:
-        self.recorder: CallRecorder | None = None
-        self.tools: SegmentTools | None = None
+    recorder: CallRecorder | None = None
+    tools: SegmentTools | None = None
 
     @property
     def subtasks(self) -> SubtaskRunner | None:

@@ -64,7 +64,7 @@ class DeclaredType(Generic[_T]):
         """Convert JSON data to the declared type.
 
         Raises:
-            DoesNotFit: the value has another type.
+            TypeMismatch: the value has another type.
         """
         if self._is_plain(value):  # fast, because each replay of a function agent reads again
             return value  # type: ignore[return-value]  # it has the declared type
@@ -80,7 +80,7 @@ class DeclaredType(Generic[_T]):
         """Validate a Python value against the declared type.
 
         Raises:
-            DoesNotFit: the value has another type.
+            TypeMismatch: the value has another type.
         """
         try:
             return self._adapter.validate_python(value)
@@ -96,7 +96,7 @@ class DeclaredType(Generic[_T]):
                 result.
 
         Raises:
-            DoesNotFit: the value has another type, or contains something that is not JSON.
+            TypeMismatch: the value has another type, or contains something that is not JSON.
         """
         if self._is_plain(value):
             return value  # type: ignore[return-value]  # a scalar

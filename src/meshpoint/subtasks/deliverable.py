@@ -81,7 +81,7 @@ class DeliverableCodec:
         """Restore the value from the JSON that `write` returned.
 
         Raises:
-            DoesNotFit: The annotation has changed, and the value does not fit it.
+            TypeMismatch: The annotation has changed, and the value does not fit it.
         """
         return self._typed.read(json.loads(text))
 
