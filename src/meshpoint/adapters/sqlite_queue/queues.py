@@ -479,8 +479,8 @@ def _delete_markers(db: sqlite3.Connection, namespace: str, kept: Collection[str
     if not has_table(db, MARKER_TABLE):  # a file that only earlier releases have used
         return
     prefix = f"{namespace}."
-    query = f"SELECT name FROM {MARKER_TABLE} WHERE substr(name, 1, length(?1)) = ?1"
-    names = [name for (name,) in db.execute(query, (prefix,)) if name not in kept]
+    query = f"SELECT name FROM {MARKER_TABLE} WHERE substr(name, 1, length(:prefix)) = :prefix"
+    names = [name for (name,) in db.execute(query, {"prefix": prefix}) if name not in kept]
     db.executemany(f"DELETE FROM {MARKER_TABLE} WHERE name = ?", [(name,) for name in names])
 
 
