@@ -59,6 +59,13 @@ async def sleeper(ctx: TaskExecutionContext, milliseconds: int) -> str:
     return "rested"
 
 
+@agent("dozer", version="1")
+async def dozer(ctx: TaskExecutionContext, milliseconds: int) -> str:
+    """Like `sleeper`, but new tasks no longer pause in its database."""
+    await asyncio.sleep(min(max(milliseconds, 0), 3000) / 1000)
+    return "rested"
+
+
 @agent("solo", version="1", exclusive=True)
 async def solo(ctx: TaskExecutionContext, milliseconds: int) -> str:
     """Like `diary`, but the agent is exclusive: none of its operations is resumed meanwhile."""
@@ -79,4 +86,4 @@ async def _run_recorded(ctx: TaskExecutionContext, milliseconds: int) -> str:
     return "written"
 
 
-__all__ = ["asker", "diary", "doubter", "light", "root", "sleeper", "solo", "spark"]
+__all__ = ["asker", "diary", "doubter", "dozer", "light", "root", "sleeper", "solo", "spark"]

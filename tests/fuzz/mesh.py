@@ -18,7 +18,10 @@ IN_PROCESS = {
     "light": "fuzz.agents:light",
     "spark": "fuzz.agents:spark",
     "doubter": "fuzz.agents:doubter",
+    "dozer": "fuzz.agents:dozer",
 }
+SWITCHED_OFF = "dozer"
+"""An in-process agent that has a database, but `stateless_checkpointing` is off."""
 AGENTS = (*DURABLE, *IN_PROCESS)
 CREDULOUS = ("asker", "doubter")
 """Agents that call the lying peer.
@@ -66,9 +69,10 @@ def make_configuration(
         {"name": name, "entrypoint": path, **shared_options, **durable_options}
         for name, path in DURABLE.items()
     ]
-    agents += [
-        {"name": name, "entrypoint": path, **shared_options} for name, path in IN_PROCESS.items()
-    ]
+    switched_off = durable_options | {"stateless_checkpointing": False}
+    for name, path in IN_PROCESS.items():
+        options = shared_options | (switched_off if name == SWITCHED_OFF else {})
+        agents.append({"name": name, "entrypoint": path, **options})
     for agent in agents:
         agent["peer_timeout_seconds"] = 10 if agent["name"] in CREDULOUS else 3600
     mesh = {

@@ -220,7 +220,7 @@ def make_input(world: FuzzState, agent: str) -> Any:
             return {"number": number, "rounds": 1}
         case "leaf" | "spark":
             return {"number": number, "round": 0, "index": 0}
-        case "sleeper" | "solo" | "diary":
+        case "sleeper" | "dozer" | "solo" | "diary":
             return world.rng.choice((0, 5, 300, 1500))
         case _:
             return number
@@ -231,7 +231,7 @@ def make_request(
 ) -> WireMessage:
     """A valid request."""
     agent = agent or world.rng.choice(
-        ("leaf", "spark", "leaf", "spark", "sleeper", "asker", "doubter")
+        ("leaf", "spark", "leaf", "spark", "sleeper", "dozer", "asker", "doubter")
     )
     task_id = task_id or f"{world.mark}-{new_id()}"
     body = {
