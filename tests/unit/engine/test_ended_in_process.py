@@ -159,7 +159,7 @@ async def test_failed_operations_are_bounded() -> None:
     stored = store._tables
     assert len(stored.tasks) == len(stored.resumable) == 100
     assert await store.operation(run.task_id) is not None, "the newest must be resumable"
-    assert len(stored.recently_ended) == 200, "requests of the others must be recognised"
+    assert len(stored.recently_ended) == 200, "requests of the others must be recognized"
 
 
 async def test_archived_checkpoints_are_bounded() -> None:

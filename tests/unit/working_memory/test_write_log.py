@@ -108,7 +108,7 @@ def pause_writes(writes: MemoryWriteLog, seq: int, *finished: str) -> bytes:
     return encode_writes(new, writes.finished_in_log)
 
 
-def test_writes_in_the_log_are_recognised_and_not_repeated_in_checkpoints() -> None:
+def test_writes_in_the_log_are_recognized_and_not_repeated_in_checkpoints() -> None:
     writes = MemoryWriteLog()
     writes.record((0, 0, ""), INCR, [1])
     entry = pause_writes(writes, 1)

@@ -28,7 +28,7 @@ class InProcessStore(
 
     An ended task remains as a tombstone with its reply for `timings.tombstone_ttl`. With
     `max_ended`, it is forgotten once its reply is sent, and only the last `max_ended` ids are
-    kept. A duplicate of such a request is recognised and not answered again.
+    kept. A duplicate of such a request is recognized and not answered again.
     """
 
     def __init__(
