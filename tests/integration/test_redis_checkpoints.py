@@ -240,12 +240,12 @@ def flip_byte(copy: bytes) -> bytes:
             lambda copy: bytes(CODE_BYTES) + zstandard.compress(bytes(10_000_000)), id="a bomb"
         ),
         pytest.param(lambda copy: Sealed(b""), id="sealed: empty"),
-        pytest.param(lambda copy: Sealed(b"\x00[]"), id="sealed: other JSON"),
-        pytest.param(lambda copy: Sealed(b"\x00{}"), id="sealed: other object"),
-        pytest.param(lambda copy: Sealed(b"\x00" + b"[" * 100_000), id="sealed: deep"),
-        pytest.param(lambda copy: Sealed(b"\x00\xff\xfe"), id="sealed: no UTF-8"),
-        pytest.param(lambda copy: Sealed(b"\x01not compressed"), id="sealed: no frame"),
-        pytest.param(lambda copy: Sealed(b"\x01\x28\xb5\x2f\xfd"), id="sealed: half a frame"),
+        pytest.param(lambda copy: Sealed(b"\x02[]"), id="sealed: other JSON"),
+        pytest.param(lambda copy: Sealed(b"\x02{}"), id="sealed: other object"),
+        pytest.param(lambda copy: Sealed(b"\x02" + b"[" * 100_000), id="sealed: deep"),
+        pytest.param(lambda copy: Sealed(b"\x02\xff\xfe"), id="sealed: no UTF-8"),
+        pytest.param(lambda copy: Sealed(b"\x03not compressed"), id="sealed: no frame"),
+        pytest.param(lambda copy: Sealed(b"\x03\x28\xb5\x2f\xfd"), id="sealed: half a frame"),
         pytest.param(
             lambda copy: Sealed(b"\x07" + copy[CODE_BYTES + 1 :]), id="sealed: unknown marker"
         ),

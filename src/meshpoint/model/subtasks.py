@@ -13,15 +13,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from meshpoint.model.ids import AgentName, TaskId
 
@@ -34,6 +26,11 @@ class SubtaskStatus(StrEnum):
     FAILED = "failed"
     OUTDATED = "outdated"  # it was completed, but must run again because something has changed
 
+
+COMPUTED_VERSIONS = ("src:", "code:")
+"""How the version of a function begins if it was computed from its code."""
+USES = " uses "
+"""In a computed version, follows the function's own and precedes digests of what it uses."""
 
 MAX_OPEN_PROGRESS = 99.0
 """Percentage of an operation whose subtasks are all completed, but which has not ended yet."""
@@ -57,8 +54,7 @@ class SubtaskRecord(_StoredModel):
         secrets: JSON pointers to the places in the deliverable whose type is marked `Secret`.
         again: why a completed subtask ran again in that attempt.
         error: why it failed.
-        reused_in: latest attempt that reused it after comparing it. `None` if none did, and then
-            not serialized, because the previous release does not know the field.
+        reused_in: latest attempt that reused it after comparing it. `None` if none did.
     """
 
     name: str
@@ -75,13 +71,6 @@ class SubtaskRecord(_StoredModel):
     error: str | None = None
     reused_in: int | None = None
 
-    @model_serializer(mode="wrap")
-    def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        data: dict[str, Any] = handler(self)
-        if self.reused_in is None:
-            data.pop("reused_in", None)
-        return data
-
     @property
     def completed(self) -> bool:
         """Whether its deliverable is recorded."""
@@ -97,6 +86,13 @@ class SubtaskRecord(_StoredModel):
         if changes.pop("token_usage", None) is None:
             return self
         return self.model_copy(update={"context": json.dumps(changes) if changes else None})
+
+
+def split_uses(version: str) -> tuple[str, str | None]:
+    """Split a version into the function's own and the digests of what it uses, if it has any."""
+    own, separator, uses = version.partition(USES)
+    has_uses = separator and version.startswith(COMPUTED_VERSIONS)
+    return (own, uses) if has_uses else (version, None)
 
 
 def is_counted(record: SubtaskRecord, retry_count: int, generation: int) -> bool:

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
+from meshpoint.model.subtasks import COMPUTED_VERSIONS, USES, split_uses
 from meshpoint.subtasks.inputs import try_digest
 from meshpoint.subtasks.module_source import ModuleSource, read_module
 from meshpoint.subtasks.versions import (
@@ -40,10 +41,6 @@ from meshpoint.subtasks.versions import (
     version_of,
 )
 
-_SEPARATOR = " uses "
-"""Follows the version of the function, also if it uses nothing."""
-_COMPUTED = ("src:", "code:")
-"""Other versions are explicit, or names, and have no digests."""
 _MAX_NAMES = 12
 """Maximum names in a version. More are digested together, so that records stay small."""
 _DIGEST_LENGTH = 8
@@ -56,13 +53,13 @@ _FUNCTION_CHANGED = "its function has changed"
 def version_with_uses(function: Callable[..., Any]) -> str:
     """Return `version_of(function)`, and digests of what it uses of its module, by name."""
     own = version_of(function)
-    if not own.startswith(_COMPUTED):
+    if not own.startswith(COMPUTED_VERSIONS):
         return own
     uses = _find_uses(function)
     if len(uses) > _MAX_NAMES:
         uses = {_ALL: digest_text(repr(sorted(uses.items())))}
     listed = (f"{name}={digest[:_DIGEST_LENGTH]}" for name, digest in sorted(uses.items()))
-    return f"{own}{_SEPARATOR}{' '.join(listed)}"
+    return f"{own}{USES}{' '.join(listed)}"
 
 
 def describe_change(recorded: str, current: str) -> str | None:
@@ -72,15 +69,12 @@ def describe_change(recorded: str, current: str) -> str | None:
     """
     if recorded == current:
         return None
-    if not recorded.startswith(_COMPUTED) or not current.startswith(_COMPUTED):
-        return _FUNCTION_CHANGED
-    own, separator, uses = recorded.partition(_SEPARATOR)
-    current_own, _, current_uses = current.partition(_SEPARATOR)
+    (own, uses), (current_own, current_uses) = split_uses(recorded), split_uses(current)
     if own != current_own:
         return _FUNCTION_CHANGED
-    if not separator:
+    if uses is None:
         return None
-    before, after = _parse_uses(uses), _parse_uses(current_uses)
+    before, after = _parse_uses(uses), _parse_uses(current_uses or "")
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if not changed:
         return _FUNCTION_CHANGED

@@ -24,7 +24,11 @@ from meshpoint.own_threads import run_in_own_thread
 from meshpoint.ports.task_store import CacheUnavailable
 
 _MAX_CONNECTIONS = 4
-_PLAIN, _ZSTD = b"\x00", b"\x01"
+_PLAIN, _ZSTD = b"\x02", b"\x03"
+"""The previous release writes 0 and 1, and its copies lack a part of the checkpoint.
+
+Neither release reads the copies of the other: they read the database, which both can.
+"""
 _MIN_COMPRESS_BYTES = 1024
 _MIN_THREAD_BYTES = 256 * 1024
 
@@ -147,9 +151,7 @@ async def encode_checkpoint(checkpoint: AgentCheckpoint) -> bytes:
         CheckpointError: it contains values that JSON cannot represent.
     """
     try:
-        # Without `extra`, the previous release can read the copy.
-        unused = None if checkpoint.extra else {"extra"}
-        content = checkpoint.model_dump_json(exclude=unused).encode()
+        content = checkpoint.model_dump_json().encode()
     except ValueError as error:
         raise CheckpointError(
             f"checkpoint {checkpoint.seq} of {checkpoint.operation_id}: {_first_line(error)}"

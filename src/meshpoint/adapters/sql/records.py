@@ -13,12 +13,14 @@ from meshpoint.model.ids import ReplicaId, TaskId
 from meshpoint.model.operations import OperationStatus, OperationSummary
 from meshpoint.model.subtasks import (
     MAX_OPEN_PROGRESS,
+    USES,
     AgentCheckpoint,
     Child,
     Operation,
     SubtaskRecord,
     is_counted,
     latest_by_id,
+    split_uses,
 )
 from meshpoint.model.tasks import L1Snapshot, TaskState
 
@@ -170,20 +172,37 @@ def _working_memory(checkpoint: AgentCheckpoint) -> dict[str, Any]:
         memory["extra"] = json.dumps(checkpoint.extra)
     if checkpoint.memory_writes_replace_log:
         memory["memory_writes_replace_log"] = True
-    return memory
+    reused_in = {
+        record.name: record.reused_in
+        for record in checkpoint.subtasks
+        if record.reused_in is not None
+    }
+    uses = {
+        record.name: digests
+        for record in checkpoint.subtasks
+        if (digests := split_uses(record.function or "")[1]) is not None
+    }
+    named = {"reused_in": reused_in, "uses": uses}
+    return memory | {key: by_subtask for key, by_subtask in named.items() if by_subtask}
 
 
 def _record_column(record: SubtaskRecord) -> dict[str, Any]:
-    # Pointers to secrets as text, since a deliverable's key may contain NUL, which JSONB cannot
-    # store.
-    return record.model_dump(mode="json", exclude={"result"}) | {
-        "secrets": _to_json_text(record.secrets)
+    """Encode a record as the previous release reads it; `_working_memory` has the rest.
+
+    That release refuses unknown keys, and repeats a subtask whose `function` is not exactly the
+    version that it computes itself.
+    """
+    function = record.function
+    return record.model_dump(mode="json", exclude={"result", "reused_in"}) | {
+        "function": None if function is None else split_uses(function)[0],
+        # As text, since a deliverable's key may contain NUL, which JSONB cannot store.
+        "secrets": _to_json_text(record.secrets),
     }
 
 
 def without_counted_usage(column: Any, retry_count: int, generation: int) -> str:
     """Encode the records in a checkpoint's column without tokens that its task has counted."""
-    records = [_record_from_json(record, {}) for record in _parse_json(column)]
+    records = [_record_from_json(record, {}, {}) for record in _parse_json(column)]
     return _to_json_text(
         [
             _record_column(
@@ -203,7 +222,9 @@ def checkpoint_from_row(row: Any, names: AgentNames) -> AgentCheckpoint:
         seq=row.seq,
         subject=row.subject,
         planned=_parse_json(row.planned_subtasks),
-        subtasks=tuple(_record_from_json(record, results) for record in _parse_json(row.subtasks)),
+        subtasks=tuple(
+            _record_from_json(record, results, memory) for record in _parse_json(row.subtasks)
+        ),
         saved_progress=memory["saved_progress"],
         l1_in_sql=memory.get("l1_in_sql"),
         memory_writes=from_json(memory.get("memory_writes", "[]")),
@@ -225,8 +246,13 @@ def snapshot_from_row(row: Any) -> L1Snapshot:
     return L1Snapshot(row.seq, row.l1_snapshot_hash, bytes(row.l1_snapshot))
 
 
-def _record_from_json(record: dict[str, Any], results: dict[str, str]) -> SubtaskRecord:
-    secrets = from_json(record["secrets"])
-    return SubtaskRecord.model_validate(
-        record | {"secrets": secrets, "result": results.get(record["name"])}
-    )
+def _record_from_json(
+    record: dict[str, Any], results: dict[str, str], memory: dict[str, Any]
+) -> SubtaskRecord:
+    name, function = record["name"], record["function"]
+    more: dict[str, Any] = {"secrets": from_json(record["secrets"]), "result": results.get(name)}
+    if (reused_in := memory.get("reused_in", {}).get(name)) is not None:
+        more["reused_in"] = reused_in
+    if function is not None and (uses := memory.get("uses", {}).get(name)) is not None:
+        more["function"] = function + USES + uses
+    return SubtaskRecord.model_validate(record | more)

@@ -1,0 +1,203 @@
+"""What this release writes, read as the previous one reads it: see `previous_release`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+import previous_release
+from meshpoint import FailureKind, Outcomes, Paused, Peer, TaskExecutionContext, agent
+from meshpoint.adapters.redis.checkpoint_cache import encode_checkpoint
+from meshpoint.adapters.sql import SqlStore
+from meshpoint.adapters.sql.engine import async_url
+from meshpoint.model.context import A2AContext
+from meshpoint.model.ids import AgentName, RunId, TaskId
+from meshpoint.model.messages import Address
+from meshpoint.model.outcomes import Ok
+from meshpoint.model.subtasks import AgentCheckpoint, Child, MemoryWrite, SubtaskStatus
+from meshpoint.model.tasks import CallState, Run, TaskState
+from meshpoint.model.transitions import Save
+from meshpoint.model.usage import Tokens
+from meshpoint.testing.conformance.build import (
+    a_checkpoint,
+    a_pause,
+    a_record,
+    an_end,
+    operating,
+    write_end,
+    write_pause,
+)
+
+OWN, USES = "src:1f", "RATE=1 helper=2"
+RECORDS = (
+    a_record("reused", '{"key": 1}').model_copy(
+        update={
+            "function": f"{OWN} uses {USES}",
+            "reused_in": 2,
+            "context": "{}",
+            "secrets": ("/key\0",),
+            "seconds": 1.5,
+            "generation": 3,
+        }
+    ),
+    a_record("alone", "[]").model_copy(update={"function": f"{OWN} uses "}),
+    a_record("explicit", "1").model_copy(update={"function": "v:what it uses now"}),
+    a_record("migrated", "2").model_copy(update={"function": None, "inputs": {}}),
+    a_record("broken").model_copy(update={"error": "{}", "again": "why", "retry": 2}),
+)
+
+
+@pytest.fixture
+async def store(database_url: str) -> AsyncIterator[SqlStore]:
+    store = SqlStore(database_url, namespace="test", checkpoint_archive=True)
+    await store.open()
+    yield store
+    await store.close()
+
+
+async def fetch(url: str, query: str) -> list[Any]:
+    engine = create_async_engine(async_url(url))
+    async with engine.connect() as connection:
+        rows = (await connection.execute(text(query))).all()
+    await engine.dispose()
+    return list(rows)
+
+
+async def everything_saved(store: SqlStore) -> tuple[Run, AgentCheckpoint]:
+    """A checkpoint of a running operation, in which every field is set."""
+    run = await operating(store)
+    checkpoint = a_checkpoint(
+        run,
+        1,
+        *RECORDS,
+        saved_progress={"broken": "[1]"},
+        agent_config={"model": "m"},
+        error_details={"trace": ["a", None]},
+        failure_reason="broken",
+        retry_count=2,
+        extra={"odd": "\0"},
+        l1_snapshot_hash="digest",
+        l1_in_sql="digest",
+        memory_writes=[MemoryWrite(digest="d", calls=1, subtasks="reused", seq=1, answers=[1])],
+        memory_writes_replace_log=True,
+    )
+    await store.save(Save(run, checkpoint))
+    return run, checkpoint
+
+
+def without_additions(checkpoint: AgentCheckpoint) -> dict[str, Any]:
+    """What the previous release knows of `checkpoint`."""
+    known = previous_release.AgentCheckpoint.model_fields.keys()
+    content = checkpoint.model_dump(include=set(known))
+    functions = [OWN, OWN, "v:what it uses now", None, "1"]  # as it computes them itself
+    for record, function in zip(content["subtasks"], functions, strict=True):
+        record["function"] = function
+        del record["reused_in"]
+    return content
+
+
+async def test_it_reads_every_checkpoint(store: SqlStore, database_url: str) -> None:
+    _, written = await everything_saved(store)
+    (row,) = await fetch(database_url, "SELECT * FROM agent_checkpoints")
+    assert previous_release.read_checkpoint(row).model_dump() == without_additions(written)
+
+
+async def test_this_release_reads_the_additions_too(store: SqlStore) -> None:
+    run, written = await everything_saved(store)
+    found = await store.latest(run.task_id)
+    assert found is not None
+    assert found.model_copy(update={"checkpoint_time": None}) == written
+
+
+async def test_it_reads_a_checkpoint_that_an_end_copied(
+    store: SqlStore, database_url: str
+) -> None:
+    run, written = await everything_saved(store)
+    await write_end(store, an_end(run, TaskState.FAILED, reason="no answer"))
+    (row,) = await fetch(database_url, "SELECT * FROM agent_checkpoints WHERE seq = 2")
+    changes = {"seq": 2, "retry_count": 0, "failure_reason": "no answer", "error_details": None}
+    expected = without_additions(written.model_copy(update=changes))
+    assert previous_release.read_checkpoint(row).model_dump() == expected
+    copied = await store.latest(run.task_id)
+    assert copied is not None
+    assert copied.subtasks == written.subtasks
+
+
+async def test_it_reads_the_archive(store: SqlStore, database_url: str) -> None:
+    run, written = await everything_saved(store)
+    await write_end(store, an_end(run))
+    (row,) = await fetch(database_url, "SELECT * FROM agent_checkpoints_archive")
+    assert previous_release.read_checkpoint(row).model_dump() == without_additions(written)
+    assert [each.subtasks for each in await store.history(run.task_id)] == [written.subtasks]
+
+
+async def test_it_reads_children(store: SqlStore, database_url: str) -> None:
+    child = Child(id=TaskId("1"), peer=AgentName("p"), digest="d", subtask="s", retry=2)
+    run = await operating(store)
+    await write_pause(store, replace(a_pause(run=run), children=(child,)))
+    (row,) = await fetch(database_url, "SELECT children FROM agent_operations")
+    (found,) = previous_release.read_children(row.children)
+    assert found.model_dump() == child.model_dump()
+
+
+async def test_it_does_not_misread_copies_in_redis() -> None:
+    """It knows the markers 0 and 1, and falls back to the database for any other."""
+    checkpoint = a_checkpoint(Run(TaskId("1"), AgentName("a"), RunId("r")), 1, *RECORDS)
+    for size in (0, 10_000):
+        larger = checkpoint.model_copy(update={"subject": "x" * size})
+        assert (await encode_checkpoint(larger))[0] not in {0, 1}
+
+
+def test_it_reads_contexts() -> None:
+    origin = A2AContext(
+        context_id="c",
+        session_id="s",
+        user_id="u",
+        reply_to=Address("r"),
+        requester="q",
+        parent_task_id="p",
+        call_depth=1,
+        deadline=datetime(2030, 1, 1, tzinfo=UTC),
+        idle_timeout=timedelta(seconds=1),
+        user_config={"a": 1},
+        metadata={"b": 2},
+    )
+    ctx = TaskExecutionContext(TaskId("1"), origin, subject="subject")
+    ctx.token_usage.record(Tokens(input=1, output=2, cached=3), model="m")
+    previous_release.Context.model_validate(ctx.to_checkpoint_dict())
+
+
+async def test_it_reads_journals() -> None:
+    peer = Peer("peer", int, int)
+
+    @agent("plain", version="1")
+    async def plain(ctx: TaskExecutionContext, number: int) -> int:
+        return await ctx.call(peer(number)) + await ctx.call(peer(number))
+
+    ctx = TaskExecutionContext(TaskId("1"))
+    first = await plain.start(ctx, 1)
+    assert isinstance(first, Paused)
+    second = await plain.resume(ctx, first.state, Outcomes({first.calls[0].id: Ok(1)}))
+    assert isinstance(second, Paused)
+    for state in (first.state, second.state):
+        previous_release.Journal.model_validate_json(state)
+
+
+@pytest.mark.parametrize(
+    ("current", "previous"),
+    [
+        (TaskState, previous_release.TaskState),
+        (CallState, previous_release.CallState),
+        (SubtaskStatus, previous_release.SubtaskStatus),
+        (FailureKind, previous_release.FailureKind),
+    ],
+)
+def test_it_knows_every_value(current: type[StrEnum], previous: type[StrEnum]) -> None:
+    assert set(map(str, current)) <= set(map(str, previous))
