@@ -240,15 +240,29 @@ def resume_task(
     concurrent callers, one gets 11.
     """
     from meshpoint.cli import parked
-    from meshpoint.cli.send import print_outcome
 
     if task_id is None:
         parked.resume_all(
             config, database, namespace, state, agent, reason, dry_run=dry_run, as_json=as_json
         )
-        return
-    if state or agent or reason or dry_run:
+    elif state or agent or reason or dry_run:
         raise typer.BadParameter("--state, --agent, --reason and --dry-run exclude TASK_ID")
+    else:
+        _resume_one(task_id, config, database, namespace, wait=wait, as_json=as_json)
+
+
+def _resume_one(
+    task_id: str,
+    config: Path | None,
+    database: str | None,
+    namespace: str | None,
+    *,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    """Resume a task, or offer it again if it is parked, and print what happened."""
+    from meshpoint.cli import parked
+    from meshpoint.cli.send import print_outcome
 
     async def resume(operations: Operations) -> tuple[Revived | None, Outcome | None]:
         offered = await operations.unpark([task_id])

@@ -167,23 +167,15 @@ def build_runtime(
         replica_id: The id of this replica; by default a new one.
         isolation: Runs suspect tasks in their own processes.
     """
-    name, id_ = AgentName(agent.name), replica_id or ReplicaId(new_id())
-    replica = Replica(
-        id_,
-        name,
-        readable_formats(agent),
-        options.lease,
-        isolates=isolation is not None,
-        version=options.app_version or source_version(list_versions(agent)),
-    )
-    steps = Steps(observer, name, id_)
+    replica = _describe_replica(agent, options, replica_id, isolates=isolation is not None)
+    steps = Steps(observer, replica.agent, replica.id)
     retry = Retry(clock, steps)
     grace = partial(StartupGrace, clock, options.settle_time, options.lease)
     database = None
     if durable is not None:
         database = DatabaseBackend(
             durable,
-            response_queue(name),
+            response_queue(replica.agent),
             AgentCheckpointer(durable, cache, report_problem=_copy_problem_reporter(steps)),
             _build_memory_services(l1 or local, snapshots, options, steps),
             grace(),
@@ -191,20 +183,11 @@ def build_runtime(
             if lease_store is None
             else LeaseRenewer(lease_store, replica, options.renew_interval, steps),
         )
-    in_process = Backend(
-        memory,
-        private_queue(name, id_),
-        AgentCheckpointer(memory),
-        # An in-process task would restart from scratch on another replica, where a snapshot of
-        # its old memory would get in the way. So it gets no snapshots.
-        _build_memory_services(local, None, options, steps),
-        grace(),
-    )
     return ReplicaRuntime(
         replica=replica,
         broker=broker,
         database=database,
-        in_process=in_process,
+        in_process=_build_in_process(memory, local, replica, options, steps, grace()),
         l1=l1,
         connections=[connection for connection in (cache, snapshots) if connection is not None],
         isolation=isolation,
@@ -216,6 +199,42 @@ def build_runtime(
         steps=steps,
         background=BackgroundTasks(retry, steps),
         state_format=agent.state_format,
+    )
+
+
+def _describe_replica(
+    agent: DurableAgent[Any, Any],
+    options: Options,
+    replica_id: ReplicaId | None,
+    *,
+    isolates: bool,
+) -> Replica:
+    return Replica(
+        replica_id or ReplicaId(new_id()),
+        AgentName(agent.name),
+        readable_formats(agent),
+        options.lease,
+        isolates=isolates,
+        version=options.app_version or source_version(list_versions(agent)),
+    )
+
+
+def _build_in_process(
+    memory: CheckpointStore,
+    local: WorkingMemory,
+    replica: Replica,
+    options: Options,
+    steps: Steps,
+    grace: StartupGrace,
+) -> Backend:
+    return Backend(
+        memory,
+        private_queue(replica.agent, replica.id),
+        AgentCheckpointer(memory),
+        # An in-process task would restart from scratch on another replica, where a snapshot of
+        # its old memory would get in the way. So it gets no snapshots.
+        _build_memory_services(local, None, options, steps),
+        grace,
     )
 
 
