@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +110,30 @@ def test_the_tests_in_the_docs_pass(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_migrations_on_the_page_continue_a_checkpoint_of_the_old_version(
+    tmp_path: Path,
+) -> None:
+    page = (HOW_TO / "migrate-a-checkpoint.md").read_text(encoding="utf-8")
+    first, second = (shlex.split(line) for line in code_blocks(page, "sh"))
+    before, after = code_blocks(page, "python")
+
+    def run(command: list[str], source: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "analyst.py").write_text(source, encoding="utf-8")
+        program = str(Path(sys.executable).with_name(command[0]))
+        return subprocess.run(
+            [program, *command[1:]], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    failed = run([*first, "--json"], before)
+    assert failed.returncode == 4, failed.stderr
+    assert json.loads(failed.stdout)["checkpoint"]["agent_version"] == "1.0"
+    broken = run(second, after.replace('["currency"] = "USD"', '["currency"] = missing'))
+    assert broken.returncode == 1
+    assert "migration add_currency (1.1 -> 1.2): NameError: name 'missing'" in broken.stderr
+    done = run(second, after)
+    assert (done.returncode, done.stdout) == (0, code_blocks(page, "text")[0]), done.stderr
 
 
 QUICKSTART_RUN = """

@@ -263,6 +263,40 @@ async def test_checkpoints_of_an_earlier_version_are_migrated(
     assert steps.started.names == ["a", "b"]
 
 
+@migrates("1", "2")
+def fail_to_rename(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    checkpoint["interim_results"].pop("never recorded")
+    return checkpoint
+
+
+async def test_a_migration_that_fails_parks_the_task_until_it_is_fixed(
+    mesh: Mesh, client: FakePeer
+) -> None:
+    steps = Steps()
+    old = await mesh.replica(sequential_agent(steps, "a", "b", "fail"))
+    task_id = await client.ask("agent", 1)
+    await client.reply(task_id)
+    await old.drain()
+    before = await mesh.store.history(task_id)
+    broken = await mesh.replica(
+        sequential_agent(steps, "a", "c", version="2", migrations=[fail_to_rename])
+    )
+    await resume_and_sweep(mesh, task_id)
+    parked = await mesh.store.operation(task_id)
+    assert parked is not None
+    assert (parked.status, parked.failure_reason) == (
+        OperationStatus.PARKED,
+        "agent 'agent': migration fail_to_rename (1 -> 2): KeyError: 'never recorded'",
+    )
+    assert await mesh.store.history(task_id) == before
+    await broken.drain()
+    await mesh.replica(sequential_agent(steps, "a", "c", version="2", migrations=[rename_b_to_c]))
+    assert await mesh.store.unpark([task_id]) == [True]
+    await mesh.advance(2)
+    assert await stored_outcome(mesh, task_id) == Ok(3)
+    assert steps.started.names == ["a", "b"]
+
+
 async def test_a_missing_migration_parks_the_task(mesh: Mesh, client: FakePeer) -> None:
     steps = Steps()
     gate = steps.gate("b")
