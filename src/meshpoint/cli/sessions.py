@@ -1,7 +1,8 @@
-"""`meshpoint sessions`: list, show and delete the sessions of `meshpoint exec`."""
+"""`meshpoint sessions`: list, show, restore and delete the sessions of `meshpoint exec`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,6 +42,11 @@ _FLOW = """\b
 Examples:
   meshpoint sessions flow 5f0c91ae
   meshpoint sessions flow 5f0c91ae 2 --diff 1
+"""
+_RESTORE = """\b
+Examples:
+  meshpoint sessions restore 5f0c91ae 1
+  meshpoint exec my_agents.travel:travel --session 5f0c91ae
 """
 _RM = """\b
 Examples:
@@ -95,7 +101,9 @@ def show_flow(
     session_id: _SessionId,
     version: Annotated[
         int | None,
-        typer.Argument(metavar="VERSION", help="Number of the version; without one, the last."),
+        typer.Argument(
+            metavar="VERSION", help="Number of the version; by default the last attempt's."
+        ),
     ] = None,
     *,
     diff: Annotated[
@@ -110,8 +118,9 @@ def show_flow(
     from meshpoint.exec.sessions import SessionStore
 
     sessions = SessionStore(home_dir)
-    versions = sessions.flow_versions(sessions.get_session(session_id).id)
-    number = version if version is not None else next(reversed(versions.numbers()), 0)
+    session = sessions.get_session(session_id)
+    versions = sessions.flow_versions(session.id)
+    number = version if version is not None else session.last_flow or 0
     files = _read_version(versions, session_id, number)
     if diff is not None:
         before = _read_version(versions, session_id, diff)
@@ -122,6 +131,36 @@ def show_flow(
     data = {"session": session_id, "version": number, "files": files}
     texts = [f"# {name}\n{text.rstrip()}" for name, text in files.items()]
     print_either(data, "\n\n".join(texts), as_json=as_json)
+
+
+@app.command("restore", epilog=_RESTORE)
+def restore_flow(
+    session_id: _SessionId,
+    version: Annotated[int, typer.Argument(metavar="VERSION", help="Number of the version.")],
+    *,
+    folder: Annotated[
+        Path,
+        typer.Option(
+            "--into", metavar="DIR", help="Folder from which the flow's modules are imported."
+        ),
+    ] = Path(),
+    home_dir: HomeOption = DEFAULT_HOME,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Go back to a version of the flow: write its files into a folder.
+
+    Refuses to overwrite a file with changes that no version of the session has. The next attempt
+    of the session reuses the steps whose functions are the recorded ones.
+    """
+    from meshpoint.exec.sessions import SessionStore
+
+    sessions = SessionStore(home_dir)
+    versions = sessions.flow_versions(sessions.get_session(session_id).id)
+    _read_version(versions, session_id, version)
+    changed = versions.restore(version, folder)
+    data = {"session": session_id, "version": version, "changed": changed}
+    text = "\n".join(f"restored {name}" for name in changed) or "no file differs"
+    print_either(data, text, as_json=as_json)
 
 
 def _read_version(versions: FlowVersions, session_id: str, number: int) -> dict[str, str]:

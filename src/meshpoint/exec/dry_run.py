@@ -165,7 +165,7 @@ async def _read_past(
 
 
 def _has_flow_changed(config: ExecConfig, sessions: SessionStore, session: Session) -> bool | None:
-    version = session.attempts[-1].flow if session.attempts else None
+    version = session.last_flow
     kept = {} if version is None else sessions.flow_versions(session.id).read(version)
     return kept != dict(config.sources) if kept else None
 

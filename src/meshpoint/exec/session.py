@@ -71,6 +71,11 @@ class Session(BaseModel, extra="forbid"):
         return self.attempts[-1].ending if self.attempts else None
 
     @property
+    def last_flow(self) -> int | None:
+        """Number of the version of the flow that the last attempt ran; `None` if unknown."""
+        return self.attempts[-1].flow if self.attempts else None
+
+    @property
     def last_used_at(self) -> datetime:
         """When the last attempt began."""
         return self.attempts[-1].started if self.attempts else self.created_at

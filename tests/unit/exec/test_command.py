@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sqlite3
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from command_result import Command, CommandResult, run_main
+from command_result import Command
 from meshpoint.exec.locks import FileLock
 from meshpoint.exec.session import ExecInput, SessionSpec
 from meshpoint.exec.sessions import SessionStore
 from meshpoint.model.ids import AgentName
+
+from .flows import read_effects, write_flow
 
 FLOW = """
 from pathlib import Path
@@ -72,41 +72,8 @@ def ran(step):
 REPAIRED = FLOW.replace('raise RuntimeError("no rate today")', "return page")
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    (tmp_path / "tested_flow.py").write_text(FLOW)
-    return tmp_path
-
-
-@pytest.fixture
-def cli(folder: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    def run(*arguments: str) -> CommandResult:
-        sys.modules.pop("tested_flow", None)
-        importlib.invalidate_caches()
-        return run_main(arguments, capsys)
-
-    return run
-
-
-@pytest.fixture
-def flow(cli: Command) -> Command:
-    """Runs `meshpoint exec` on the flow with JSON output."""
-
-    def run(*arguments: str) -> CommandResult:
-        return cli("exec", "tested_flow:flow", "--json", *arguments)
-
-    return run
-
-
-def read_effects(folder: Path) -> list[str]:
-    return (folder / "effects").read_text().split()
-
-
 def repair_flow(folder: Path, source: str = REPAIRED) -> None:
-    (folder / "tested_flow.py").write_text(source)
+    write_flow(folder, source)
 
 
 def test_an_agent_without_steps_has_only_an_output(cli: Command) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from command_result import run_main
+from command_result import Command
 
-MEMORY_FLOW = """
+from .flows import write_flow
+
+FLOW = """
 from meshpoint import agent
 
 
@@ -36,47 +35,31 @@ async def keeping(ctx, n: int) -> list:
 FAILS = True
 """
 
-Exec = Callable[..., tuple[int, Any]]
-
 
 @pytest.fixture
-def run_flow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Exec:
-    """Runs `meshpoint exec` on the agent with input 3; returns exit code and printed JSON."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    (tmp_path / "tested_keeping.py").write_text(MEMORY_FLOW)
-
-    def run(*arguments: str) -> tuple[int, Any]:
-        sys.modules.pop("tested_keeping", None)
-        importlib.invalidate_caches()
-        command = ("exec", "tested_keeping:keeping", "--json", "--input", "3", *arguments)
-        result = run_main(command, capsys)
-        return result.code, result.json
-
-    return run
+def keeping(flow: Command) -> Command:
+    """Runs the agent with input 3."""
+    return partial(flow, "--input", "3", agent="keeping")
 
 
 def mend_flow(folder: Path) -> None:
     """Let the agent succeed from now on. Its subtasks do not change, so their records count."""
-    (folder / "tested_keeping.py").write_text(MEMORY_FLOW.replace("FAILS = True", "FAILS = False"))
+    write_flow(folder, FLOW.replace("FAILS = True", "FAILS = False"))
 
 
-def test_a_resumed_session_has_its_memory(run_flow: Exec, tmp_path: Path) -> None:
-    assert run_flow()[0] == 4
-    mend_flow(tmp_path)
-    code, done = run_flow("--resume")
-    assert (code, done["output"]) == (0, ["1", "sql", True, False])
+def test_a_resumed_session_has_its_memory(keeping: Command, folder: Path) -> None:
+    assert keeping().code == 4
+    mend_flow(folder)
+    done = keeping("--resume")
+    assert (done.code, done.json["output"]) == (0, ["1", "sql", True, False])
 
 
 @pytest.mark.parametrize("home_option", [[], ["--home", "elsewhere"]], ids=["here", "elsewhere"])
 def test_a_session_resumed_from_a_file_reports_that_its_memory_is_missing(
-    run_flow: Exec, tmp_path: Path, home_option: list[str]
+    keeping: Command, folder: Path, home_option: list[str]
 ) -> None:
-    assert run_flow("--export", "kept.json", "--include-outputs")[0] == 4
-    mend_flow(tmp_path)
-    code, done = run_flow("--resume-from", "kept.json", *home_option)
-    assert [step["status"] for step in done["steps"]] == ["reused", "completed"]
-    assert (code, done["output"]) == (0, [None, "none", False, True])
+    assert keeping("--export", "kept.json", "--include-outputs").code == 4
+    mend_flow(folder)
+    done = keeping("--resume-from", "kept.json", *home_option)
+    assert [status for _, status, _ in done.steps] == ["reused", "completed"]
+    assert (done.code, done.json["output"]) == (0, [None, "none", False, True])

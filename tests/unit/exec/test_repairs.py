@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
+import os
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from command_result import Command, CommandResult, run_main
+from code_blocks import code_blocks
+from command_result import Command, CommandResult
 from meshpoint.exec.locks import FileLock
+
+from .flows import MODULE, read_effects, write_flow
 
 FLOW = """
 from functools import partial
@@ -79,42 +83,9 @@ class Keeper(StatefulAgent[int, None, int]):
 REPAIRED = FLOW.replace('raise RuntimeError("no rate today")', "return page")
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    (tmp_path / "repaired_flow.py").write_text(FLOW)
-    return tmp_path
-
-
-@pytest.fixture
-def cli(folder: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    def run(*arguments: str) -> CommandResult:
-        sys.modules.pop("repaired_flow", None)
-        importlib.invalidate_caches()
-        return run_main(arguments, capsys)
-
-    return run
-
-
-@pytest.fixture
-def flow(cli: Command) -> Command:
-    """Runs `meshpoint exec` on the flow with JSON output."""
-
-    def run(*arguments: str, agent: str = "flow") -> CommandResult:
-        return cli("exec", f"repaired_flow:{agent}", "--json", *arguments)
-
-    return run
-
-
 def edit(folder: Path, old: str = "", new: str = "", source: str = REPAIRED) -> None:
     assert old in source
-    (folder / "repaired_flow.py").write_text(source.replace(old, new) if old else source)
-
-
-def read_effects(folder: Path) -> list[str]:
-    return (folder / "effects").read_text().split()
+    write_flow(folder, source.replace(old, new) if old else source)
 
 
 def forecast(result: CommandResult) -> list[tuple[str, str, str | None]]:
@@ -142,7 +113,7 @@ def test_a_dry_run_of_a_new_session_runs_and_writes_nothing(flow: Command, folde
     dry = flow("--input", "3", "--dry-run")
     assert (dry.code, forecast(dry)) == (0, NEW)
     assert (dry.json["session"], dry.json["attempt"]) == (None, 1)
-    assert {file.name for file in folder.iterdir()} == {"repaired_flow.py"}
+    assert {file.name for file in folder.iterdir()} == {"tested_flow.py"}
 
 
 def test_a_dry_run_tells_what_a_resume_would_do(flow: Command, folder: Path) -> None:
@@ -193,9 +164,9 @@ def test_a_dry_run_predicts_steps_that_run_again(
 
 
 def test_a_dry_run_is_readable_on_a_terminal(cli: Command, folder: Path) -> None:
-    cli("exec", "repaired_flow:flow", "--input", "3", "--session", "rome")
+    cli("exec", "tested_flow:flow", "--input", "3", "--session", "rome")
     edit(folder, "return n + 1", "return n + 2")
-    dry = cli("exec", "repaired_flow:flow", "--session", "rome", "--dry-run")
+    dry = cli("exec", "tested_flow:flow", "--session", "rome", "--dry-run")
     assert dry.code == 9
     lines = [line.split()[:2] for line in dry.out.splitlines()]
     assert [line for line in lines if line[1:] == ["run"]] == [
@@ -350,15 +321,13 @@ def test_a_session_keeps_each_version_of_its_flow(
     assert [attempt["flow"] for attempt in attempts] == [1, 1, 2]
     assert "v2" in cli("sessions", "show", "rome").out
     kept = folder / ".meshpoint/sessions/rome"
-    assert (kept / "v1/repaired_flow.py").read_text() == FLOW
-    assert (kept / "v2/repaired_flow.py").read_text() == REPAIRED
-    assert cli("sessions", "flow", "rome", "1", "--json").json["files"] == {
-        "repaired_flow.py": FLOW
-    }
+    assert (kept / "v1/tested_flow.py").read_text() == FLOW
+    assert (kept / "v2/tested_flow.py").read_text() == REPAIRED
+    assert cli("sessions", "flow", "rome", "1", "--json").json["files"] == {"tested_flow.py": FLOW}
     last = cli("sessions", "flow", "rome")
-    assert last.out == f"# repaired_flow.py\n{REPAIRED.rstrip()}\n"
+    assert last.out == f"# tested_flow.py\n{REPAIRED.rstrip()}\n"
     changes = cli("sessions", "flow", "rome", "--diff", "1").out.splitlines()
-    assert changes[:2] == ["--- v1/repaired_flow.py", "+++ v2/repaired_flow.py"]
+    assert changes[:2] == ["--- v1/tested_flow.py", "+++ v2/tested_flow.py"]
     assert [line for line in changes[2:] if line[:1] in {"-", "+"}] == [
         '-    raise RuntimeError("no rate today")',
         "+    return page",
@@ -369,11 +338,70 @@ def test_a_session_keeps_each_version_of_its_flow(
     assert not kept.exists()
 
 
+def test_a_session_goes_back_to_an_earlier_version_of_its_flow(
+    flow: Command, cli: Command, folder: Path
+) -> None:
+    flow("--input", "3", "--session", "rome")
+    edit(folder, "return n + 1", "return n + 2", FLOW)
+    flow("--session", "rome")
+    back = cli("sessions", "restore", "rome", "1", "--json")
+    assert back.json == {"session": "rome", "version": 1, "changed": [f"{MODULE}.py"]}
+    assert (folder / f"{MODULE}.py").read_text() == FLOW
+    assert cli("sessions", "restore", "rome", "1").out == "no file differs\n"
+    again = flow("--session", "rome")
+    assert again.steps[0] == ("fetch", "completed", "its function has changed")
+    attempts = cli("sessions", "show", "rome", "--json").json["attempts"]
+    assert [attempt["flow"] for attempt in attempts] == [1, 2, 1]
+    assert cli("sessions", "flow", "rome", "--json").json["version"] == 1
+    assert cli("sessions", "restore", "rome", "3").code == 10
+
+
+def test_a_restore_keeps_changes_that_no_version_has(
+    flow: Command, cli: Command, folder: Path
+) -> None:
+    flow("--input", "3", "--session", "rome")
+    edit(folder)
+    refused = cli("sessions", "restore", "rome", "1")
+    assert (refused.code, "that no version of the session has" in refused.err) == (2, True)
+    assert (folder / f"{MODULE}.py").read_text() == REPAIRED
+    cli("sessions", "restore", "rome", "1", "--into", "new/folder")
+    assert (folder / f"new/folder/{MODULE}.py").read_text() == FLOW
+    blocked = cli("sessions", "restore", "rome", "1", "--into", f"{MODULE}.py")
+    assert (blocked.code, blocked.err.count("\n")) == (2, 1)
+
+
+def test_the_commands_of_the_source_document_have_counterparts(folder: Path) -> None:
+    """The page shows them in order; of all steps, only new sessions run the first ones."""
+    root = Path(__file__).parents[3]
+    page = root / "docs/explanation/from-the-source-documents.md"
+    (shown,) = code_blocks(page.read_text(encoding="utf-8"), "sh")
+    (folder / "jq").write_text(
+        f"#!{sys.executable}\nimport json, sys\n"
+        "print(json.dumps(json.load(open(sys.argv[2]))[sys.argv[1][1:]]))\n"
+    )
+    (folder / "jq").chmod(0o755)
+    write_flow(folder, FLOW)
+    (folder / f"{MODULE}.py").rename(folder / "flow.py")
+    paths = (folder, Path(sys.executable).parent, os.environ["PATH"])
+    environment = {**os.environ, "PATH": os.pathsep.join(map(str, paths))}
+    codes = [
+        subprocess.run(["sh", "-c", line], env=environment, check=False).returncode
+        for line in shown.splitlines()
+        if not line.startswith("#")
+    ]
+    assert codes == [4, 0, 0, 4, 4, 4, 4, 4]
+    assert read_effects(folder) == [
+        *("fetch", "convert", "rate"),  # the first run
+        *["rate"] * 3,  # resumed, in three ways
+        *("fetch", "convert", "rate", "rate"),  # the session
+    ]
+
+
 def test_the_versions_of_peers_are_kept_too(flow: Command, folder: Path) -> None:
     (folder / "other_flow.py").write_text(FLOW.replace('"pages"', '"others"'))
     flow("--input", "3", "--session", "rome", "--with", "other_flow:pages")
     kept = folder / ".meshpoint/sessions/rome/v1"
-    assert sorted(file.name for file in kept.iterdir()) == ["other_flow.py", "repaired_flow.py"]
+    assert sorted(file.name for file in kept.iterdir()) == ["other_flow.py", "tested_flow.py"]
     sys.modules.pop("other_flow")
 
 
