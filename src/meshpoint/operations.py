@@ -9,6 +9,7 @@ from typing import Self
 
 from meshpoint.errors import OperationNotFound
 from meshpoint.model.bodies import ResponseBody, parse_body
+from meshpoint.model.memory import SnapshotInfo
 from meshpoint.model.messages import validate_agent_name
 from meshpoint.model.operations import OperationStatus, OperationSummary, Revived
 from meshpoint.model.outcomes import Outcome
@@ -134,6 +135,22 @@ class Operations:
         """
         if not await self._store.preserve(parse_operation_id(id_), preserve=preserve):
             raise OperationNotFound(id_, f"there is no operation {id_}")
+
+    async def memory(self, id_: str) -> SnapshotInfo | None:
+        """Describe the working memory that the database has of an operation.
+
+        Returns `None` without one: it has completed, has no memory, or keeps it only in Redis.
+
+        Raises:
+            ConsistencyError: It is damaged.
+        """
+        from meshpoint.working_memory import packing
+
+        stored = await self._store.l1_snapshot(parse_operation_id(id_))
+        if stored is None:
+            return None
+        label = "the working memory in the database"
+        return packing.describe(packing.from_bytes(stored.content, label), label)
 
     async def checkpoints(self, id_: str) -> list[AgentCheckpoint]:
         """Return the retained checkpoints of an operation, oldest first."""

@@ -14,7 +14,7 @@ from redis_wire import NEVER, ManualTimeouts, RedisProxy
 from meshpoint.adapters.redis import RedisSnapshotStore, script_calls
 from meshpoint.errors import ConfigurationError, ConsistencyError, MemoryUnavailable
 from meshpoint.model.memory import Item, Kind, MemoryContents, PackedSnapshot
-from meshpoint.working_memory.packing import pack
+from meshpoint.working_memory.packing import pack, unpack
 from servers import Proxy, RedisServer, redis_data_key
 
 AGENT_ID = "travel:task-1"
@@ -154,6 +154,50 @@ async def test_its_metadata_has_time_and_number_of_keys(
     await snapshots.put(AGENT_ID, packed)
     found = await redis.hmget(meta_key(namespace), "timestamp", "key_count")
     assert found == [b"2023-11-14T22:13:20.123000+00:00", b"2"]
+    read = await snapshots.get(AGENT_ID)
+    assert read is not None
+    assert (read.taken_at, read.key_count) == (1_700_000_000_123, 2)
+    assert unpack(read, "the snapshot").items == items
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("timestamp", "2030-01-01T00:00:00+00:00", "its timestamp is not the one in its manifest"),
+        ("key_count", "3", "its key_count is not the one in its manifest"),
+        ("timestamp", "yesterday", "a field is damaged"),
+        ("key_count", "two", "a field is damaged"),
+    ],
+)
+async def test_forged_metadata_is_detected(
+    snapshots: RedisSnapshotStore,
+    redis: Any,
+    namespace: str,
+    field: str,
+    value: str,
+    problem: str,
+) -> None:
+    packed = pack(MemoryContents((Item("a", Kind.STRING, b"1"),), version=1, now=7), 1)
+    await snapshots.put(AGENT_ID, packed)
+    await redis.hset(meta_key(namespace), field, value)
+    with pytest.raises(ConsistencyError, match=problem):
+        unpack(await snapshots.get(AGENT_ID) or packed, "the snapshot")
+
+
+async def test_the_previous_release_and_this_one_read_each_other(
+    snapshots: RedisSnapshotStore, redis: Any, namespace: str
+) -> None:
+    """The previous release writes and reads four fields."""
+    items = (Item("a", Kind.STRING, b"1"),)
+    packed = pack(MemoryContents(items, version=1, now=7), 1)
+    await snapshots.put(AGENT_ID, packed)
+    assert await redis.hdel(meta_key(namespace), "timestamp", "key_count") == 2
+    assert set(await redis.hkeys(meta_key(namespace))) == {
+        *(b"digest", b"order", b"chunks", b"manifest")
+    }
+    read = await snapshots.get(AGENT_ID)
+    assert read == packed
+    assert unpack(read, "the snapshot").items == items
 
 
 @pytest.mark.parametrize("field", ["manifest", "digest", "order"])

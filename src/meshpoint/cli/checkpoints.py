@@ -20,10 +20,12 @@ from meshpoint.cli.output import (
     print_table,
     print_text,
 )
-from meshpoint.errors import NoCheckpoint
+from meshpoint.cli.task_facts import describe_usage
+from meshpoint.errors import ConsistencyError, NoCheckpoint
 from meshpoint.model.error_text import quantity
 
 if TYPE_CHECKING:
+    from meshpoint.model.memory import SnapshotInfo
     from meshpoint.model.operations import OperationSummary
     from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord
     from meshpoint.operations import Operations
@@ -105,6 +107,7 @@ def list_operations(
             "progress",
             "phase",
             "resumed",
+            "tokens",
             "age",
             "subject",
         )
@@ -122,25 +125,35 @@ def show_operation(
 ) -> None:
     """Show an operation and the history of its checkpoints."""
 
-    async def show(operations: Operations) -> tuple[OperationSummary, list[AgentCheckpoint]]:
-        return await operations.get(operation_id), await operations.checkpoints(operation_id)
+    async def show(
+        operations: Operations,
+    ) -> tuple[OperationSummary, SnapshotInfo | str | None, list[AgentCheckpoint]]:
+        operation = await operations.get(operation_id)
+        try:
+            memory: SnapshotInfo | str | None = await operations.memory(operation_id)
+        except ConsistencyError as error:
+            memory = str(error)
+        return operation, memory, await operations.checkpoints(operation_id)
 
-    operation, history = asyncio.run(sources.query_operation(config, database, namespace, show))
+    operation, memory, history = asyncio.run(
+        sources.query_operation(config, database, namespace, show)
+    )
     if as_json:
         print_json(
             {
                 **_to_json(operation),
+                "memory": _memory_json(memory),
                 "checkpoints": [each.model_dump(mode="json") for each in history],
             }
         )
         return
-    print_table(("operation", operation.id), _facts(operation))
+    print_table(("operation", operation.id), [*_facts(operation), *_memory_facts(memory)])
     if history:
         print_table(
             ("subtask", "status", "took", "in attempt"),
             [_subtask_row(each) for each in history[-1].subtasks],
         )
-        columns = ("checkpoint", "in attempt", "written", "progress", "next", "why")
+        columns = ("checkpoint", "in attempt", "written", "progress", "next", "tokens", "why")
         print_table(columns, [_checkpoint_row(each) for each in reversed(history)])
 
 
@@ -217,7 +230,8 @@ def export_checkpoint(
 
 def _to_json(operation: OperationSummary) -> dict[str, object]:
     children = [child.model_dump(mode="json") for child in operation.children]
-    return {**asdict(operation), "children": children}
+    usage = None if operation.usage is None else operation.usage.model_dump(mode="json")
+    return {**asdict(operation), "children": children, "usage": usage}
 
 
 def _facts(operation: OperationSummary) -> list[tuple[str, str]]:
@@ -235,12 +249,40 @@ def _facts(operation: OperationSummary) -> list[tuple[str, str]]:
         ("age", format_age(operation.created_at)),
         ("last checkpoint", saved),
         ("peers' tasks", children or "-"),
+        ("tokens", describe_usage(operation.usage) or "-"),
     ]
     if operation.failure_reason:
         facts.append(("reason", operation.failure_reason))
     if operation.preserve:
         facts.append(("preserved", "yes"))
     return facts
+
+
+def _memory_json(memory: SnapshotInfo | str | None) -> dict[str, object] | None:
+    """Describe the snapshot of the working memory, or why it is unusable."""
+    match memory:
+        case None:
+            return None
+        case str(problem):
+            return {"problem": problem}
+        case info:
+            return {
+                "timestamp": info.taken_at.isoformat(),
+                "hash": info.digest,
+                "checkpoint": info.checkpoint,
+                "key_count": info.key_count,
+            }
+
+
+def _memory_facts(memory: SnapshotInfo | str | None) -> list[tuple[str, str]]:
+    match memory:
+        case None:
+            return []
+        case str(problem):
+            return [("memory", problem)]
+        case info:
+            keys, age = quantity(info.key_count, "key"), format_age(info.taken_at)
+            return [("memory", f"{keys}, as of checkpoint {info.checkpoint}, {age} ago")]
 
 
 def _operation_row(operation: OperationSummary) -> tuple[str, ...]:
@@ -251,6 +293,7 @@ def _operation_row(operation: OperationSummary) -> tuple[str, ...]:
         f"{operation.progress_pct:g} %",
         operation.phase or "-",
         str(operation.retry_count),
+        describe_usage(operation.usage) or "-",
         format_age(operation.created_at),
         operation.subject or "-",
     )
@@ -268,5 +311,6 @@ def _checkpoint_row(checkpoint: AgentCheckpoint) -> tuple[str, ...]:
         "-" if written is None else f"{format_age(written)} ago",
         f"{progress.k} of {progress.n}",
         progress.current or "-",
+        describe_usage(checkpoint.token_usage) or "-",
         checkpoint.failure_reason or "-",
     )

@@ -182,8 +182,8 @@ def _step_row(step: StepReport) -> tuple[str, ...]:
 def _print_traceback(result: AttemptResult) -> None:
     """Print the traceback of a failure, for debugging."""
     details = result.checkpoint.error_details if result.checkpoint is not None else None
-    if details and result.status == "failed":
-        print_note(str(details.get("traceback", "")))
+    if details and "traceback" in details and result.status == "failed":
+        print_note(str(details["traceback"]))
 
 
 def _result_json(

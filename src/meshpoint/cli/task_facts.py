@@ -42,7 +42,9 @@ class TaskDetails:
     @property
     def usage(self) -> TokenUsage | None:
         """The tokens of an ended task, or up to the last pause."""
-        return self.task.usage if self.outcome is None else self.outcome.usage
+        if self.outcome is None or self.outcome.usage.is_empty:  # cancelled while it waited
+            return self.task.usage
+        return self.outcome.usage
 
 
 def describe_state(task: TaskSummary) -> str:
@@ -122,7 +124,7 @@ def describe_task(details: TaskDetails) -> list[tuple[str, str]]:
         ("deadline", _describe_deadline(task)),
         ("owner", task.owner or "-"),
         ("lease", _describe_lease(task)),
-        ("tokens", _describe_usage(details.usage)),
+        ("tokens", describe_usage(details.usage)),
     ]
     return [(name, fact) for name, fact in facts if fact is not None]
 
@@ -200,7 +202,8 @@ def _describe_lease(task: TaskSummary) -> str | None:
     return f"ends {format_due(task.wake_at)}" if task.state is TaskState.RUNNING else None
 
 
-def _describe_usage(usage: TokenUsage | None) -> str | None:
+def describe_usage(usage: TokenUsage | None) -> str | None:
+    """Return token counts for people; `None` without any."""
     if usage is None or usage.is_empty:
         return None
     total = usage.total

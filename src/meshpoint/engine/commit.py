@@ -235,15 +235,16 @@ class Commits:
         return operation.children if operation is not None else ()
 
     async def _commit_end(self, segment: Segment, outcome: Outcome) -> Committed:
+        outcome = end.with_usage(segment, outcome)
         reply, sent = end.build_reply(segment, outcome, self._runtime.options)
         backend = segment.backend
         if backend is None:
             return TaskHasNoRow(reply, sent)
-        reason, final_checkpoint = None, None
+        reason, final_checkpoint, workspace = None, None, segment.workspace
         if isinstance(sent, Failed):
             reason = mask_secrets(sent.message, self._runtime.options.secret_keys)
-            if segment.workspace is not None:
-                final_checkpoint = await segment.workspace.prepare_failure(reason)
+            if workspace is not None:
+                final_checkpoint = await workspace.prepare_failure(reason)
         command = End(
             segment.run,
             reply.state,
@@ -251,7 +252,7 @@ class Commits:
             segment.dead_reason,
             reason,
             None if final_checkpoint is None else final_checkpoint.checkpoint,
-            None if final_checkpoint is None else sent.usage,
+            None if workspace is None or workspace.operation is None else sent.usage,
         )
         match await end.commit_end(backend, command, self._runtime):
             case EndCommitted(reply=committed_reply):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment import RequestedSegment, Segment
+from meshpoint.model.bodies import ResponseBody, parse_body
 from meshpoint.model.envelopes import encode_reply, fingerprint
 from meshpoint.model.events import Step
+from meshpoint.model.ids import split_resumed_id
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
-from meshpoint.model.tasks import Reply, TaskState
+from meshpoint.model.tasks import Reply, Requester, TaskState
 from meshpoint.model.transitions import End, EndCommitted, EndResult, Fenced
 
 
@@ -25,23 +29,45 @@ def build_refusal(segment: RequestedSegment, failure: Failed) -> Reply:
     return Reply(run.agent, run.task_id, _final_state_of(failure), body, segment.requester)
 
 
+def with_usage(segment: Segment, outcome: Outcome) -> Outcome:
+    """Return `outcome`; without tokens, with those that the segment's code has used."""
+    if segment.workspace is None or not outcome.usage.is_empty:
+        return outcome
+    return replace(outcome, usage=segment.workspace.context.token_usage.snapshot())
+
+
 def build_reply(segment: Segment, outcome: Outcome, options: Options) -> tuple[Reply, Outcome]:
     """Build the reply with `outcome`, and return both.
 
     A result too large to send becomes a failure that says so.
     """
-    workspace = segment.workspace
+    workspace, retry = segment.workspace, _requester_retry(segment.requester)
     context_id = None if workspace is None else workspace.context.a2a_context.context_id
-    body = encode_reply(segment.run.task_id, context_id, outcome)
+    body = encode_reply(segment.run.task_id, context_id, outcome, retry=retry)
     if len(body) > options.max_message_bytes:
         message = (
             f"the result has {len(body)} bytes; max_message_bytes is {options.max_message_bytes}"
         )
         outcome = Failed(FailureKind.ERROR, message, outcome.usage)
-        body = encode_reply(segment.run.task_id, context_id, outcome)
+        body = encode_reply(segment.run.task_id, context_id, outcome, retry=retry)
     run = segment.run
     reply = Reply(run.agent, run.task_id, _final_state_of(outcome), body, segment.requester)
     return reply, outcome
+
+
+def repeat_reply(stored: Reply, requester: Requester) -> Reply:
+    """Address a stored reply to `requester`, which asks for the task again."""
+    retry = _requester_retry(requester)
+    if retry is None:
+        return replace(stored, requester=requester)
+    body = parse_body(ResponseBody, stored.body).for_attempt(retry)
+    return replace(stored, requester=requester, body=body.to_bytes())
+
+
+def _requester_retry(requester: Requester) -> int | None:
+    """The attempt of a requester that was resumed; `None` if it was not."""
+    parent = requester.parent_task_id
+    return None if parent is None else split_resumed_id(parent)[1]
 
 
 def _final_state_of(outcome: Outcome) -> TaskState:

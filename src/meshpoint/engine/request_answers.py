@@ -179,7 +179,7 @@ class RequestAnswers:
         self, segment: RequestedSegment, stored_reply: Reply, existing: ExistingTask
     ) -> None:
         # An early cancel's tombstone does not name the requester; this request does.
-        reply = replace(stored_reply, requester=segment.requester)
+        reply = end.repeat_reply(stored_reply, segment.requester)
         if existing.is_early_cancel or same_requester(existing.requester, segment.sender.name):
             await self._answer(segment, reply, is_redelivery=True)
         else:  # from an operator: the row keeps its requester

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError
 from pydantic.alias_generators import to_camel
@@ -116,8 +116,8 @@ class ResponseBody(Body):
     """The single response to a request. The output is the first part of `task.status.message`.
 
     A failure has its kind in `task.metadata.failure` and its message in the text of that part.
-    Token usage is in `task.metadata.usage`. A response that refuses a request names it in
-    `task.metadata.refuses`.
+    Token usage is in `task.metadata.usage`, for attempt `task.metadata.retry` of a resumed
+    requester. A response that refuses a request names it in `task.metadata.refuses`.
     """
 
     task: TaskBody
@@ -131,6 +131,17 @@ class ResponseBody(Body):
         """The fingerprint of the refused request, if any."""
         value = self.task.metadata.get("refuses")
         return None if value is None else str(value)
+
+    def for_attempt(self, retry: int) -> Self:
+        """The response to repeat to attempt `retry` of a resumed requester.
+
+        Without its tokens if it is of an earlier attempt, which has counted them.
+        """
+        if self.task.metadata.get("retry") == retry:
+            return self
+        metadata = {key: value for key, value in self.task.metadata.items() if key != "usage"}
+        task = self.task.model_copy(update={"metadata": metadata})
+        return self.model_copy(update={"task": task})
 
     def outcome(self) -> Outcome:
         """The outcome for the requester to record.

@@ -191,14 +191,22 @@ def encode_reply(
     outcome: Outcome,
     *,
     refused_fingerprint: str | None = None,
+    retry: int | None = None,
 ) -> bytes:
     """Encode the reply for `outcome`.
 
-    `refused_fingerprint` is the fingerprint of a request that was refused without running.
+    Args:
+        task_id: The task that replies.
+        context_id: Its conversation.
+        outcome: Its outcome.
+        refused_fingerprint: The fingerprint of a request that was refused without running.
+        retry: The attempt of a resumed requester, which counts the outcome's tokens.
     """
     metadata: dict[str, JsonValue] = (
         {} if refused_fingerprint is None else {"refuses": refused_fingerprint}
     )
+    if retry is not None:
+        metadata["retry"] = retry
     if not outcome.usage.is_empty:
         metadata["usage"] = outcome.usage.model_dump(mode="json")
     match outcome:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -146,16 +147,47 @@ class PackedSnapshot:
     """A stored snapshot: its manifest and its items in chunks, all compressed.
 
     `digest` covers all its content. `order` increases with every snapshot of the same memory. Its
-    time in milliseconds since the epoch and its number of keys are for people; they are 0 in a
-    snapshot that was read.
+    time in milliseconds since the epoch and its number of keys are for people; they are `None` if
+    stored only in the manifest, which must confirm them otherwise.
     """
 
     digest: str
     order: int
     manifest: bytes
     chunks: tuple[bytes, ...]
-    taken_at: int = field(default=0, compare=False, kw_only=True)
-    key_count: int = field(default=0, compare=False, kw_only=True)
+    taken_at: int | None = field(default=None, compare=False, kw_only=True)
+    key_count: int | None = field(default=None, compare=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotInfo:
+    """What an operator sees of a stored snapshot.
+
+    Attributes:
+        checkpoint: number of the checkpoint that it was taken for.
+        digest: digest of all its content.
+        taken_at: when it was taken.
+        key_count: number of keys.
+    """
+
+    checkpoint: int
+    digest: str
+    taken_at: datetime
+    key_count: int
+
+
+def snapshot_time(milliseconds: int) -> datetime:
+    """The time of a snapshot taken that many milliseconds after the epoch."""
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)
+
+
+def parse_snapshot_time(text: str) -> int:
+    """Parse a time in ISO format to milliseconds since the epoch.
+
+    Raises:
+        ValueError: it is no time.
+    """
+    return round(datetime.fromisoformat(text).timestamp() * 1000)
 
 
 class MemorySource(StrEnum):

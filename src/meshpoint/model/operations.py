@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.subtasks import Child
 from meshpoint.model.tasks import Requester
+from meshpoint.model.usage import TokenUsage
 
 DIFFERENT_REQUESTER = "it was requested by another agent"
 DIFFERENT_INPUT = "it was requested with a different input"
@@ -41,7 +42,8 @@ class OperationSummary:
     """One operation.
 
     `phase` is its current subtask. `lease_until` is set while a replica owns it. `checkpoint` is
-    the number of its last checkpoint, `None` before the first.
+    the number of its last checkpoint, `None` before the first. `usage` has the tokens of all its
+    attempts, up to its last pause or its end; `None` before the first pause.
     """
 
     id: TaskId
@@ -63,6 +65,7 @@ class OperationSummary:
     exclusive: bool
     preserve: bool
     checkpoint: int | None
+    usage: TokenUsage | None = None
 
 
 class Refusal(StrEnum):

@@ -16,6 +16,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.usage import TokenUsage, parse_usage
 
 
 class SubtaskStatus(StrEnum):
@@ -164,7 +165,8 @@ class AgentCheckpoint(_StoredModel):
             entirely.
         saved_progress: intermediate states saved by subtasks, by name, as JSON text.
         failure_reason: set when a failure or cancellation wrote the checkpoint; so are the
-            `error_details`.
+            `error_details`: `type`, `message` and `traceback` of the error that code raised, and
+            `token_usage`, the tokens of all attempts so far.
         l1_snapshot_hash: digest of the working memory at this time, `None` without a working
             memory.
         l1_snapshot: the packed working memory, if stored in the database with this checkpoint. Not
@@ -213,6 +215,20 @@ class AgentCheckpoint(_StoredModel):
     def progress_pct(self) -> float:
         """Completion of the operation, which is below 100 until the operation has completed."""
         return min(self.progress.percent, MAX_OPEN_PROGRESS)
+
+    @property
+    def token_usage(self) -> TokenUsage | None:
+        """The tokens of all attempts up to a failure or cancellation; `None` if unknown."""
+        return parse_usage((self.error_details or {}).get("token_usage"))
+
+
+def with_token_usage(
+    details: dict[str, JsonValue] | None, usage: TokenUsage
+) -> dict[str, JsonValue] | None:
+    """Add an operation's tokens, if it has used any, to the details of its failure."""
+    if usage.is_empty:
+        return details
+    return {**(details or {}), "token_usage": usage.model_dump(mode="json")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,8 +161,8 @@ class End:
 
     `dead_reason` lists the task as dead and keeps its request. For an operation that did not
     complete, `checkpoint` is its last checkpoint, with the reason. Without it, the stored
-    checkpoint is repeated with `reason`. `usage` has the tokens of all its attempts, which
-    the next one starts with; the records of `checkpoint` no longer count them.
+    checkpoint is repeated with `reason`. `usage` has the tokens of all attempts of an operation;
+    its next one starts with them, and the records of `checkpoint` no longer count them.
     """
 
     run: Run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 _MAX_COUNT = 2**53
 
@@ -81,3 +81,11 @@ class TokenUsage(BaseModel):
             self.by_model.setdefault(model, Tokens()).add(tokens)
         if other.total != Tokens():
             self.by_source.setdefault(source, Tokens()).add(other.total)
+
+
+def parse_usage(stored: object) -> TokenUsage | None:
+    """Read stored usage for people. `None` if missing or damaged."""
+    try:
+        return None if stored is None else TokenUsage.model_validate(stored)
+    except ValidationError:
+        return None

@@ -33,6 +33,7 @@ from meshpoint.model.subtasks import (
     SubtaskRecord,
     SubtaskStatus,
     compute_progress,
+    with_token_usage,
 )
 from meshpoint.model.tasks import Run
 from meshpoint.ports.agent import Plan
@@ -178,6 +179,7 @@ class Subtasks:
         self._context_changes = ContextChanges(ctx, runtime)
         self._write_lock = asyncio.Lock()  # keeps checkpoints in order
         self._seq = max(attempt.seq, restored.seq if restored else 0)
+        self._restored_retry = attempt.retry_count if restored is None else restored.retry_count
         self._phase = self._operation_phase() if is_operation else _Phase.PLAIN_TASK
         self._running: dict[str, asyncio.Task[Any]] = {}
         self.paused_subtask: str | None = None
@@ -301,8 +303,12 @@ class Subtasks:
                 self._phase = self._operation_phase()
 
     def _operation_phase(self) -> _Phase:
-        """Return the phase of an operation that this run has not changed yet."""
-        return _Phase.SAVED if self._seq > 0 else _Phase.UNSAVED
+        """Return the phase of an operation that this run has not changed yet.
+
+        The first checkpoint of an attempt records its configuration.
+        """
+        is_saved = self._seq > 0 and self._restored_retry == self.retry_count
+        return _Phase.SAVED if is_saved else _Phase.UNSAVED
 
     def _reuse(self, record: SubtaskRecord) -> None:
         if not record.belongs_to(self.retry_count):
@@ -421,12 +427,19 @@ class Subtasks:
     def final_checkpoint(
         self, reason: str, details: dict[str, JsonValue] | None
     ) -> AgentCheckpoint:
-        """Build the checkpoint of an operation that ends without completing."""
+        """Build the checkpoint of an operation that ends without completing.
+
+        `details` describes the error, if code raised one.
+        """
         checkpoint = self.next_checkpoint()
         # The task's own count includes their tokens, and the next attempt starts with it.
         records = tuple(record.without_usage() for record in checkpoint.subtasks)
         return checkpoint.model_copy(
-            update={"subtasks": records, "failure_reason": reason, "error_details": details}
+            update={
+                "subtasks": records,
+                "failure_reason": reason,
+                "error_details": with_token_usage(details, self._ctx.token_usage),
+            }
         )
 
     def next_checkpoint(self) -> AgentCheckpoint:

@@ -15,7 +15,15 @@ import msgpack
 import zstandard
 
 from meshpoint.errors import ConsistencyError
-from meshpoint.model.memory import Content, Item, Kind, MemoryContents, PackedSnapshot
+from meshpoint.model.memory import (
+    Content,
+    Item,
+    Kind,
+    MemoryContents,
+    PackedSnapshot,
+    SnapshotInfo,
+    snapshot_time,
+)
 from meshpoint.working_memory.digests import (
     FORMAT,
     ConsistencyVerifier,
@@ -89,6 +97,29 @@ def unpack(packed: PackedSnapshot, label: str) -> VerifiedSnapshot:
     Raises:
         ConsistencyError: It is damaged. The message has `label` and the affected keys, if known.
     """
+    manifest, digests = _verify_manifest(packed, label)
+    items = tuple(_read_items(packed.chunks, manifest.get("sizes")))
+    ConsistencyVerifier(digests).verify(items, label)
+    if fingerprint(items, digests) != packed.digest:
+        raise ConsistencyError(f"{label}: the expiry times of its keys are damaged")
+    return VerifiedSnapshot(items, digests, manifest["taken_at"])
+
+
+def describe(packed: PackedSnapshot, label: str) -> SnapshotInfo:
+    """Describe a snapshot by its verified manifest, without reading its content.
+
+    Raises:
+        ConsistencyError: Its manifest is damaged.
+    """
+    manifest, digests = _verify_manifest(packed, label)
+    taken_at = snapshot_time(manifest["taken_at"])
+    return SnapshotInfo(packed.order, packed.digest, taken_at, len(digests))
+
+
+def _verify_manifest(
+    packed: PackedSnapshot, label: str
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the manifest and its digests, by key, after comparing it with `packed`."""
     manifest = _read_manifest(packed, label)
     digests = {key: digest for chunk in manifest["chunks"] for key, digest in chunk}
     declared = (manifest["digest"], manifest["order"])
@@ -97,11 +128,13 @@ def unpack(packed: PackedSnapshot, label: str) -> VerifiedSnapshot:
         or memory_digest(digests) != packed.digest.partition("@")[0]
     ):
         raise ConsistencyError(f"{label}: its manifest is damaged")
-    items = tuple(_read_items(packed.chunks, manifest.get("sizes")))
-    ConsistencyVerifier(digests).verify(items, label)
-    if fingerprint(items, digests) != packed.digest:
-        raise ConsistencyError(f"{label}: the expiry times of its keys are damaged")
-    return VerifiedSnapshot(items, digests, manifest["taken_at"])
+    shown = (packed.taken_at, packed.key_count)
+    for name, value, true in zip(
+        ("timestamp", "key_count"), shown, (manifest["taken_at"], len(digests)), strict=True
+    ):
+        if value not in (None, true):
+            raise ConsistencyError(f"{label}: its {name} is not the one in its manifest")
+    return manifest, digests
 
 
 def to_bytes(packed: PackedSnapshot) -> bytes:

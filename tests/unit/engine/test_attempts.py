@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -182,6 +183,108 @@ async def test_every_failure_stays_in_the_history(
     assert await stored_outcome(mesh, task_id) == Ok(1)
     after = [each.failure_reason for each in await mesh.store.history(task_id)]
     assert after == (reasons if archive else [])
+
+
+def attempt_of(model: str, *, calls: bool = False, fails: bool = True) -> Any:
+    """An agent on `model` whose code costs 10 tokens, and whose subtask 100 of the small one."""
+
+    @agent("agent", version="1", config={"model": model})
+    async def attempt(ctx: TaskExecutionContext, number: int) -> int:
+        def fetch() -> int:
+            use(ctx, 100)
+            return number
+
+        await ctx.subtask("fetch", fetch)
+        ctx.token_usage.record(Tokens(input=10), model=model)
+        if calls:
+            await ctx.call(peer_agent(1))
+            await ctx.call(peer_agent(2))
+        if fails:
+            raise ValueError(f"no, says {model}")
+        return number
+
+    return attempt
+
+
+@pytest.mark.parametrize("archive", [True, False])
+async def test_each_attempt_is_in_the_history_with_its_reason_model_and_tokens(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, archive: bool
+) -> None:
+    """Two attempts fail, one is cancelled while it waits, and the fourth completes."""
+    mesh.store = SharedStore(
+        mesh.clock, timings=replace(StoreTimings(), checkpoint_archive=archive)
+    )
+    replica = await mesh.replica(attempt_of("small"))
+    task_id = await client.ask("agent", 1)
+    assert total(await client.reply(task_id)) == 110
+    await replica.drain()
+    replica = await mesh.replica(attempt_of("large"))
+    await resume_and_sweep(mesh, task_id)
+    await replica.drain()
+    replica = await mesh.replica(attempt_of("huge", calls=True))
+    await resume_and_sweep(mesh, task_id)
+    await peer.respond(await peer.wait_for_request(1), Ok(1, usage=usage_of(1_000)))
+    await peer.wait_for_request(2)
+    await mesh.idle()
+    await client.cancel("agent", task_id)
+    await mesh.idle()
+    history = [each for each in await mesh.store.history(task_id) if each.failure_reason]
+    assert [(each.failure_reason, each.agent_config["model"]) for each in history] == [
+        ("ValueError: no, says small", "small"),
+        ("ValueError: no, says large", "large"),
+        ("cancelled on request", "huge"),
+    ]
+    for checkpoint, model in zip(history[:2], ("small", "large"), strict=True):
+        assert checkpoint.error_details is not None
+        assert f"ValueError: no, says {model}" in str(checkpoint.error_details["traceback"])
+    assert [
+        {model: used.input for model, used in each.token_usage.by_model.items()}
+        for each in history
+        if each.token_usage is not None
+    ] == [
+        {"small": 110},
+        {"small": 110, "large": 10},
+        {"small": 1_110, "large": 10, "huge": 10},
+    ]
+    summary = await mesh.store.operation(task_id)
+    assert summary is not None
+    assert summary.usage == history[2].token_usage
+    await replica.drain()
+    await mesh.replica(attempt_of("tiny", fails=False))
+    await resume_and_sweep(mesh, task_id)
+    outcome = await stored_outcome(mesh, task_id)
+    assert total(outcome) == 110 + 10 + (10 + 1_000) + 10
+    completed = await mesh.store.operation(task_id)
+    assert completed is not None
+    assert completed.usage == outcome.usage
+    after = [each for each in await mesh.store.history(task_id) if each.failure_reason]
+    assert after == (history if archive else [])
+
+
+async def test_a_task_that_ends_at_a_pause_keeps_its_tokens(mesh: Mesh, client: FakePeer) -> None:
+    """Its deadline passes while its code runs, so the pause becomes the end."""
+    is_late = [True]
+
+    @agent("agent")
+    async def late(ctx: TaskExecutionContext, number: int) -> int:
+        def fetch() -> int:
+            use(ctx, 100)
+            return number
+
+        await ctx.subtask("fetch", fetch)
+        use(ctx, 20)
+        if is_late[0]:
+            mesh.clock.advance(timedelta(seconds=6))
+            await ctx.call(peer_agent(number))
+        return number
+
+    await mesh.replica(late)
+    task_id = await client.ask("agent", 1, deadline=mesh.deadline_in(5))
+    assert total(await client.reply(task_id)) == 120
+    await mesh.idle()
+    is_late[0] = False
+    await resume_and_sweep(mesh, task_id)
+    assert total(await stored_outcome(mesh, task_id)) == 140
 
 
 async def test_a_checkpoint_has_the_declared_configuration(mesh: Mesh, client: FakePeer) -> None:

@@ -49,6 +49,21 @@ def test_an_empty_memory_can_be_packed() -> None:
     assert unpack(pack(memory_contents(), 1), "it").items == ()
 
 
+def test_a_snapshot_is_described_without_its_content(packed: PackedSnapshot) -> None:
+    described = packing.describe(replace(packed, chunks=()), "snapshot")
+    assert (described.checkpoint, described.digest) == (packed.order, packed.digest)
+    assert described.key_count == len(ITEMS)
+    assert described.taken_at.timestamp() * 1000 == packed.taken_at
+
+
+@pytest.mark.parametrize("changed", [{"taken_at": 1}, {"key_count": 1}], ids=str)
+def test_metadata_must_match_the_manifest(packed: PackedSnapshot, changed: dict[str, int]) -> None:
+    forged = replace(packed, **changed)  # type: ignore[arg-type]
+    for read in (packing.describe, unpack):
+        with pytest.raises(ConsistencyError, match="is not the one in its manifest"):
+            read(forged, "snapshot")
+
+
 def test_a_missing_chunk_names_its_keys(packed: PackedSnapshot) -> None:
     assert sorted(key for keys in keys_per_chunk(packed) for key in keys) == sorted(
         item.key for item in ITEMS

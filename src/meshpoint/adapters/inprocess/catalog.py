@@ -16,7 +16,6 @@ from meshpoint.model.tasks import (
     TaskState,
     TaskSummary,
 )
-from meshpoint.model.usage import TokenUsage
 
 
 class InProcessCatalog:
@@ -79,7 +78,6 @@ def _summary(row: TaskRow) -> TaskSummary:
     origin = context.get("a2a_context", {})
     waiting = row.state is TaskState.WAITING
     open_calls = (call for call in row.current_calls if call.state is CallState.PENDING)
-    usage = context.get("token_usage")
     return TaskSummary(
         row.task_id,
         row.agent,
@@ -106,7 +104,7 @@ def _summary(row: TaskRow) -> TaskSummary:
         state_format=row.state_format or None,
         incompatible_since=row.parked_since,
         join_deadline=row.join_deadline,
-        usage=None if usage is None else TokenUsage.model_validate(usage),
+        usage=row.usage,
         parked_reason=row.parked_reason,
         tried_versions=row.tried_versions,
     )

@@ -34,6 +34,7 @@ from meshpoint.model.subtasks import (
     SaveCommitted,
     is_counted,
     latest_by_id,
+    with_token_usage,
 )
 from meshpoint.model.tasks import (
     SUSPECT_AFTER_RESCUES,
@@ -209,7 +210,8 @@ def close_operation(
     elif checkpoint is not None:
         save_checkpoint(tables, operation, checkpoint, max(checkpoint.seq, operation.seq + 1))
     elif operation.checkpoints:
-        why = {"failure_reason": reason, "error_details": None, "retry_count": row.retry_count}
+        details = None if row.usage is None else with_token_usage(None, row.usage)
+        why = {"failure_reason": reason, "error_details": details, "retry_count": row.retry_count}
         last = without_memory(operation.checkpoints[-1])
         records = [
             each.without_usage() if is_counted(each, row.retry_count, row.generation) else each
@@ -342,4 +344,5 @@ def _summary(row: TaskRow, operation: OperationRow) -> OperationSummary:
         exclusive=operation.operation.exclusive,
         preserve=operation.preserve,
         checkpoint=None if last is None else last.seq,
+        usage=row.usage,
     )

@@ -27,6 +27,7 @@ from meshpoint.model.tasks import (
     TaskState,
 )
 from meshpoint.model.transitions import ExistingTask, StoreReply
+from meshpoint.model.usage import TokenUsage, parse_usage
 from meshpoint.ports.clock import Clock
 
 _FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
@@ -193,6 +194,11 @@ class TaskRow:
             and self.fence == 0
             and self.requester.reply_to is None
         )
+
+    @property
+    def usage(self) -> TokenUsage | None:
+        """The tokens up to the last pause, or to the end of an operation."""
+        return parse_usage(json.loads(self.context).get("token_usage"))
 
     @property
     def current_calls(self) -> list[CallRow]:
@@ -462,7 +468,7 @@ class Tables:
         row.due_at = self.expiry(row, now)
         row.reply_sent = row.requester.reply_to is None
         row.send_at = now + self.timings.dispatch_lease
-        usage = json.loads(row.context).get("token_usage") if _is_resumable(row) else None
+        usage = None if row.operation is None else json.loads(row.context).get("token_usage")
         row.context = "{}" if usage is None else json.dumps({"token_usage": usage})
         row.body, row.dead_reason = b"", dead_reason
         row.request = row.request if dead_reason or _is_resumable(row) else None

@@ -447,20 +447,21 @@ if count > 0 then
   redis.call('PEXPIRE', chunks, ttl)
 end
 redis.call('HSET', meta, 'digest', digest, 'order', order, 'chunks', count, 'manifest', manifest)
-redis.call('HSET', meta, 'timestamp', ARGV[6], 'key_count', ARGV[7])
+for i = 6, #ARGV, 2 do redis.call('HSET', meta, ARGV[i], ARGV[i + 1]) end
 redis.call('PEXPIRE', meta, ttl)
 return {'ok'}
 """
 
 _GET_SNAPSHOT = """
 local limit, bytes, chunks = tonumber(ARGV[1]), 0, {}
-for _, field in ipairs({'digest', 'order', 'chunks', 'manifest'}) do
+local fields = {'digest', 'order', 'chunks', 'manifest', 'timestamp', 'key_count'}
+for _, field in ipairs(fields) do
   local length = redis.pcall('HSTRLEN', KEYS[2], field)
   if type(length) == 'table' then return {'damaged', KEYS[2]} end
   bytes = bytes + length
 end
 if bytes > limit then return {'large', KEYS[2]} end
-local meta = redis.call('HMGET', KEYS[2], 'digest', 'order', 'chunks', 'manifest')
+local meta = redis.call('HMGET', KEYS[2], unpack(fields))
 local count = redis.pcall('LLEN', KEYS[1])
 if type(count) == 'table' then return {'damaged', KEYS[1]} end
 if bytes + count * 8 > limit then return {'large', KEYS[1]} end

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import NoReturn
 
 from redis.exceptions import NoScriptError
@@ -19,7 +19,7 @@ from meshpoint.adapters.redis.seal import CODE_BYTES, Seal, Secret
 from meshpoint.errors import CheckpointError, ConsistencyError, MemoryUnavailable
 from meshpoint.model.error_text import quantity
 from meshpoint.model.ids import new_id
-from meshpoint.model.memory import PackedSnapshot
+from meshpoint.model.memory import PackedSnapshot, parse_snapshot_time, snapshot_time
 
 _MAX_SNAPSHOT_BYTES = 129 * 2**20
 """Maximum size of a snapshot, in bytes.
@@ -28,6 +28,7 @@ Larger snapshots are stored only in the database; larger values in Redis are ref
 
 _MAX_CONNECTIONS = 8
 _MAX_DIGEST_BYTES = 200
+_MAX_NUMBERS_BYTES = 100  # order, chunk count, timestamp, key_count
 _CHUNK_OVERHEAD = 8  # counted per chunk, in bytes
 _STAGING_TTL = timedelta(hours=1)
 _MILLISECOND = timedelta(milliseconds=1)
@@ -38,7 +39,8 @@ class RedisSnapshotStore:
 
         {namespace}:l1_snapshot:{A}         the chunks; A is the agent id in braces
         {namespace}:l1_snapshot_meta:{A}    digest, order, chunk count, authenticated manifest;
-                                            for people: timestamp, key_count
+                                            for people: timestamp, key_count, which the manifest
+                                            must confirm
 
     For one event loop.
 
@@ -159,10 +161,9 @@ class RedisSnapshotStore:
                 await self._run(agent_id, batch, by_digest=by_digest)
             batch = [ScriptCall(APPEND_CHUNKS, (staged,), (_STAGING_TTL // _MILLISECOND, *part))]
         manifest = await self._seal.seal(self._sealed_name(agent_id, packed), packed.manifest)
-        taken_at = datetime.fromtimestamp(packed.taken_at / 1000, UTC).isoformat()
-        fields = (
+        fields: tuple[bytes | int, ...] = (
             *(packed.digest.encode(), packed.order, len(packed.chunks), manifest),
-            *(taken_at.encode(), packed.key_count),
+            *_fields_for_people(packed),
         )
         swap = ScriptCall(
             PUT_SNAPSHOT, (chunks, meta, staged), (self._ttl // _MILLISECOND, *fields)
@@ -203,10 +204,18 @@ def _size(packed: PackedSnapshot) -> int:
     return (
         CODE_BYTES
         + len(packed.digest)
-        + 40
+        + _MAX_NUMBERS_BYTES
         + len(packed.manifest)
         + sum(len(chunk) + _CHUNK_OVERHEAD for chunk in packed.chunks)
     )
+
+
+def _fields_for_people(packed: PackedSnapshot) -> Iterator[bytes]:
+    """Names and values of the fields that the manifest also has."""
+    if packed.taken_at is not None:
+        yield from (b"timestamp", snapshot_time(packed.taken_at).isoformat().encode())
+    if packed.key_count is not None:
+        yield from (b"key_count", b"%d" % packed.key_count)
 
 
 def _chunk_batches(chunks: Sequence[bytes]) -> Iterator[list[bytes]]:
@@ -226,11 +235,18 @@ def _chunk_batches(chunks: Sequence[bytes]) -> Iterator[list[bytes]]:
 def _to_packed(
     meta: bytes, fields: Sequence[bytes | None], chunks: Sequence[bytes]
 ) -> PackedSnapshot:
-    digest, order, count, manifest = fields
+    digest, order, count, manifest, timestamp, key_count = fields
     if digest is None or order is None or count is None or manifest is None:
         _raise_damaged(meta, "a field is missing")
     try:
-        packed = PackedSnapshot(digest.decode(), int(order), manifest, tuple(chunks))
+        packed = PackedSnapshot(
+            digest.decode(),
+            int(order),
+            manifest,
+            tuple(chunks),
+            taken_at=None if timestamp is None else parse_snapshot_time(timestamp.decode()),
+            key_count=None if key_count is None else int(key_count),
+        )
         expected = int(count)
     except ValueError:
         _raise_damaged(meta, "a field is damaged")

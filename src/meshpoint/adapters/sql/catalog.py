@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic_core import from_json
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import catalog_statements as sql
 from meshpoint.adapters.sql.codec import unpack
 from meshpoint.adapters.sql.database import Database
+from meshpoint.adapters.sql.records import usage_from_column
 from meshpoint.adapters.sql.rows import (
     epoch_seconds,
     instant,
@@ -27,7 +27,6 @@ from meshpoint.model.tasks import (
     TaskState,
     TaskSummary,
 )
-from meshpoint.model.usage import TokenUsage
 
 
 class SqlCatalog:
@@ -159,7 +158,7 @@ class SqlCatalog:
             if row.incompatible_since is None
             else instant(row.incompatible_since),
             join_deadline=None if row.join_deadline is None else instant(row.join_deadline),
-            usage=None if usage is None else TokenUsage.model_validate(from_json(usage)),
+            usage=usage_from_column(usage),
             parked_reason=row.parked_reason,
             tried_versions=tried_versions(row.tried_versions),
         )

@@ -106,7 +106,7 @@ _COPIED = {
     "failure_reason": "CAST(:reason AS text)",
     "retry_count": "CAST(:retry_count AS integer)",
     "subtasks": "{jsonb:subtasks}",
-    "error_details": "NULL",
+    "error_details": "{jsonb:error_details}",
     "l1_snapshot": "NULL",
 }
 
@@ -114,6 +114,11 @@ _COPIED = {
 READ_RECORDS = """
 SELECT subtasks FROM agent_checkpoints
  WHERE analysis_id = :task_id AND agent_type = :agent AND seq = :seq
+"""
+
+# Read the tokens that a task had used by its last pause.
+READ_USAGE = """
+SELECT token_usage FROM agent_paused_tasks WHERE logical_task_id = :task_id
 """
 
 # Copy an operation's last checkpoint to a new row with the reason for the end and other records,
@@ -248,7 +253,7 @@ WHERE logical_task_id = :task_id
 """
 
 _SUMMARY = """o.*, t.status, t.owner, t.wake_at, t.ended_at, t.retry_count, t.dead_reason,
-       t.parked_reason, c.seq,
+       t.parked_reason, t.token_usage, c.seq,
        c.checkpoint_time, c.progress_pct, c.current_subtask, c.pending_subtasks, c.failure_reason
   FROM agent_operations AS o JOIN agent_paused_tasks AS t
     ON t.logical_task_id = o.operation_id AND t.checkpoint_seq IS NOT NULL

@@ -21,8 +21,10 @@ from meshpoint.model.subtasks import (
     is_counted,
     latest_by_id,
     split_uses,
+    with_token_usage,
 )
 from meshpoint.model.tasks import L1Snapshot, TaskState
+from meshpoint.model.usage import TokenUsage, parse_usage
 
 STATES_BY_STATUS: dict[OperationStatus, tuple[TaskState, ...]] = {
     OperationStatus.PENDING: (TaskState.READY,),
@@ -118,7 +120,23 @@ def summary_from_row(row: Any, names: AgentNames) -> OperationSummary:
         exclusive=bool(row.exclusive),
         preserve=bool(row.preserve),
         checkpoint=row.seq,
+        usage=usage_from_column(row.token_usage),
     )
+
+
+def usage_from_column(column: str | None) -> TokenUsage | None:
+    """Decode the tokens of a task. `None` if missing or damaged."""
+    try:
+        return None if column is None else parse_usage(from_json(column))
+    except ValueError:
+        return None
+
+
+def usage_details(column: str | None) -> str | None:
+    """Encode a task's tokens as the `error_details` of its last checkpoint."""
+    usage = usage_from_column(column)
+    details = None if usage is None else with_token_usage(None, usage)
+    return None if details is None else _to_json_text(_sanitize_json(details))
 
 
 def _reason(row: Any, state: TaskState) -> str | None:

@@ -15,6 +15,7 @@ from meshpoint.adapters.sql.records import (
     checkpoint_columns,
     operation_columns,
     sanitize,
+    usage_details,
     without_counted_usage,
 )
 from meshpoint.adapters.sql.rows import FAR_FUTURE, Columns
@@ -154,7 +155,7 @@ async def close_operations(
         closing.row.logical_task_id: {
             "checkpoint_seq": await _write_last_checkpoint(tx, closing, now),
             "keep_request": closing.state is not TaskState.COMPLETED,
-            "keep_usage": closing.state is not TaskState.COMPLETED,
+            "keep_usage": True,
             "usage": None if closing.usage is None else closing.usage.model_dump_json(),
             "expires_at": expiry(
                 closing.row,
@@ -183,11 +184,13 @@ async def _write_last_checkpoint(tx: Transaction, closing: EndingOperation, now:
     if current_seq > 0:
         key = _checkpoint_key(row, current_seq)
         records = await tx.fetch(sql.READ_RECORDS, **key)
+        (task,) = await tx.fetch(sql.READ_USAGE, task_id=row.logical_task_id)
         await tx.execute(
             sql.COPY_LAST_CHECKPOINT,
             **key,
             now=now,
             reason=sanitize(closing.reason),
+            error_details=usage_details(task.token_usage),
             retry_count=row.retry_count,
             subtasks=without_counted_usage(
                 records[0].subtasks if records else "[]", row.retry_count, row.generation

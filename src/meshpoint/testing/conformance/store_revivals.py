@@ -51,6 +51,7 @@ from meshpoint.testing.conformance.build import (
     row,
     saved,
     state_of,
+    summary_of,
     write_end,
 )
 from meshpoint.testing.conformance.store_leases import sent
@@ -331,6 +332,15 @@ class ReviveSuite:
         await store.revive(a_revive(run.task_id))
         assert one(await store.acquire(HERE, 10)).context == task.context
         assert (await row(store, run.task_id))[0].usage == usage
+        assert (await summary_of(store, run.task_id)).usage == usage
+
+    async def test_a_completed_operation_keeps_its_tokens(self, store: CheckpointStore) -> None:
+        run = await operating(store)
+        await saved(store, run)
+        await store.end([replace(an_end(run), usage=usage_of(300))])
+        assert (await summary_of(store, run.task_id)).usage == usage_of(300)
+        (listed,) = await store.operations()
+        assert listed.usage == usage_of(300)
 
     async def test_a_cancel_keeps_the_tokens_of_the_last_pause(
         self, store: CheckpointStore
@@ -348,6 +358,7 @@ class ReviveSuite:
         await store.cancel([a_cancel(run.task_id)])
         contexts = [each.context for each in (await latest_of(store, run.task_id)).subtasks]
         assert contexts == [None, counted]
+        assert (await latest_of(store, run.task_id)).token_usage == usage
         await store.revive(a_revive(run.task_id))
         task = one(await store.acquire(HERE, 10))
         assert task.context == {"token_usage": usage.model_dump(mode="json")}
