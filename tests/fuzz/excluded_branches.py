@@ -73,7 +73,6 @@ _BRANCHES = {
 _ANYWHERE = {"except NON_DEFECT_ERRORS": _UNAVAILABLE}
 
 _TIMING_DEPENDENT = {
-    ("engine.cancels", "cancelled_outcome"): "",
     ("engine.parsing", "with_requester"): "return replace(",
     ("engine.responses", "handle_responses"): "TaskLocked",
     ("engine.responses", "_request_fingerprint"): "",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.failed_ends import report_failure
 from meshpoint.engine.runtime import ReplicaRuntime
-from meshpoint.engine.segment import Segment
 from meshpoint.model.envelopes import encode_reply
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
@@ -17,13 +15,6 @@ from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.model.transitions import Cancel, CancelCommitted, CancelResult
 
 CANCELLED = Failed(FailureKind.CANCELLED, "cancelled on request")
-
-
-def cancelled_outcome(segment: Segment) -> Failed:
-    """Build the outcome of a task cancelled here, with its usage so far."""
-    if segment.workspace is None:
-        return CANCELLED
-    return replace(CANCELLED, usage=segment.workspace.context.token_usage)
 
 
 class CancelCommand(NamedTuple):

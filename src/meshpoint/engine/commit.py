@@ -13,7 +13,7 @@ from typing import TypeAlias, assert_never
 
 from meshpoint.engine import end
 from meshpoint.engine.backend import Backend
-from meshpoint.engine.cancels import cancelled_outcome
+from meshpoint.engine.cancels import CANCELLED
 from meshpoint.engine.pause import commit_pause, plan_pause
 from meshpoint.engine.running import (
     Incompatible,
@@ -27,7 +27,7 @@ from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment import FinalCheckpoint, Segment, StopReason, Suspended, Workspace
 from meshpoint.errors import AgentMisbehaved, MemoryLost, MemoryRefused
 from meshpoint.model.events import Step
-from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.outcomes import OVERDUE, Failed, FailureKind, Ok, Outcome
 from meshpoint.model.secrets import mask_reason, mask_secrets
 from meshpoint.model.subtasks import Child
 from meshpoint.model.tasks import Dispatch, Reply, TaskState
@@ -157,16 +157,16 @@ class Commits:
             case _:
                 assert_never(result)
 
-    async def _fail(
-        self, segment: Segment, message: str, kind: FailureKind = FailureKind.ERROR
-    ) -> Committed:
-        return await self._commit_end(segment, Failed(kind, message))
+    async def _fail(self, segment: Segment, message: str) -> Committed:
+        return await self._commit_end(segment, Failed(FailureKind.ERROR, message))
 
     async def _commit_stop(self, segment: Segment, stop_reason: StopReason) -> Committed:
         match stop_reason:
             case StopReason.CANCELLED:
                 self._runtime.steps.emit(Step.CODE_CANCELLED, segment.run.task_id)
-                return await self._commit_end(segment, cancelled_outcome(segment))
+                return await self._commit_end(segment, segment.with_usage(CANCELLED))
+            case StopReason.OVERDUE:
+                return await self._time_out(segment)
             case StopReason.DRAINING:
                 return await self._hand_over(segment)
             case StopReason.LOST:
@@ -216,7 +216,7 @@ class Commits:
                 # send.
                 segment.backend = backend if owned_run else None
                 segment.run = owned_run or segment.run
-                return await self._commit_end(segment, cancelled_outcome(segment))
+                return await self._commit_end(segment, segment.with_usage(CANCELLED))
             case PastDeadline():
                 return await self._time_out(segment)
             case _:
@@ -261,7 +261,7 @@ class Commits:
                 return TaskLost()
 
     async def _time_out(self, segment: Segment) -> Committed:
-        return await self._fail(segment, "the task's deadline has passed", FailureKind.TIMEOUT)
+        return await self._commit_end(segment, segment.with_usage(OVERDUE))
 
     async def _hand_over(self, segment: Segment) -> Committed:
         """Let another replica run the task: from its row, or else from its request."""
@@ -289,8 +289,7 @@ class Commits:
         return TaskParked(backend, reason)
 
     def _is_past_deadline(self, segment: Segment) -> bool:
-        deadline = segment.requester.deadline
-        return deadline is not None and deadline <= self._runtime.clock.now()
+        return segment.requester.is_overdue(self._runtime.clock.now())
 
     async def _release_without_memory(
         self, segment: Segment, missing_memory: MemoryMissing

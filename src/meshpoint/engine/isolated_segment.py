@@ -118,6 +118,8 @@ class _ProcessWatcher:
             case StopReason.DRAINING:
                 process.signal(StopSignal.DRAIN)
                 self.kill_at = asyncio.get_running_loop().time() + self.release_timeout
+            case StopReason.OVERDUE:
+                pass  # the process ends the task itself; if it does not, it is killed
             case StopReason.LOST:
                 self.killed = True
                 process.kill()

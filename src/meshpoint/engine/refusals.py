@@ -44,8 +44,7 @@ ID_IN_USE = Failed(FailureKind.INVALID, "the task id is in use, by another reque
 
 def find_refusal(request: Request, options: Options, now: datetime) -> Failed | None:
     """Why a readable request must not run, or `None` if it may."""
-    deadline = request.requester.deadline
-    if deadline is not None and deadline <= now:
+    if request.requester.is_overdue(now):
         return Failed(FailureKind.TIMEOUT, "the request's deadline had passed before it could run")
     depth = request.a2a_context.call_depth
     if depth > options.max_call_depth:

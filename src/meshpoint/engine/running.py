@@ -151,6 +151,8 @@ class AgentCode:
     ) -> SegmentResult:
         stop_reason = self.segment.stop_reason
         result = None if code_task.cancelled() else code_task.result()
+        if stop_reason is StopReason.OVERDUE:
+            return Stopped(stop_reason)  # a result after the deadline does not count
         if result is not None and not isinstance(result, _Raised) and not exits:
             return result
         if stop_reason is not None and (result is None or isinstance(result, _Raised)):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, NoReturn, TypeAlias
 
@@ -25,6 +25,7 @@ from meshpoint.model.error_text import describe_exception
 from meshpoint.model.events import Step
 from meshpoint.model.memory import Owner, make_agent_id
 from meshpoint.model.messages import Message
+from meshpoint.model.outcomes import Failed
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, SaveCommitted
 from meshpoint.model.tasks import L1Snapshot, Requester, Resumable, Run
 from meshpoint.model.transitions import (
@@ -52,6 +53,7 @@ class StopReason(Enum):
 
     CANCELLED = auto()  # the task was cancelled
     DRAINING = auto()  # the replica ends, and another one resumes the task
+    OVERDUE = auto()  # the task's deadline has passed
     LOST = auto()  # another replica owns the task
 
 
@@ -101,6 +103,12 @@ class Segment:
     def may_run_elsewhere(self) -> bool:
         """Whether its request was redelivered or requeued, so another replica may run it too."""
         return may_run_elsewhere(self.deliveries)
+    def with_usage(self, failure: Failed) -> Failed:
+        """Add the tokens that the code has used to `failure`."""
+        if self.workspace is None:
+            return failure
+        return replace(failure, usage=self.workspace.context.token_usage)
+
 
     def stop(self, reason: StopReason) -> None:
         """Cancel the code at its next await.

@@ -18,6 +18,7 @@ from meshpoint.engine.backend import Backend
 from meshpoint.engine.begin import commit_begin, commit_operation
 from meshpoint.engine.commit import Commits, release
 from meshpoint.engine.containment import is_defect
+from meshpoint.engine.deadlines import overdue_outcome, run_until_deadline
 from meshpoint.engine.dispatch import Dispatcher
 from meshpoint.engine.isolated_segment import (
     IsolationImpossible,
@@ -180,6 +181,8 @@ class SegmentRunner:
     ) -> _SegmentCode:
         if task.cancel_requested:
             return partial(_return_result, running.Stopped(StopReason.CANCELLED))
+        if task.requester.is_overdue(self._runtime.clock.now()):
+            return partial(_return_result, overdue_outcome(task))
         if task.refusal_reason is not None:
             return partial(_return_result, Failed(FailureKind.ERROR, task.refusal_reason))
         if exhausted_reason := find_exhausted_reason(task, self._runtime.options):
@@ -352,7 +355,10 @@ class SegmentRunner:
             # A slot limits running code, not waiting for the database: in an outage, in-process
             # tasks need it.
             try:
-                result = await code()
+                if segment.requester.deadline is None:
+                    result = await code()
+                else:
+                    result = await run_until_deadline(segment, code, self._runtime)
             finally:
                 self._runtime.slots.release()
             if segment.workspace is not None and segment.workspace.subtasks is not None:

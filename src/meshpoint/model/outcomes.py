@@ -51,6 +51,10 @@ class Failed:
             object.__setattr__(self, "message", message)
 
 
+OVERDUE = Failed(FailureKind.TIMEOUT, "the task's deadline has passed")
+"""The outcome of a task that has not ended at its deadline."""
+
+
 def peer_missing(peer: str) -> Failed:
     """The outcome of a call that was never sent, because its peer has no queue."""
     message = f"no replica of agent {peer!r} has declared its queue"

@@ -104,6 +104,10 @@ class Requester:
     deadline: datetime | None = None
     idle_timeout: timedelta | None = None
 
+    def is_overdue(self, now: datetime) -> bool:
+        """Whether the deadline has passed. `False` without one."""
+        return self.deadline is not None and self.deadline <= now
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedCall:

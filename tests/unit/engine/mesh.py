@@ -16,10 +16,11 @@ from idle_loop import idle
 from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchange, Queue
 from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.client import Client
 from meshpoint.engine.runtime import build_runtime
 from meshpoint.engine.worker import Worker
-from meshpoint.model.events import Step
+from meshpoint.model.events import Phase, Step
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.messages import (
     Header,
@@ -125,7 +126,7 @@ class Mesh:
         broker, clock = FaultyBroker(self.exchange), clock or self.clock
         await broker.open()
         store, memory = (
-            FaultyStore(self.store),
+            FaultyStore(self.open_store()),
             FaultyStore(InProcessStore(clock, timings=StoreTimings(), max_ended=ended_kept)),
         )
         store.unavailable, broker.unavailable = (
@@ -155,6 +156,10 @@ class Mesh:
         replica = RunningReplica(worker, broker, store, memory)
         self.replicas.append(replica)
         return replica
+
+    def open_store(self) -> Any:
+        """The connection of one replica to the database."""
+        return self.store
 
     async def fake_peer(self, name: str) -> FakePeer:
         broker = InProcessBroker(self.exchange)
@@ -235,3 +240,39 @@ class Mesh:
                 raise AssertionError("a worker failed") from error
         for peer in self._fake_peers:
             await peer.close()
+
+
+class SqlMesh(Mesh):
+    """A mesh with a real database, whose clock the test moves too."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        store: Any = self.open_store()  # has the same methods
+        self.store = store
+
+    def open_store(self) -> Any:
+        return SqlStore(self._url, namespace="test", clock=self.clock)
+
+    async def advance(self, seconds: float) -> None:
+        """Move the clock second by second. Each replica sweeps after each step."""
+        running = [replica.id for replica in self.replicas if not replica.task.done()]
+        for _ in range(round(seconds)):
+            await self.idle()
+            sweeps = {each: self._count_sweeps(each) for each in running}
+            self.clock.advance(timedelta(seconds=1))
+            await self._wait_for_more(sweeps)
+        await self.idle()
+
+    async def _wait_for_more(self, sweeps: dict[str, int]) -> None:
+        await self.events.wait_until(
+            lambda: all(self._count_sweeps(each) > count for each, count in sweeps.items())
+        )
+
+    def _count_sweeps(self, replica_id: str) -> int:
+        sweeps = self.events.matching(Step.SWEEP, Phase.AFTER, replica=replica_id)
+        return sum(bool(each.detail["durable"]) for each in sweeps)
+
+    async def close(self) -> None:
+        await super().close()
+        await self.store.close()

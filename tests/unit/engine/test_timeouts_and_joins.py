@@ -343,7 +343,9 @@ async def test_a_task_waits_no_longer_than_its_deadline(
     await mesh.advance(9)
     assert client.replies() == []
     await mesh.advance(2)
-    assert client.replies(task_id) == [Ok({"peer": "timeout"})]
+    assert client.replies(task_id) == [
+        Failed(FailureKind.TIMEOUT, "the task's deadline has passed while it waited for 'peer'")
+    ]
 
 
 @BACKENDS

@@ -15,7 +15,7 @@ from meshpoint.model.messages import Header
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.testing.clock import FakeClock
 
-from .agents import ScriptedAgent, asker
+from .agents import Gate, ScriptedAgent, asker, gated
 from .mesh import Mesh
 
 
@@ -71,7 +71,25 @@ async def test_a_degraded_task_keeps_its_deadline(
     await peer.respond(first, "answer")
     assert isinstance(await client.reply(answered_id), Ok)
     await mesh.advance(60)
-    assert await client.reply(late) == Ok({"peer": "timeout"})
+    assert await client.reply(late) == Failed(
+        FailureKind.TIMEOUT, "the task's deadline has passed while it waited for 'peer'"
+    )
+
+
+@pytest.mark.parametrize("minutes", [10, -10])
+@pytest.mark.parametrize("durable", [True, False])
+async def test_running_code_is_stopped_by_the_databases_clock(
+    mesh: Mesh, client: FakePeer, minutes: int, durable: bool
+) -> None:
+    gate = Gate()
+    clock = start_with_skewed_clock(mesh, minutes)
+    await mesh.replica(gated("agent", gate), clock=clock, checkpointing=durable)
+    await client.ask("agent", 1, deadline=mesh.clock.now().timestamp() + 30)
+    await gate.wait_reached()
+    await mesh.advance(29)
+    assert gate.cancelled == 0
+    await mesh.advance(1)
+    assert gate.cancelled == 1
 
 
 @pytest.mark.parametrize(
