@@ -3,7 +3,8 @@
 Agents may be deployed in any order: a call to a peer that never had a replica stays due in the
 outbox until `undeliverable_after` has passed since the broker first returned it. The call's row
 stores that instant, so it survives this replica. After an outage of the broker the time starts
-over, because the peer's replicas could not declare their queue during the outage.
+over, because the peer's replicas could not declare their queue during the outage. An outage that
+no replica survived is found by its effect: the next attempt comes too late.
 """
 
 from __future__ import annotations

@@ -109,6 +109,10 @@ class Requester:
         return self.deadline is not None and self.deadline <= now
 
 
+MAX_SWEEP_DELAY = timedelta(seconds=10)
+"""How late due work is found at most while a replica of its agent and the broker work."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedCall:
     """A call to write in a pause. `outcome` is set if the call failed before it could be sent."""
@@ -198,7 +202,7 @@ class Dispatch:
     Attributes:
         deadline: the call's own; the peer's is earlier by a margin.
         unroutable_for: time since the broker first returned it because its peer has no queue;
-            `None` if it never did.
+            `None` if it never did, or if this attempt comes more than `MAX_SWEEP_DELAY` too late.
     """
 
     agent: AgentName

@@ -207,7 +207,8 @@ class AgentOptions(Section):
     undeliverable_after_seconds: SecondsOrZero = Field(
         default=_DEFAULTS.undeliverable_after.total_seconds(),
         description="how long a call waits for its peer's first replica, at most its timeout; "
-        "counted anew after an outage of the broker; 0: it fails at once",
+        "counted anew after an outage of the broker or of all replicas of the caller; "
+        "0: it fails at once",
     )
     startup_timeout_seconds: Seconds = Field(
         default=_DEFAULTS.startup_timeout.total_seconds(),

@@ -100,6 +100,24 @@ async def test_another_replica_continues_to_count(mesh: Mesh, client: FakePeer) 
     assert await client.reply(task_id) == UNDELIVERABLE
 
 
+@pytest.mark.parametrize("outage", [12, 300])
+async def test_an_outage_that_no_replica_survived_starts_the_time_anew(
+    mesh: Mesh, client: FakePeer, outage: float
+) -> None:
+    """The broker and all replicas stop and start together, the peer's last."""
+    replica = await mesh.replica(asker("asker", "doubler"))
+    task_id = await client.ask("asker", 1)
+    await mesh.advance(25)
+    await replica.crash()
+    mesh.clock.advance(timedelta(seconds=outage + 10))  # the next attempt was due after 10
+    await mesh.replica(asker("asker", "doubler"))
+    await mesh.advance(20)
+    assert client.replies(task_id) == []
+    await mesh.replica(doubler)
+    await mesh.advance(10)
+    assert await client.reply(task_id) == Ok({"doubler": 2})
+
+
 async def test_a_broker_outage_starts_the_time_anew(mesh: Mesh, client: FakePeer) -> None:
     replica = await mesh.replica(asker("asker", "doubler"))
     task_id = await client.ask("asker", 1)

@@ -9,6 +9,7 @@ from typing import assert_never
 from meshpoint.adapters.inprocess.rows import CallRow, Tables, TaskRow, postpone
 from meshpoint.model.ids import AgentName
 from meshpoint.model.tasks import (
+    MAX_SWEEP_DELAY,
     CallState,
     CancelNotice,
     Dispatch,
@@ -94,9 +95,10 @@ def _lease_sends(row: TaskRow, now: datetime, lease: timedelta, limit: int) -> l
     sends: list[OutboxItem] = []
     for call in row.calls.values():
         if _is_call_due(call, now) and len(sends) < limit:
+            is_late = now - call.send_at > MAX_SWEEP_DELAY
             postpone(call, now, lease)
             sends.append(
-                row.to_dispatch(call, now)
+                row.to_dispatch(call, None if is_late else now)
                 if call.state is CallState.PENDING
                 else row.to_cancel_notice(call)
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import Row
@@ -24,7 +25,15 @@ from meshpoint.adapters.sql.rows import (
     reply_from_row,
     requester_columns,
 )
-from meshpoint.model.tasks import CallState, CancelNotice, Dispatch, OutboxItem, Reply, TaskState
+from meshpoint.model.tasks import (
+    MAX_SWEEP_DELAY,
+    CallState,
+    CancelNotice,
+    Dispatch,
+    OutboxItem,
+    Reply,
+    TaskState,
+)
 from meshpoint.model.transitions import StoreReply, TaskLocked, UnroutableCall
 
 _log = logging.getLogger("meshpoint.store")
@@ -72,12 +81,22 @@ async def decode_unsent(rows: Iterable[Row[Any]], names: AgentNames) -> list[Out
             if "reply" in row._fields:
                 sends.append(await reply_from_row(row, row.now, names))
             elif row.status == CallState.PENDING:
-                sends.append(await dispatch_from_row(row, names, attempt=row.attempts + 1))
+                dispatch = await dispatch_from_row(row, names, attempt=row.attempts + 1)
+                sends.append(replace(dispatch, unroutable_for=None) if _is_late(row) else dispatch)
             else:
                 sends.append(cancel_notice_from_row(row, names))
         except Exception:  # it stays due, and a replica of another release may decode it
             _log.exception("task %s: cannot decode a message to send", row.logical_task_id)
     return sends
+
+
+def _is_late(call: Row[Any]) -> bool:
+    """Whether a request is sent so late that no replica or no broker can have been there.
+
+    The peer may have been unable to declare its queue then, so that time does not count.
+    """
+    due_at = call.join_due_at if "join_due_at" in call._fields else call.send_due_at
+    return due_at is not None and call.now - due_at > MAX_SWEEP_DELAY.total_seconds()
 
 
 async def _lease_requests(tx: Transaction, due: Sequence[Row[Any]], limit: int) -> list[Row[Any]]:

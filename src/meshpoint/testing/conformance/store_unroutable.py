@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import TaskId
-from meshpoint.model.tasks import Dispatch
+from meshpoint.model.tasks import MAX_SWEEP_DELAY, Dispatch
 from meshpoint.model.transitions import JoinCompleted, Pause, UnroutableCall
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
@@ -63,6 +63,18 @@ class UnroutableSuite:
         await store.record_unroutable([unroutable(pause)])
         clock.advance(SECOND)
         assert (await due_dispatch(store)).unroutable_for == SECOND
+
+    async def test_unroutable_starts_over_after_a_gap(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        """Neither a replica nor the broker can have been there all the time."""
+        pause = await paused(store)
+        await store.record_unroutable([unroutable(pause)])
+        clock.advance(SECOND + MAX_SWEEP_DELAY)
+        assert (await due_dispatch(store)).unroutable_for == SECOND + MAX_SWEEP_DELAY
+        await store.record_unroutable([unroutable(pause, starts=False)])
+        clock.advance(SECOND + MAX_SWEEP_DELAY + SECOND)
+        assert (await due_dispatch(store)).unroutable_for is None
 
     async def test_unroutable_never_postpones(
         self, store: CheckpointStore, clock: FakeClock
