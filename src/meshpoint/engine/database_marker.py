@@ -7,8 +7,9 @@ one refuses to start while the marker is set.
 If both start at once, the replica without a database finds the marker later, and stops before it
 handles a message for a task in the database. Its peers reply to its private queue, so its own
 tasks receive only cancels on the shared queue. Therefore it checks the marker before each batch
-from the shared queue, and whenever another replica wakes it, which only replicas with a database
-do.
+from the shared queue with any other message, and whenever another replica wakes it, which only
+replicas with a database do. A check that finds no marker says nothing about the next message, so
+it is not remembered.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import logging
 from collections.abc import Sequence
 from datetime import timedelta
 
+from meshpoint.engine.live_tasks import LiveTasks
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.errors import ConfigurationError, Unavailable
 from meshpoint.model.envelopes import wake_message
+from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import MessageType
 from meshpoint.ports.broker import Delivery
 
@@ -36,8 +39,8 @@ class DatabaseMarker:
         refusal: Why this replica may not serve, once it has found the marker.
     """
 
-    def __init__(self, runtime: ReplicaRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: ReplicaRuntime, tasks: LiveTasks) -> None:
+        self._runtime, self._tasks = runtime, tasks
         self.refusal: ConfigurationError | None = None
 
     async def check_in(self) -> None:
@@ -58,9 +61,13 @@ class DatabaseMarker:
         return await self._runtime.retry.until_available(self._find)
 
     async def is_found_after(self, deliveries: Sequence[Delivery], *, shared: bool) -> bool:
-        """Like `is_found`, but checks only if `deliveries` hint at such a replica."""
-        if shared or any(each.message.type is MessageType.WAKE for each in deliveries):
-            return await self.is_found()
+        """Like `is_found`, but checks only if `deliveries` may come from such a replica."""
+        for each in deliveries:
+            is_own = each.message.type is MessageType.CANCEL and self._tasks.is_here(
+                TaskId(each.message.correlation_id)
+            )
+            if each.message.type is MessageType.WAKE or (shared and not is_own):
+                return await self.is_found()
         return False
 
     async def watch(self) -> None:

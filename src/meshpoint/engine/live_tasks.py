@@ -67,6 +67,10 @@ class LiveTasks:
         segment = self.segments.get(run.task_id)
         return segment is not None and segment.run == run
 
+    def is_here(self, task_id: TaskId) -> bool:
+        """Whether a task runs here or lives in this process's memory."""
+        return task_id in self.segments or task_id in self.unacked.by_task
+
     def is_active(self, task_id: TaskId) -> bool:
         """Whether a task has code that may not have stopped, or its reply is being sent."""
         live = self.segments.get(task_id)

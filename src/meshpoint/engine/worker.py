@@ -79,7 +79,7 @@ class Worker:
             self._adjust_response_prefetch,
         )
         self._sweeper = Sweeper(runtime, self.runner, dispatcher.publisher)
-        self._marker = DatabaseMarker(runtime)
+        self._marker = DatabaseMarker(runtime, self.tasks)
         self._stop = asyncio.Event()
         self._shared_inbox, self._private_inbox = Inbox(runtime.clock), Inbox(runtime.clock)
         self._subscriptions: dict[str, Subscription] = self._request_consumer.subscriptions

@@ -63,10 +63,7 @@ def create_log_observer(
             (create_event(step), logging.WARNING)
             for step in (Step.LEASE_LOST, Step.STORE_UNAVAILABLE, Step.BROKER_UNAVAILABLE)
         ),
-        *(
-            (create_event(step), logging.WARNING)
-            for step in (Step.PARKED, Step.REPLY_UNROUTABLE, Step.CODE_CANCELLED)
-        ),
+        *((create_event(step), logging.WARNING) for step in (Step.PARKED, Step.REPLY_UNROUTABLE)),
         (create_event(Step.TASK_FAILED, kind="timeout", refused=False), logging.WARNING),
         (create_event(Step.TASK_FAILED, kind="timeout", refused=True), logging.INFO),
         (create_event(Step.TASK_FAILED, kind="cancelled"), logging.INFO),
@@ -81,6 +78,7 @@ def create_log_observer(
         ),
         (create_event(Step.ACQUIRE, Phase.AFTER, "t"), logging.DEBUG),
         (create_event(Step.RESCUE, Phase.AFTER, "t"), logging.INFO),
+        (create_event(Step.CODE_CANCELLED, Phase.INFO, "t"), logging.INFO),
         (create_event(Step.CHECKPOINT, Phase.BEFORE, "t"), logging.DEBUG),
         (create_event(Step.DUPLICATE, Phase.INFO, "t"), logging.DEBUG),
         (

@@ -93,6 +93,7 @@ class FaultyBroker(InProcessBroker):
         self._script: deque[PublishFault] = deque()
         self.published: list[tuple[Address, Message]] = []
         self.prefetches: list[int] = []
+        self.marker_checks = 0
         self.locked_addresses: set[str] = set()
         """Substrings of addresses whose queues can be neither declared nor consumed."""
 
@@ -140,6 +141,7 @@ class FaultyBroker(InProcessBroker):
 
     async def has_database_marker(self, agent: Any) -> bool:
         self._require_available()
+        self.marker_checks += 1
         return await super().has_database_marker(agent)
 
     def _require_available(self) -> None:

@@ -137,6 +137,25 @@ async def test_no_message_of_the_others_tasks_is_handled(
     assert mesh.events.matching(Step.LATE) == []
 
 
+async def test_cancels_of_its_own_tasks_need_no_check(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    replica = await mesh.replica(asker("asker", "peer"), durable=False)
+    task_ids = [await client.ask("asker", number) for number in range(5)]
+    await peer.wait_for_request(5)
+    await mesh.idle()
+    checks = replica.broker.marker_checks
+    for task_id in task_ids:
+        await client.cancel("asker", task_id)
+        reply = await client.reply(task_id)
+        assert isinstance(reply, Failed)
+    assert replica.broker.marker_checks == checks
+    await mesh.idle()
+    await client.cancel("asker", task_ids[0])  # may be a task in a database by now
+    await mesh.idle()
+    assert replica.broker.marker_checks == checks + 1
+
+
 async def test_a_running_replica_checks_from_time_to_time(mesh: Mesh) -> None:
     replica = await mesh.replica(asker("asker", "peer"), durable=False)
     await replica.broker.mark_database(ASKER)
