@@ -131,13 +131,15 @@ class InputFactory:
 
     def _make_call(self, number: int, shape: PauseShape, failed: bool) -> PlannedCall:
         choice = number + shape.times
+        idle_timeout = IDLE_TIMEOUTS[choice % len(IDLE_TIMEOUTS)]
+        is_unlimited = idle_timeout is not None and choice % 2 == 0
         return PlannedCall(
             sub_task_id=TaskId(self.new_id("call")),
             call_id="edcba"[number],
             peer=PEERS[choice % len(PEERS)],
             body=f"call {number}".encode(),
-            timeout=TIMEOUTS[choice % len(TIMEOUTS)],
-            idle_timeout=IDLE_TIMEOUTS[choice % len(IDLE_TIMEOUTS)],
+            timeout=None if is_unlimited else TIMEOUTS[choice % len(TIMEOUTS)],
+            idle_timeout=idle_timeout,
             headers={"x-call-depth": 1},
             outcome=Failed(FailureKind.INVALID, "too large") if failed else None,
         )

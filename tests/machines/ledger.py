@@ -98,6 +98,7 @@ class Ledger:
                 run.task_id, run.agent, begin.requester, TaskState.RUNNING, begin.request
             )
             self.models[run.task_id] = model
+            model.schedule_keep_alive(self.now)
             self.grant(model, run, begin.replica)
         elif model.state is TaskState.CANCELLED:
             assert result == CancelFound(None), result

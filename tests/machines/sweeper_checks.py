@@ -36,6 +36,8 @@ def check_expired(
     ledger: Ledger, replica: Replica, slots: int, results: Sequence[ExpiryResult]
 ) -> None:
     """Check that everything past its deadline was closed once and that its tasks continue."""
+    for model in ledger.in_state(TaskState.WAITING):
+        model.extend_late_calls(ledger.now)
     late = {model.task_id: model.overdue_calls(ledger.now) for model in ledger.models.values()}
     due = {task_id: calls for task_id, calls in late.items() if calls}
     assert sorted(result.task_id for result in results) == sorted(due), (
@@ -190,7 +192,9 @@ def check_progress(
 def check_keep_alives(ledger: Ledger, notes: Sequence[KeepAlive]) -> None:
     """Check that each requester that is due a keep-alive gets one."""
     expected = []
-    for model in ledger.in_state(TaskState.WAITING, TaskState.READY, TaskState.PARKED):
+    for model in ledger.in_state(
+        TaskState.WAITING, TaskState.READY, TaskState.PARKED, TaskState.RUNNING
+    ):
         idle_timeout = model.requester.idle_timeout
         if (
             idle_timeout is not None

@@ -8,6 +8,8 @@ from datetime import datetime, timedelta
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome
 from meshpoint.model.tasks import (
+    MAX_SWEEP_DELAY,
+    NO_DEADLINE,
     CancelNotice,
     PlannedCall,
     Replica,
@@ -221,15 +223,27 @@ class TaskModel:
             self.log = (*(() if pause.log.replaces else self.log), *pause.log.entries)
             self.log_seq += len(pause.log.entries)
         self.join_deadline = now + pause.join.deadline if pause.join.deadline else None
-        idle_timeout = self.requester.idle_timeout
-        self.keep_alive_at = now + idle_timeout / KEEP_ALIVES_PER_TIMEOUT if idle_timeout else None
+        self.schedule_keep_alive(now)
         for planned in pause.calls:
             self.calls[planned.sub_task_id] = self._call_model(planned, now)
         if self.is_join_met:
             self.state, self.due_at = TaskState.READY, now
 
+    def extend_late_calls(self, now: datetime) -> None:
+        """Start idle deadlines that are found late again."""
+        for call in self.pending_calls:
+            idle_timeout = call.planned.idle_timeout
+            if idle_timeout is not None and now - call.due_at > MAX_SWEEP_DELAY:
+                call.due_at = min(now + idle_timeout, call.deadline)
+
+    def schedule_keep_alive(self, now: datetime) -> None:
+        """Note when the requester is due the next keep-alive."""
+        idle_timeout = self.requester.idle_timeout
+        self.keep_alive_at = now + idle_timeout / KEEP_ALIVES_PER_TIMEOUT if idle_timeout else None
+
     def _call_model(self, planned: PlannedCall, now: datetime) -> CallModel:
-        deadline = min(now + planned.timeout, self.requester.deadline or now + planned.timeout)
+        own = NO_DEADLINE if planned.timeout is None else now + planned.timeout
+        deadline = min(own, self.requester.deadline or own)
         due_at = min(deadline, now + planned.idle_timeout) if planned.idle_timeout else deadline
         sending = PendingSend(now + TIMINGS.dispatch_lease)
         return CallModel(planned, self.generation, deadline, due_at, sending, planned.outcome)

@@ -64,9 +64,10 @@ class Peer(Generic[In_contra, Out_co]):
         input: Type of its input: a pydantic model, a dataclass, a TypedDict or a builtin. Wrap any
             other type, such as a union: `TypeAdapter(A | B)`.
         output: Type of its output, likewise.
-        timeout: Maximum duration of a call, counted from the caller's checkpoint. Default: the
-            caller's `peer_timeout`.
-        idle_timeout: Fail a call if the peer sends no status update for this long.
+        timeout: Maximum duration of a call, counted from the caller's checkpoint. Default: none.
+        idle_timeout: Fail a call if the peer gives no sign of life for this long; a peer that is
+            alive sends one in time by itself. Default: the caller's `peer_timeout`, or none if
+            there is a `timeout`.
 
     Raises:
         ConfigurationError: The name or a type cannot be used, or a timeout is not positive.

@@ -26,7 +26,7 @@ from meshpoint.model.json_values import JsonDict, json_digest
 from meshpoint.model.messages import Address, Header, Message, MessageType, truncate_reason
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
-from meshpoint.model.tasks import Requester
+from meshpoint.model.tasks import NO_DEADLINE, Requester
 from meshpoint.model.transitions import Claim, Progress
 
 _TRACEPARENT_PATTERN = re.compile(r"[0-9a-z-]{1,55}")  # W3C: 55 characters
@@ -95,7 +95,9 @@ def parse_requester(message: Message) -> Requester:
         parent_task_id=_check_name(Header.PARENT_TASK, parent, _MAX_PARENT_BYTES)
         if parent is not None
         else None,
-        deadline=datetime.fromtimestamp(deadline, UTC) if deadline is not None else None,
+        deadline=datetime.fromtimestamp(deadline, UTC)
+        if deadline is not None and deadline < _LATEST_DEADLINE
+        else None,
         idle_timeout=timedelta(seconds=idle_timeout) if idle_timeout is not None else None,
     )
 
@@ -309,6 +311,8 @@ def _number_header(message: Message, header: Header) -> float | None:
     return number
 
 
+_LATEST_DEADLINE = (NO_DEADLINE - timedelta(days=1)).timestamp()
+"""Seconds since the epoch. Earlier versions send `NO_DEADLINE` as a deadline, less a margin."""
 _MIN_SECONDS = 0.001  # seconds
 _TEN_YEARS_SECONDS = 315_360_000.0  # seconds
 _YEAR_9000 = 221_845_392_000.0  # seconds since the epoch; leaves room for extending a deadline

@@ -142,8 +142,11 @@ def _plan_call(
     depth = context.a2a_context.call_depth + 1
     body = _encode_request_body(peer_task_id, call, context)
     headers: dict[str, HeaderValue] = {Header.CALL_DEPTH.value: depth}
-    if call.idle_timeout is not None:
-        headers[Header.IDLE_TIMEOUT.value] = call.idle_timeout.total_seconds()
+    idle_timeout = call.idle_timeout
+    if idle_timeout is None and call.timeout is None:
+        idle_timeout = options.peer_timeout
+    if idle_timeout is not None:
+        headers[Header.IDLE_TIMEOUT.value] = idle_timeout.total_seconds()
     if planner is not None and sub_task_id != peer_task_id:
         headers[Header.RESUME.value] = planner.order
     traceparent = context.trace_context.get(Header.TRACEPARENT.value)
@@ -154,8 +157,8 @@ def _plan_call(
         call_id=call.id,
         peer=AgentName(call.peer),
         body=body,
-        timeout=call.timeout or options.peer_timeout,
-        idle_timeout=call.idle_timeout,
+        timeout=call.timeout,
+        idle_timeout=idle_timeout,
         headers=headers,
         outcome=_refuse_invalid_call(depth, body, options),
     )

@@ -23,6 +23,7 @@ from meshpoint.engine.segment_runner import SegmentRunner
 from meshpoint.engine.senders import identify_canceller, impersonation_error
 from meshpoint.errors import NON_DEFECT_ERRORS, PoisonMessage
 from meshpoint.model.envelopes import (
+    KEEP_ALIVE,
     MAX_STATUS_BYTES,
     Envelope,
     cancel_message,
@@ -267,7 +268,10 @@ class PeerMessages:
     async def handle_statuses(
         self, received: Sequence[ReceivedMessage], attempt: _Attempt
     ) -> None:
-        """Extend idle deadlines, and forward peers' status updates to our own requesters."""
+        """Extend idle deadlines, and forward peers' status updates to our own requesters.
+
+        Keep-alives are not forwarded: a task sends its own.
+        """
         statuses: list[tuple[Progress, JsonValue]] = []
         for delivery, claim_id in received:
             try:
@@ -286,7 +290,7 @@ class PeerMessages:
             [
                 self._build_forwarded_status(target, data)
                 for (_, data), target in zip(statuses, targets, strict=True)
-                if target is not None
+                if target is not None and data != KEEP_ALIVE
             ]
         )
 

@@ -77,6 +77,8 @@ class Segment:
         log: The task's log as the run found it.
         attempt: The attempt number of an isolated segment.
         dead_reason: Set when the task ends because its runs keep killing their process.
+        keep_alive_at: When the next keep-alive of a task without a row is due, in seconds of the
+            monotonic clock.
     """
 
     run: Run
@@ -94,21 +96,22 @@ class Segment:
     log: TaskLog = NO_LOG
     attempt: int = 1
     dead_reason: str | None = None
+    keep_alive_at: float | None = None
 
     @property
     def shared_backend(self) -> Backend | None:
         """The backend, if other replicas can resume the task from it."""
         return self.backend if self.backend is not None and self.backend.is_shared else None
 
-    def may_run_elsewhere(self) -> bool:
-        """Whether its request was redelivered or requeued, so another replica may run it too."""
-        return may_run_elsewhere(self.deliveries)
     def with_usage(self, failure: Failed) -> Failed:
         """Add the tokens that the code has used to `failure`."""
         if self.workspace is None:
             return failure
         return replace(failure, usage=self.workspace.context.token_usage)
 
+    def may_run_elsewhere(self) -> bool:
+        """Whether its request was redelivered or requeued, so another replica may run it too."""
+        return may_run_elsewhere(self.deliveries)
 
     def stop(self, reason: StopReason) -> None:
         """Cancel the code at its next await.

@@ -12,11 +12,18 @@ from meshpoint.engine import claim
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.publisher import Publisher
 from meshpoint.engine.runtime import ReplicaRuntime
+from meshpoint.engine.segment import Segment
 from meshpoint.engine.segment_runner import SegmentRunner
 from meshpoint.errors import NON_DEFECT_ERRORS, Unavailable
-from meshpoint.model.envelopes import status_envelope
+from meshpoint.model.envelopes import KEEP_ALIVE, status_envelope
 from meshpoint.model.events import Step
-from meshpoint.model.tasks import DueCounts, OutboxItem, Resumable
+from meshpoint.model.tasks import (
+    KEEP_ALIVES_PER_TIMEOUT,
+    DueCounts,
+    KeepAlive,
+    OutboxItem,
+    Resumable,
+)
 from meshpoint.model.transitions import ClaimResult, StillWaiting
 
 log = logging.getLogger("meshpoint.sweeper")
@@ -101,6 +108,7 @@ class Sweeper:
             (self._rescue, counts.lapsed),
             (self._send, counts.unsent),
             (self._send_keep_alives, counts.keep_alives),
+            (self._send_first_keep_alives, 0),
             (self._purge_periodically, 0),
             (self._report_unread, 0),
         ):
@@ -174,26 +182,41 @@ class Sweeper:
             log.exception("agent %s: what was due is sent again later", self._runtime.agent)
 
     async def _send_keep_alives(self, backend: Backend, count: int) -> bool:
-        if (
-            not count
-            or not self._runtime.broker.can_publish
-            or len(self._keep_alive_tasks) >= _MAX_BATCHES_IN_FLIGHT
-        ):
+        if not count or not self._may_publish_keep_alives:
             return False
         keep_alives = await backend.store.keep_alives(
             self._runtime.replica, self._runtime.options.sweep_batch
         )
-        envelopes = [
-            status_envelope(
-                self._runtime.agent, keep_alive.task_id, keep_alive.requester, {"alive": True}
+        self._publish_keep_alives(keep_alives)
+        return self._is_full(len(keep_alives))
+
+    async def _send_first_keep_alives(self, backend: Backend, _: int) -> bool:
+        """Send the keep-alives of first segments, whose tasks have no row yet."""
+        if not backend.is_shared and self._may_publish_keep_alives:
+            now = self._runtime.clock.monotonic()
+            self._publish_keep_alives(
+                [
+                    KeepAlive(segment.run.agent, segment.run.task_id, segment.requester)
+                    for segment in self._tasks.segments.values()
+                    if segment.backend is None and _is_keep_alive_due(segment, now)
+                ]
             )
-            for keep_alive in keep_alives
+        return False
+
+    @property
+    def _may_publish_keep_alives(self) -> bool:
+        is_free = len(self._keep_alive_tasks) < _MAX_BATCHES_IN_FLIGHT
+        return is_free and self._runtime.broker.can_publish
+
+    def _publish_keep_alives(self, keep_alives: Sequence[KeepAlive]) -> None:
+        envelopes = [
+            status_envelope(self._runtime.agent, each.task_id, each.requester, KEEP_ALIVE)
+            for each in keep_alives
         ]
         if envelopes:
             task = self._spawn(self._publisher.publish_advisory(envelopes))
             self._keep_alive_tasks.add(task)
             task.add_done_callback(self._keep_alive_tasks.discard)
-        return self._is_full(len(keep_alives))
 
     async def _purge_periodically(self, backend: Backend, _: int) -> bool:
         if self._sweeps % _SWEEPS_PER_PURGE == 0:
@@ -287,3 +310,13 @@ class Sweeper:
             except Exception:
                 self._runtime.release_slots(is_suspect=task.is_suspect)
                 log.exception("task %s: left to its lease", task.run.task_id)
+
+
+def _is_keep_alive_due(segment: Segment, now: float) -> bool:
+    """Whether to send a keep-alive for `segment` now. Schedules the next one."""
+    idle_timeout = segment.requester.idle_timeout
+    if idle_timeout is None or (segment.keep_alive_at is not None and segment.keep_alive_at > now):
+        return False
+    is_due = segment.keep_alive_at is not None
+    segment.keep_alive_at = now + idle_timeout.total_seconds() / KEEP_ALIVES_PER_TIMEOUT
+    return is_due

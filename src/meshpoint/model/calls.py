@@ -78,9 +78,9 @@ class Call:
         id: chosen by the agent and unique within the pause.
         peer: name of the called agent.
         input: the peer's input.
-        timeout: absolute, measured from the checkpoint's commit. `None` uses the agent's
-            `peer_timeout`.
-        idle_timeout: fail the call earlier if the peer sends no status update for this long.
+        timeout: absolute, measured from the checkpoint's commit. `None` is no limit.
+        idle_timeout: fail the call if the peer gives no sign of life for this long. `None` without
+            a `timeout` is the agent's `peer_timeout`, else no limit.
     """
 
     id: str

@@ -33,10 +33,12 @@ from meshpoint.model.messages import (
     response_queue,
 )
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
-from meshpoint.model.tasks import CancelNotice, Dispatch, Reply, Requester
+from meshpoint.model.tasks import NO_DEADLINE, CancelNotice, Dispatch, Reply, Requester
 
 Envelope = tuple[Address, Message]
 
+KEEP_ALIVE: JsonValue = {"alive": True}
+"""The data of a status update that only says that its task has not ended."""
 MAX_STATUS_BYTES = 65_536
 """Maximum bytes of a status update's body."""
 
@@ -44,8 +46,8 @@ MAX_STATUS_BYTES = 65_536
 def request_envelope(call: Dispatch, reply_to: Address, margin: timedelta) -> Envelope:
     """Build the request for a peer call, addressed to the peer's nested-request queue.
 
-    The peer's deadline is `margin` earlier than the call's, so that its response can arrive in
-    time.
+    The peer's deadline, if the call has one, is `margin` earlier, so that its response can arrive
+    in time.
     """
     peer_task_id, retry = split_resumed_id(call.sub_task_id)
     headers = {
@@ -53,9 +55,10 @@ def request_envelope(call: Dispatch, reply_to: Address, margin: timedelta) -> En
         Header.PARENT_TASK.value: call.task_id
         if retry is None
         else resumed_id(call.task_id, retry),
-        Header.DEADLINE.value: (call.deadline - margin).timestamp(),
         Header.ATTEMPT.value: call.attempt,
     }
+    if call.deadline < NO_DEADLINE:
+        headers[Header.DEADLINE.value] = (call.deadline - margin).timestamp()
     message = Message(
         type=MessageType.REQUEST,
         body=call.body,

@@ -28,6 +28,7 @@ class Options:
     max_attempts: int = 5  # runs of one segment that may crash their process
     max_message_bytes: int = 10_000_000
     max_join_bytes: int = 2_000_000_000  # all outcomes of one pause; the task fails if exceeded
+    # how long a call without timeouts of its own waits for a sign of life
     peer_timeout: timedelta = timedelta(minutes=10)
     # a peer's deadline is this much before its caller's
     deadline_margin: timedelta = timedelta(milliseconds=500)

@@ -6,7 +6,7 @@ Instants are aware datetimes of the store's clock.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -111,17 +111,24 @@ class Requester:
 
 MAX_SWEEP_DELAY = timedelta(seconds=10)
 """How late due work is found at most while a replica of its agent and the broker work."""
+KEEP_ALIVES_PER_TIMEOUT = 3
+"""Keep-alives in one idle timeout, so that a requester misses two before it gives up."""
+NO_DEADLINE = datetime(8000, 1, 1, tzinfo=UTC)
+"""The stored deadline of a call without one. Earlier versions cannot read a missing deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedCall:
-    """A call to write in a pause. `outcome` is set if the call failed before it could be sent."""
+    """A call to write in a pause. `outcome` is set if the call failed before it could be sent.
+
+    It has a `timeout`, an `idle_timeout`, or both.
+    """
 
     sub_task_id: TaskId
     call_id: str
     peer: AgentName
     body: bytes
-    timeout: timedelta
+    timeout: timedelta | None
     idle_timeout: timedelta | None = None
     headers: dict[str, str | int | float] = field(default_factory=dict)
     outcome: Failed | None = None
@@ -200,7 +207,7 @@ class Dispatch:
     """A peer request to send.
 
     Attributes:
-        deadline: the call's own; the peer's is earlier by a margin.
+        deadline: the call's own, or `NO_DEADLINE`; the peer's is earlier by a margin.
         unroutable_for: time since the broker first returned it because its peer has no queue;
             `None` if it never did, or if this attempt comes more than `MAX_SWEEP_DELAY` too late.
     """
@@ -279,7 +286,8 @@ class CallSummary:
         message: why it failed.
         since: when the task paused for it.
         attempts: how often its request was sent.
-        absolute_deadline: later than `deadline` if status updates of the peer extend that.
+        absolute_deadline: later than `deadline` if status updates of the peer extend that; `None`
+            if they extend it without limit.
     """
 
     sub_task_id: TaskId

@@ -154,7 +154,8 @@ class AgentOptions(Section):
     )
     peer_timeout_seconds: Seconds = Field(
         default=_DEFAULTS.peer_timeout.total_seconds(),
-        description="maximum duration of a peer call that sets no timeout",
+        description="how long a peer call without timeouts of its own waits for a sign of life of "
+        "the peer; a living peer sends one in time by itself",
     )
     deadline_margin_seconds: SecondsOrZero = Field(
         default=_DEFAULTS.deadline_margin.total_seconds(),

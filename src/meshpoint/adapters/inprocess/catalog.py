@@ -10,6 +10,7 @@ from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.outcomes import Failed, decode_outcome
 from meshpoint.model.tasks import (
     EVERY_TASK,
+    NO_DEADLINE,
     CallState,
     CallSummary,
     TaskFilter,
@@ -124,5 +125,5 @@ def _call_summary(call: CallRow, row: TaskRow) -> CallSummary:
         message=outcome.message if isinstance(outcome, Failed) else None,
         since=row.checkpointed_at,
         attempts=call.sends,
-        absolute_deadline=call.deadline,
+        absolute_deadline=call.deadline if call.deadline < NO_DEADLINE else None,
     )

@@ -16,6 +16,7 @@ from meshpoint.adapters.inprocess.transitions import continue_task
 from meshpoint.model.ids import AgentName, RunId, TaskId, new_id
 from meshpoint.model.outcomes import Failed, FailureKind, peer_missing
 from meshpoint.model.tasks import (
+    MAX_SWEEP_DELAY,
     SUSPECT_AFTER_RESCUES,
     CancelNotice,
     DueCounts,
@@ -64,6 +65,9 @@ class InProcessDueWork:
         results: list[ExpiryResult] = []
         for row in self._due_rows(TaskState.WAITING, limit, self._live_rows(replica)):
             with _skip_damaged(row):
+                _extend_late_calls(row, self._tables.clock.now())
+                if row.wake_at > self._tables.clock.now():
+                    continue
                 expired = self._expire(row, replica, slots)
                 slots -= isinstance(expired.join_result, JoinCompleted)
                 results.append(expired)
@@ -182,7 +186,7 @@ class InProcessDueWork:
         return lost
 
     async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
-        """Keep-alives that waiting, ready and parked tasks owe their requesters.
+        """Keep-alives that tasks owe their requesters.
 
         Schedules the next ones.
         """
@@ -248,6 +252,13 @@ class InProcessDueWork:
         return ExpiryResult(row.task_id, timed_out, then, notices)
 
 
+def _extend_late_calls(row: TaskRow, now: datetime) -> None:
+    """Restart idle deadlines that are found late: no replica received what the peers sent."""
+    for call in row.pending_calls:
+        if call.idle_timeout is not None and now - call.due_at > MAX_SWEEP_DELAY:
+            call.due_at = min(now + call.idle_timeout, call.deadline)
+
+
 def _is_overdue(row: TaskRow, now: datetime) -> bool:
     """Whether a ready or parked task only needs to be ended."""
     if row.state is TaskState.PARKED:
@@ -260,5 +271,4 @@ def _is_past_deadline(row: TaskRow, now: datetime) -> bool:
 
 
 def _owes_keep_alive(row: TaskRow, now: datetime) -> bool:
-    asleep = row.state in {TaskState.WAITING, TaskState.READY, TaskState.PARKED}
-    return asleep and row.keep_alive_at is not None and row.keep_alive_at <= now
+    return not row.state.is_final and row.keep_alive_at is not None and row.keep_alive_at <= now

@@ -11,6 +11,7 @@ from meshpoint.adapters.inprocess.rows import (
     OperationRow,
     Tables,
     TaskRow,
+    next_keep_alive_at,
     without_memory,
 )
 from meshpoint.model.calls import ALL
@@ -151,6 +152,7 @@ class InProcessOperations:
             return refusal
         _restart(row, command)
         row.due_at = tables.clock.now()
+        row.keep_alive_at = next_keep_alive_at(row.requester, row.due_at)
         tables.put(row)
         return Revived(row.task_id, row.agent, row.retry_count)
 
@@ -291,7 +293,6 @@ def _restart(row: TaskRow, command: Revive) -> None:
     row.context, row.body = row.context if row.ended_at is not None else "{}", b""
     row.cancel_requested = False
     row.forget_parking()
-    row.keep_alive_at = None
     row.dead_reason = None
     row.join, row.join_deadline, row.expected, row.completed, row.succeeded = ALL, None, 0, 0, 0
     row.detach_cancels()

@@ -15,6 +15,7 @@ from meshpoint.model.options import StoreTimings
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
 from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation
 from meshpoint.model.tasks import (
+    KEEP_ALIVES_PER_TIMEOUT,
     CallState,
     CancelNotice,
     CheckpointDict,
@@ -33,7 +34,6 @@ from meshpoint.ports.clock import Clock
 _FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
 _MAX_BACKOFF = 64
 """Maximum back-off in dispatch leases. A send is repeated after 1, 2, 4, … leases."""
-_KEEP_ALIVES_PER_TIMEOUT = 3
 _MAX_STALE_ENTRIES = 1_000
 """Outdated entries tolerated in the tombstone heap before it is rebuilt."""
 _MAX_TRIED_VERSIONS = 20
@@ -46,7 +46,7 @@ _MAX_RESUMABLE = 100
 def next_keep_alive_at(requester: Requester, now: datetime) -> datetime | None:
     """When the task sends its next keep-alive, or `None` if `requester` has no idle timeout."""
     idle = requester.idle_timeout
-    return None if idle is None else now + idle / _KEEP_ALIVES_PER_TIMEOUT
+    return None if idle is None else now + idle / KEEP_ALIVES_PER_TIMEOUT
 
 
 def postpone(send: CallRow | TaskRow, now: datetime, lease: timedelta) -> None:

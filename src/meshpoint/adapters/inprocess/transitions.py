@@ -24,6 +24,7 @@ from meshpoint.model.ids import RunId, TaskId
 from meshpoint.model.outcomes import FailureKind
 from meshpoint.model.tasks import (
     MAX_ROW_BYTES,
+    NO_DEADLINE,
     CallState,
     Dispatch,
     PlannedCall,
@@ -157,6 +158,7 @@ class InProcessTransitions:
         row.state_format = begin.state_format or ""
         if begin.queued:
             row.state, row.owner, row.attempt, row.due_at = TaskState.READY, None, 0, now
+        row.keep_alive_at = next_keep_alive_at(begin.requester, now)
         if begin.operation is not None:
             row.operation = OperationRow(begin.operation, now, begin.operation.preserve)
         tables.put(row)
@@ -224,7 +226,8 @@ class InProcessTransitions:
             row.state = TaskState.READY  # failures alone meet a join only if no call is pending
 
     def _call_row(self, planned: PlannedCall, row: TaskRow, now: datetime) -> CallRow:
-        deadline = min(now + planned.timeout, row.requester.deadline or now + planned.timeout)
+        own = NO_DEADLINE if planned.timeout is None else now + planned.timeout
+        deadline = min(own, row.requester.deadline or own)
         idle = planned.idle_timeout
         return CallRow(
             planned.sub_task_id,

@@ -31,6 +31,7 @@ from __future__ import annotations
 from meshpoint.adapters.sql import columns
 from meshpoint.adapters.sql.columns import CONTEXT_TYPES, comma_separated, emptied
 from meshpoint.adapters.sql.operation_statements import ON_CONFLICT_REPLACE
+from meshpoint.model.tasks import NO_DEADLINE
 
 
 def _unnested_rows(first: int, **types: str) -> str:
@@ -112,7 +113,7 @@ calls AS (
   SELECT w.logical_task_id, c.sub_task_id, w.agent_name, w.generation, c.place - terms.first,
          c.call_id, terms.peer, terms.headers, c.request, 'pending', 1, terms.idle_timeout,
          LEAST(w.now + terms.timeout, w.now + terms.idle_timeout, w.task_deadline),
-         LEAST(w.now + terms.timeout, w.task_deadline), w.now
+         coalesce(LEAST(w.now + terms.timeout, w.task_deadline), {NO_DEADLINE.timestamp()}), w.now
     FROM unnest($3::text[], $4::text[], $5::bytea[], $6::int[]) WITH ORDINALITY
          AS c(sub_task_id, call_id, request, terms, place)
     JOIN unnest($7::text[], $8::int[], $9::text[], $10::text[],

@@ -21,6 +21,7 @@ from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.model.tasks import (
     EVERY_TASK,
+    NO_DEADLINE,
     CallState,
     CallSummary,
     TaskFilter,
@@ -179,6 +180,7 @@ def _parameters(states: Sequence[TaskState], where: TaskFilter) -> dict[str, Any
 
 async def _call_summary(row: Row[Any]) -> CallSummary:
     outcome = None if row.outcome is None else await unpack_outcome(row.outcome)
+    absolute_deadline = instant(row.absolute_deadline)
     return CallSummary(
         sub_task_id=TaskId(row.sub_task_id),
         call_id=row.call_id,
@@ -195,5 +197,5 @@ async def _call_summary(row: Row[Any]) -> CallSummary:
         message=outcome.message if isinstance(outcome, Failed) else None,
         since=instant(row.created_at),
         attempts=row.attempts,
-        absolute_deadline=instant(row.absolute_deadline),
+        absolute_deadline=absolute_deadline if absolute_deadline < NO_DEADLINE else None,
     )

@@ -18,7 +18,6 @@ from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, run_in_rounds
 from meshpoint.adapters.sql.records import checkpoint_columns, children_json, operation_columns
 from meshpoint.adapters.sql.rows import (
-    KEEP_ALIVES_PER_TIMEOUT,
     NOT_NEEDED,
     Columns,
     context_columns,
@@ -36,7 +35,9 @@ from meshpoint.adapters.sql.subtasking import save_with_pauses
 from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.ids import TaskId
 from meshpoint.model.tasks import (
+    KEEP_ALIVES_PER_TIMEOUT,
     MAX_ROW_BYTES,
+    NO_DEADLINE,
     CallState,
     Dispatch,
     PlannedCall,
@@ -161,6 +162,7 @@ def _begin_columns(tx: Transaction, command: Begin, request: Packed, now: float)
         "order": command.order,
         "digest": command.digest,
         "state_format": command.state_format,
+        "keep_alive_at": keep_alive_at(command.requester, now),
         **requester_columns(command.requester),
     }
 
@@ -440,23 +442,22 @@ def committed_pause(packed: PackedPause, now: float) -> PauseCommitted:
     )
 
 
-def _deadlines(pause: Pause, now: float) -> dict[timedelta, datetime]:
+def _deadlines(pause: Pause, now: float) -> dict[timedelta | None, datetime]:
     """The calls' deadlines by timeout, since most calls of a pause have the same timeout."""
-    calls = {call.timeout: call for call in pause.calls}
-    return {
-        timeout: instant(_absolute_deadline(pause, call, now)) for timeout, call in calls.items()
-    }
+    timeouts = {call.timeout for call in pause.calls}
+    return {timeout: instant(_absolute_deadline(pause, timeout, now)) for timeout in timeouts}
 
 
-def _absolute_deadline(pause: Pause, call: PlannedCall, now: float) -> float:
-    own = now + call.timeout.total_seconds()
-    task = pause.requester.deadline
-    return own if task is None else min(own, task.timestamp())
+def _absolute_deadline(pause: Pause, timeout: timedelta | None, now: float) -> float:
+    own = None if timeout is None else now + timeout.total_seconds()
+    deadlines = [own, epoch_seconds(pause.requester.deadline)]
+    known = [deadline for deadline in deadlines if deadline is not None]
+    return min(known, default=NO_DEADLINE.timestamp())
 
 
 def _shortest_timeout(call: PlannedCall) -> float:
-    timeout, idle = call.timeout, call.idle_timeout
-    return (timeout if idle is None else min(timeout, idle)).total_seconds()
+    timeouts = [call.timeout, call.idle_timeout]
+    return min(timeout.total_seconds() for timeout in timeouts if timeout is not None)
 
 
 def _join_deadline(pause: Pause, now: float) -> float | None:
@@ -494,7 +495,7 @@ def _call_columns(tx: Transaction, packed: PackedPause, now: float) -> list[Colu
         zip(pause.calls, packed.bodies, packed.outcomes, strict=True)
     ):
         sent = call.outcome is None and not packed.met
-        absolute_deadline = _absolute_deadline(pause, call, now)
+        absolute_deadline = _absolute_deadline(pause, call.timeout, now)
         rows.append(
             {
                 "task_id": pause.run.task_id,

@@ -27,7 +27,6 @@ from meshpoint.adapters.sql.owning import (
     ready_columns,
 )
 from meshpoint.adapters.sql.rows import (
-    KEEP_ALIVES_PER_TIMEOUT,
     AgentNames,
     Columns,
     endable_from_row,
@@ -40,6 +39,7 @@ from meshpoint.errors import StoreUnavailable
 from meshpoint.model.ids import AgentName, RunId, TaskId, new_id
 from meshpoint.model.secrets import mask_reason
 from meshpoint.model.tasks import (
+    KEEP_ALIVES_PER_TIMEOUT,
     SUSPECT_AFTER_RESCUES,
     DueCounts,
     KeepAlive,
@@ -326,7 +326,7 @@ class SqlDueWork:
             del self._separate_renewals[run]
 
     async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
-        """Return due keep-alives of paused tasks, and set when the next ones are due."""
+        """Return the due keep-alives of tasks, and set when the next ones are due."""
         query = self._query(sql.PICK_KEEP_ALIVES, replica.agent, limit)
 
         async def body(tx: Transaction, only: str | None) -> list[KeepAlive]:

@@ -18,11 +18,12 @@ from meshpoint.adapters.sql.rows import Columns, cancel_notice_from_row, group_b
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.outcomes import Failed, FailureKind, encode_outcome, peer_missing
-from meshpoint.model.tasks import CancelNotice, Replica, Resumable
+from meshpoint.model.tasks import MAX_SWEEP_DELAY, CancelNotice, Replica, Resumable
 from meshpoint.model.transitions import ExpiryResult, JoinCompleted, StillWaiting, TaskReady
 
 _TIMED_OUT = Failed(FailureKind.TIMEOUT, "the peer did not answer in time")
 _MIN_EXTENSION = 0.1  # of the idle timeout
+_MAX_DELAY = MAX_SWEEP_DELAY.total_seconds()
 
 
 def extensions(calls: Sequence[Row[Any] | None]) -> list[Columns]:
@@ -106,7 +107,7 @@ async def expire(
     if not rows:
         return [], {}
     ids = sorted(rows)
-    pending = group_by_task(await tx.fetch(sql.READ_PENDING, ids=ids))
+    pending = await _read_pending(tx, rows)
     joins = {row.logical_task_id: row for row in await tx.fetch(sql.READ_JOINS, ids=ids)}
     tasks = [
         _WaitingTask(rows[task_id], joins[task_id], pending.get(task_id, [])) for task_id in ids
@@ -123,6 +124,31 @@ async def expire(
     return [
         _expiry_result(task, cancels[task.row.logical_task_id]) for task in tasks
     ], await read_owned(tx, owned)
+
+
+async def _read_pending(
+    tx: Transaction, rows: Mapping[str, Row[Any]]
+) -> dict[str, list[Row[Any]]]:
+    """Read the pending calls of locked tasks.
+
+    An idle deadline that is found late starts again: no replica received what the peer sent.
+    """
+    ids = sorted(rows)
+    pending = await tx.fetch(sql.READ_PENDING, ids=ids)
+    late = [
+        {
+            "task_id": call.logical_task_id,
+            "sub_task_id": call.sub_task_id,
+            "timeout_deadline": min(now + call.idle_timeout, call.absolute_deadline),
+        }
+        for call in pending
+        if call.idle_timeout is not None
+        and (now := rows[call.logical_task_id].now) - call.timeout_deadline > _MAX_DELAY
+    ]
+    if late:
+        await tx.execute_many(sql.EXTEND_IDLE_DEADLINE, late)
+        pending = await tx.fetch(sql.READ_PENDING, ids=ids)
+    return group_by_task(pending)
 
 
 def with_tasks(

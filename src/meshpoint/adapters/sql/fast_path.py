@@ -25,7 +25,6 @@ from meshpoint.adapters.sql.engine import FAST_PATH_CONNECTIONS
 from meshpoint.adapters.sql.owning import OwnedTask, OwnedTasks, complete_log
 from meshpoint.adapters.sql.prepared import PreparedConnection
 from meshpoint.adapters.sql.rows import (
-    KEEP_ALIVES_PER_TIMEOUT,
     Columns,
     StoredOutcome,
     duration_seconds,
@@ -36,7 +35,7 @@ from meshpoint.adapters.sql.sessions import DatabaseTime
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Ok, Outcome
-from meshpoint.model.tasks import Dispatch, Replica, Reply
+from meshpoint.model.tasks import KEEP_ALIVES_PER_TIMEOUT, Dispatch, Replica, Reply
 from meshpoint.model.transitions import (
     Claim,
     ClaimResult,
@@ -396,7 +395,7 @@ def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
         list(firsts),
         list(peers),
         [each.decode() for each in headers],
-        [timeout.total_seconds() for timeout in timeouts],
+        [duration_seconds(timeout) for timeout in timeouts],
         [duration_seconds(idle_timeout) for idle_timeout in idle_timeouts],
     ]
 

@@ -229,7 +229,7 @@ UPDATE agent_paused_tasks SET
   request = coalesce(:request, request),
   request_digest = CASE WHEN :replaced THEN :digest ELSE request_digest END,
   reply = NULL, reply_sent = false, reply_attempts = 0, {assigned(columns.REQUESTER)},
-  keep_alive_at = NULL, dead_reason = NULL, ended_at = NULL, expires_at = NULL
+  keep_alive_at = :keep_alive_at, dead_reason = NULL, ended_at = NULL, expires_at = NULL
 WHERE logical_task_id = :task_id
 """
 

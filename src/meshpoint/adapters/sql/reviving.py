@@ -68,6 +68,7 @@ async def revive(tx: Transaction, command: Revive, request: bytes | None) -> Rev
     refusal = _refusal(command, row, details) or await _other_active(tx, command, row, details)
     if refusal is not None:
         return refusal
+    requester = _requester(command, row, details)
     await tx.execute(
         sql.UPDATE_REVIVED,
         task_id=command.task_id,
@@ -77,7 +78,8 @@ async def revive(tx: Transaction, command: Revive, request: bytes | None) -> Rev
         now=now,
         replaced=request is not None,
         digest=command.digest,
-        **requester_columns(_requester(command, row, details)),
+        keep_alive_at=keep_alive_at(requester, now),
+        **requester_columns(requester),
     )
     await tx.execute(sql.DELETE_CALLS_NOT_CANCELLING, task_id=command.task_id)
     await tx.execute(sql.DETACH_CALLS, task_id=command.task_id)

@@ -17,6 +17,7 @@ from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
 from meshpoint.model.tasks import (
+    KEEP_ALIVES_PER_TIMEOUT,
     CancelNotice,
     CheckpointDict,
     Dispatch,
@@ -32,8 +33,6 @@ FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 """Deletion time of a preserved operation."""
 
 NOT_NEEDED = Failed(FailureKind.CANCELLED, "the join no longer needed it")
-
-KEEP_ALIVES_PER_TIMEOUT = 3  # so that a requester misses two before it gives up
 
 _EARLIEST = 0.0
 _MAX_TRIED_VERSIONS = 20  # an older version may try the task again
@@ -149,7 +148,7 @@ def requester_from_row(row: Any) -> Requester:
 
 
 def keep_alive_at(requester: Requester, now: float) -> float | None:
-    """When to send `requester` the first keep-alive of a task that waits since `now`."""
+    """When to send `requester` the next keep-alive of a task that began or paused at `now`."""
     idle = requester.idle_timeout
     return None if idle is None else now + idle.total_seconds() / KEEP_ALIVES_PER_TIMEOUT
 

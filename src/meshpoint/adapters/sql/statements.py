@@ -160,11 +160,11 @@ DELETE FROM agent_task_log WHERE logical_task_id {one_of:ids}
 INSERT_TASK = f"""
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, wake_at, request,
-  {_REQUESTER}, checkpointed_at, checkpoint_seq,
+  {_REQUESTER}, keep_alive_at, checkpointed_at, checkpoint_seq,
   resume_token, request_digest, state_format)
 VALUES (
   :task_id, :agent, :status, 0, 1, :run_id, :owner, :attempt, :wake_at, :request,
-  {_REQUESTER_VALUES}, :now, :checkpoint_seq, :order,
+  {_REQUESTER_VALUES}, :keep_alive_at, :now, :checkpoint_seq, :order,
   :digest, :state_format)
 """
 
@@ -298,7 +298,7 @@ _ENDED = f"{_DUE_TASKS} IN ('completed', 'failed', 'cancelled')"
 _UNSENT_REPLIES = f"{_ENDED} AND NOT reply_sent"
 _KEEP_ALIVES = """FROM agent_paused_tasks
  WHERE agent_name = :agent AND keep_alive_at <= {instant}
-   AND status IN ('waiting', 'ready', 'parked')"""
+   AND status IN ('waiting', 'ready', 'parked', 'running')"""
 _UNSENT = "WHERE agent_name = :agent AND send_due_at <= {instant}"
 _UNSENT_CALLS = f"FROM agent_peer_sub_tasks AS c {_UNSENT}"
 _UNSENT_JOINS = f"FROM agent_parallel_invocations {_UNSENT}"
@@ -402,7 +402,7 @@ SELECT {_ACQUIRED}, {{instant}} AS now
   {_LOST} ORDER BY wake_at LIMIT :limit {{skip_locked}}
 """
 
-# Pick paused tasks that are due to send a keep-alive to their requester.
+# Pick tasks that are due to send a keep-alive to their requester.
 PICK_KEEP_ALIVES = f"""
 SELECT logical_task_id, {_REQUESTER}, {{instant}} AS now
   {_KEEP_ALIVES} ORDER BY keep_alive_at LIMIT :limit {{skip_locked}}
@@ -455,8 +455,8 @@ SELECT c.*, {instant} AS now FROM {pairs} JOIN agent_peer_sub_tasks AS c
 
 # Read the calls without an outcome of tasks, in call order.
 READ_PENDING = """
-SELECT logical_task_id, sub_task_id, agent_name, peer_agent, timeout_deadline, dispatched_at,
-       unroutable_since
+SELECT logical_task_id, sub_task_id, agent_name, peer_agent, timeout_deadline, absolute_deadline,
+       idle_timeout, dispatched_at, unroutable_since
   FROM agent_peer_sub_tasks
  WHERE logical_task_id {one_of:ids} AND status = 'pending' ORDER BY logical_task_id, seq
 """

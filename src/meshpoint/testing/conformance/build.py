@@ -119,7 +119,7 @@ def a_requester(**values: object) -> Requester:
 def a_call(
     call_id: str,
     *,
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta | None = TIMEOUT,
     idle_timeout: timedelta | None = None,
     outcome: Failed | None = None,
     peer: AgentName = PEER,

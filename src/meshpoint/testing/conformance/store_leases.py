@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from meshpoint.model.calls import FIRST
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.tasks import KeepAlive, Resumable, TaskState
-from meshpoint.model.transitions import BeginCommitted, Release
+from meshpoint.model.transitions import BeginCommitted, EndCommitted, Release
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
@@ -275,16 +277,47 @@ class LeaseSuite:
         clock.advance(8 * SECOND)
         assert len(await store.keep_alives(HERE, 10)) == 1
 
+    @pytest.mark.parametrize("queued", [False, True])
+    async def test_keep_alives_of_a_task_that_never_paused(
+        self, store: CheckpointStore, clock: FakeClock, queued: bool
+    ) -> None:
+        """It is running or queued, is rescued or acquired, and then waits to run again."""
+        requester = a_requester(idle_timeout=60 * SECOND)
+        begin = a_begin(requester=requester)
+        await store.begin([replace(begin, queued=queued)])
+        note = KeepAlive(AGENT, begin.run.task_id, requester)
+        clock.advance(LEASE)
+        assert await store.keep_alives(HERE, 10) == []
+        run = one(await (store.acquire(HERE, 10) if queued else store.rescue(HERE, 10))).run
+        clock.advance(LEASE)
+        assert await store.keep_alives(HERE, 10) == [note]
+        await store.release([a_release(run)])
+        clock.advance(20 * SECOND)
+        assert await store.keep_alives(THERE, 10) == [note]
+        assert await store.keep_alives(THERE, 10) == []
+
+    async def test_keep_alives_of_a_running_task(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        requester = a_requester(idle_timeout=10 * SECOND)
+        run = (await resumed(store, await paused(store, requester=requester))).run
+        for _ in range(2):
+            clock.advance(4 * SECOND)
+            assert await store.keep_alives(HERE, 10) == [KeepAlive(AGENT, run.task_id, requester)]
+        assert await store.renew([run], HERE) == []
+        assert isinstance(one(await store.end([an_end(run)])), EndCommitted)
+
     async def test_no_other_keep_alives(self, store: CheckpointStore, clock: FakeClock) -> None:
         impatient = a_requester(idle_timeout=10 * SECOND)
         await paused(store)
-        run = (await resumed(store, await paused(store, requester=impatient))).run
+        await begun(store)
         await store.end(
             [an_end((await resumed(store, await paused(store, requester=impatient))).run)]
         )
         clock.advance(8 * SECOND)
         assert await store.keep_alives(HERE, 10) == []
-        await store.release([a_release(run)])
+        await paused(store, requester=impatient)
+        clock.advance(8 * SECOND)
         assert await store.keep_alives(FOREIGNER, 10) == []
 
     async def test_keep_alives_limit(self, store: CheckpointStore, clock: FakeClock) -> None:

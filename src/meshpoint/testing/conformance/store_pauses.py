@@ -9,7 +9,7 @@ import pytest
 
 from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Join
 from meshpoint.model.ids import TaskId, new_id
-from meshpoint.model.tasks import Dispatch, Resumable, TaskState
+from meshpoint.model.tasks import NO_DEADLINE, Dispatch, Resumable, TaskState
 from meshpoint.model.transitions import (
     DuplicateOutcome,
     ExpiryResult,
@@ -415,6 +415,19 @@ class PauseSuite:
         clock.advance(SOON + SECOND)
         assert kinds(taken(one(await store.expire(HERE, 10, 1)))) == ["timeout"]
 
+    async def test_a_peer_has_more_time_after_a_gap(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        """Its caller's replicas were stopped, or the broker was."""
+        limited = await paused(store, a_call("a", timeout=HOUR, idle_timeout=SOON))
+        await paused(store, a_call("a", timeout=None, idle_timeout=SOON))
+        clock.advance(HOUR)
+        (expired,) = await store.expire(HERE, 10, 2)
+        assert expired.task_id == limited.run.task_id
+        assert (await store.due(HERE, 10)).expired == 0
+        clock.advance(SOON)
+        assert kinds(taken(one(await store.expire(HERE, 10, 1)))) == ["timeout"]
+
     async def test_progress_until_deadline(self, store: CheckpointStore, clock: FakeClock) -> None:
         pause = await paused(store, a_call("a", timeout=12 * SECOND, idle_timeout=SOON))
         for _ in range(3):
@@ -423,6 +436,37 @@ class PauseSuite:
             await store.record_progress([a_progress(pause)])
         clock.advance(SECOND)
         assert kinds(taken(one(await store.expire(HERE, 10, 1)))) == ["timeout"]
+
+    async def test_progress_without_deadline(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        pause = await paused(store, a_call("a", timeout=None, idle_timeout=SOON))
+        (dispatch,) = await store.find_dispatches([(pause.run.task_id, sub(pause, "a"))])
+        assert dispatch is not None
+        assert dispatch.deadline == NO_DEADLINE
+        for _ in range(100):
+            clock.advance(SOON - SECOND / 2)
+            assert await store.expire(HERE, 10, 1) == []
+            await store.record_progress([a_progress(pause)])
+        (call,) = (await row(store, pause.run.task_id))[1]
+        assert (call.deadline, call.absolute_deadline) == (clock.now() + SOON, None)
+        clock.advance(SOON)
+        assert kinds(taken(one(await store.expire(HERE, 10, 1)))) == ["timeout"]
+
+    async def test_a_deadline_of_the_task_limits_calls_without_their_own(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        deadline = clock.now() + 2 * SOON
+        call = a_call("a", timeout=None, idle_timeout=SOON)
+        pause = await paused(store, call, requester=a_requester(deadline=deadline))
+        clock.advance(SOON - SECOND / 2)
+        await store.record_progress([a_progress(pause)])
+        (shown,) = (await row(store, pause.run.task_id))[1]
+        assert (shown.absolute_deadline, shown.deadline) == (deadline, clock.now() + SOON)
+        clock.advance(SOON - SECOND)
+        await store.record_progress([a_progress(pause)])
+        (shown,) = (await row(store, pause.run.task_id))[1]
+        assert shown.deadline == deadline
 
     async def test_progress_keeps_timeout(self, store: CheckpointStore, clock: FakeClock) -> None:
         pause = await paused(store)

@@ -10,7 +10,7 @@ import pytest
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.operations import NotRevived, OperationStatus, Refusal, Revived
-from meshpoint.model.tasks import Requester, TaskState
+from meshpoint.model.tasks import KeepAlive, Requester, TaskState
 from meshpoint.model.transitions import Fenced, Save
 from meshpoint.model.usage import Tokens, TokenUsage
 from meshpoint.ports.task_store import CheckpointStore
@@ -102,6 +102,15 @@ class ReviveSuite:
         assert (task.request, task.requester) == (b"new", requester)
         result = await write_end(store, an_end(task.run, reply=b"at last"))
         assert (result.reply.requester, result.reply.body) == (requester, b"at last")
+
+    async def test_keep_alives_of_a_revived_task(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run, requester = await failed(store), a_requester(idle_timeout=9 * SECOND)
+        await store.revive(a_revive(run.task_id, requester=requester))
+        assert await store.keep_alives(HERE, 10) == []
+        clock.advance(3 * SECOND)
+        assert await store.keep_alives(HERE, 10) == [KeepAlive(AGENT, run.task_id, requester)]
 
     async def test_revive_keeps_requester(self, store: CheckpointStore, clock: FakeClock) -> None:
         requester = a_requester(deadline=clock.now() + HOUR, idle_timeout=9 * SECOND)
