@@ -71,7 +71,7 @@ async def fetch(url: str, query: str) -> list[Any]:
 
 
 async def everything_saved(store: SqlStore) -> tuple[Run, AgentCheckpoint]:
-    """A checkpoint of a running operation, in which every field is set."""
+    """A checkpoint of a running operation with its own records, in which every field is set."""
     run = await operating(store)
     checkpoint = a_checkpoint(
         run,
@@ -87,6 +87,7 @@ async def everything_saved(store: SqlStore) -> tuple[Run, AgentCheckpoint]:
         l1_in_sql="digest",
         memory_writes=[MemoryWrite(digest="d", calls=1, subtasks="reused", seq=1, answers=[1])],
         memory_writes_replace_log=True,
+        records_from=None,
     )
     await store.save(Save(run, checkpoint))
     return run, checkpoint
@@ -128,6 +129,20 @@ async def test_it_reads_a_checkpoint_that_an_end_copied(
     copied = await store.latest(run.task_id)
     assert copied is not None
     assert copied.subtasks == written.subtasks
+
+
+async def test_it_takes_a_checkpoint_without_its_own_records_for_another_version(
+    store: SqlStore, database_url: str
+) -> None:
+    """It releases the task for lack of a migration, instead of running its subtasks again."""
+    run = await operating(store)
+    await store.save(Save(run, a_checkpoint(run, 1, *RECORDS)))
+    (row,) = await fetch(database_url, "SELECT * FROM agent_checkpoints")
+    seen = previous_release.read_checkpoint(row)
+    assert (seen.agent_version, seen.subtasks) == ("7+records", ())
+    found = await store.latest(run.task_id)
+    assert found is not None
+    assert (found.agent_version, found.subtasks) == ("7", RECORDS)
 
 
 async def test_it_reads_the_archive(store: SqlStore, database_url: str) -> None:

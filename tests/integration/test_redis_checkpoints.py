@@ -111,6 +111,12 @@ async def test_a_copy_is_the_checkpoint(cache: RedisCheckpointCache, size: int) 
     assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
 
 
+async def test_a_copy_says_which_records_are_shared(cache: RedisCheckpointCache) -> None:
+    checkpoint = create_checkpoint(seq=7).model_copy(update={"records_from": 3})
+    await cache.put(checkpoint.model_copy(update={"changed": frozenset({"flights"})}))
+    assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
+
+
 async def test_a_large_copy_is_compressed(
     cache: RedisCheckpointCache, redis: Redis, namespace: str
 ) -> None:

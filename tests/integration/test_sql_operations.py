@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,14 @@ from meshpoint.testing.conformance.build import (
     resumed,
     save,
     saved,
+)
+from meshpoint.testing.conformance.store_records import (
+    FETCHED,
+    WEIGHED,
+    WEIGHING,
+    WRITTEN,
+    sharing,
+    write,
 )
 
 
@@ -193,6 +202,85 @@ async def test_leftover_rows_of_an_earlier_task_are_replaced(archiving_store: Sq
     }
 
 
+async def _fetch(store: SqlStore, query: str, task_id: TaskId) -> list[tuple[Any, ...]]:
+    async with store._database.engine.connect() as connection:
+        rows = await connection.execute(text(query), {"id": task_id})
+        return [tuple(row) for row in rows]
+
+
+_VERSIONS = "SELECT seq, name FROM agent_subtask_records WHERE analysis_id = :id ORDER BY 1, 2"
+
+
+async def test_a_checkpoint_writes_the_changed_records(archiving_store: SqlStore) -> None:
+    run = await operating(archiving_store)
+    await write(
+        archiving_store,
+        run,
+        a_checkpoint(run, 1, FETCHED, WEIGHING),
+        sharing(run, 2, FETCHED, WEIGHED, changed=["weigh"]),
+        sharing(run, 3, FETCHED, WEIGHED),
+    )
+    versions = [(1, "fetch"), (1, "weigh"), (2, "weigh")]
+    assert await _fetch(archiving_store, _VERSIONS, run.task_id) == versions
+    await archiving_store.end([an_end(run)])
+    assert await _fetch(archiving_store, _VERSIONS, run.task_id) == []
+
+
+async def test_the_previous_release_takes_shared_records_for_another_version(
+    archiving_store: SqlStore,
+) -> None:
+    """It reads no records, and would run all subtasks again."""
+    run = await operating(archiving_store)
+    await write(
+        archiving_store,
+        run,
+        a_checkpoint(run, 1, FETCHED),
+        a_checkpoint(run, 2, FETCHED, records_from=None),
+    )
+    query = "SELECT agent_version FROM agent_checkpoints WHERE analysis_id = :id ORDER BY seq"
+    assert await _fetch(archiving_store, query, run.task_id) == [("7+records",), ("7",)]
+    history = await archiving_store.history(run.task_id)
+    assert [each.agent_version for each in history] == ["7", "7"]
+
+
+async def test_archived_checkpoints_have_their_records(archiving_store: SqlStore) -> None:
+    run = await operating(archiving_store)
+    await write(
+        archiving_store,
+        run,
+        a_checkpoint(run, 1, FETCHED, WEIGHING, records_from=None),
+        a_checkpoint(run, 2, FETCHED, WEIGHING),
+        sharing(run, 3, FETCHED, WEIGHED, changed=["weigh"], since=2),
+    )
+    before = await archiving_store.history(run.task_id)
+    await archiving_store.end([an_end(run)])
+    assert await archiving_store.history(run.task_id) == before
+    query = """
+    SELECT CAST(interim_results AS text) FROM agent_checkpoints_archive
+     WHERE analysis_id = :id ORDER BY seq"""
+    results = [json.loads(found) for (found,) in await _fetch(archiving_store, query, run.task_id)]
+    assert results == [{"fetch": '"x"'}, {"fetch": '"x"'}, {"fetch": '"x"', "weigh": "7"}]
+
+
+async def test_leftover_records_of_an_earlier_task_are_deleted(archiving_store: SqlStore) -> None:
+    run = await operating(archiving_store)
+    await write(
+        archiving_store,
+        run,
+        a_checkpoint(run, 1, FETCHED, WEIGHED),
+        sharing(run, 2, FETCHED, WEIGHED, WRITTEN, changed=["fetch", "write"]),
+    )
+    async with archiving_store._database.engine.begin() as connection:
+        await connection.execute(text("DELETE FROM agent_paused_tasks"))
+    run = await operating(archiving_store, a_run(run.task_id))
+    await write(archiving_store, run, a_checkpoint(run, 1, WEIGHING))
+    assert await _fetch(archiving_store, _VERSIONS, run.task_id) == [(1, "weigh")]
+    await write(archiving_store, run, sharing(run, 2, WEIGHING))
+    latest = await archiving_store.latest(run.task_id)
+    assert latest is not None
+    assert latest.subtasks == (WEIGHING,)
+
+
 async def test_reading_checkpoints_does_not_load_the_memory(archiving_store: SqlStore) -> None:
     columns: set[str] = set()
 
@@ -311,9 +399,9 @@ async def test_each_step_of_an_operation_sends_a_fixed_number_of_statements(
         "fail": 10,
         "revive": 8,
         "pause": 1,
-        "pause with memory": 11,
-        "pause with memory that prunes": 12,
-        "complete": 9,
+        "pause with memory": 13,
+        "pause with memory that prunes": 14,
+        "complete": 10,
     }
 
 

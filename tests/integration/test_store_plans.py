@@ -30,7 +30,13 @@ from concurrent_answer import concurrent_answer
 from meshpoint.adapters import sql
 from meshpoint.adapters.sql import SqlStore, fast_path, owning
 from meshpoint.adapters.sql.dialect import Dialect
-from meshpoint.adapters.sql.tables import archive, checkpoints, operations, task_log
+from meshpoint.adapters.sql.tables import (
+    archive,
+    checkpoints,
+    operations,
+    subtask_records,
+    task_log,
+)
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.operations import Adopted, Revived
@@ -65,6 +71,7 @@ from meshpoint.testing.conformance.build import (
     a_claim,
     a_pause,
     a_progress,
+    a_record,
     a_release,
     a_requester,
     a_revive,
@@ -87,7 +94,7 @@ _STANDING = 50_000
 _EXPIRED = Replica(HERE.id, HERE.agent, HERE.formats, _NOW)
 """A replica whose leases expire at once."""
 
-TABLES = (*CROWDED, operations, checkpoints, archive, task_log)
+TABLES = (*CROWDED, operations, checkpoints, archive, subtask_records, task_log)
 
 _FOR_PEOPLE = {
     *("LIST_OPERATIONS", "LIST_AGENT_OPERATIONS", "READ_POSITION", "READ_WAITS"),
@@ -207,7 +214,7 @@ async def large_database_url(postgres_url: str) -> str:
 
 
 async def _insert_many_operations(url: str) -> None:
-    """Fill the tables of operations and checkpoints."""
+    """Fill the tables of operations, checkpoints and subtask records."""
     row_values = {
         "analysis_id": "'gone-' || g",
         "agent_type": f"'test/{AGENT}'",
@@ -219,7 +226,7 @@ async def _insert_many_operations(url: str) -> None:
     }
     connection = await asyncpg.connect(url)
     try:
-        for table in (operations, checkpoints, archive):
+        for table in (operations, checkpoints, archive, subtask_records):
             columns = [
                 column
                 for column in table.columns
@@ -480,6 +487,11 @@ class StatementRun:
         await self._store.end([an_end(task.run) for task in resumed])
         assert len(await self._store.history(runs[0].task_id)) == 1  # in the archive
         ended, waiting = await operating(self._store), await operating(self._store)
+        counted = a_record("fetch", '"x"').model_copy(update={"context": '{"token_usage": {}}'})
+        assert (
+            await self._store.save(Save(waiting, a_checkpoint(waiting, 1, counted)))
+            == SaveCommitted()
+        )
         await self._store.pause(
             [remembering_pause(run, 2, "memory") for run in [await operating(self._store)]]
         )

@@ -14,11 +14,20 @@ from meshpoint.adapters.sql.tables import REVISION, VERSION_TABLE
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.tasks import TaskState
 from meshpoint.testing.conformance.build import (
+    a_checkpoint,
     an_end,
     operating,
     paused,
     save,
     saved,
+)
+from meshpoint.testing.conformance.store_records import (
+    FETCHED,
+    WEIGHED,
+    WEIGHING,
+    WRITTEN,
+    sharing,
+    write,
 )
 
 PREVIOUS = f"{int(REVISION) - 1:04}"
@@ -97,6 +106,35 @@ async def test_a_working_memory_keeps_its_column(empty_url: str) -> None:
     assert await revision_of(empty_url) == REVISION
     await downgrade(empty_url, "0003", lose_data=True)
     assert await revision_of(empty_url) == "0003"
+
+
+async def test_checkpoints_get_their_records_back(empty_url: str) -> None:
+    await upgrade(empty_url)
+    async with open_store(empty_url) as store:
+        run = await operating(store)
+        changes = {"function": "src:1 uses RATE=2", "reused_in": 1}
+        reused = WEIGHED.model_copy(update=changes)
+        checkpoints = [
+            a_checkpoint(run, 1, FETCHED, WEIGHING, records_from=None),
+            a_checkpoint(run, 2, WRITTEN, WEIGHING, FETCHED),
+            sharing(run, 3, WRITTEN, reused, FETCHED, changed=["weigh"], since=2),
+        ]
+        await write(store, run, *checkpoints)
+    await downgrade(empty_url, "0009")
+    query = "SELECT agent_version, CAST(subtasks AS text) FROM agent_checkpoints"
+    for version, records in await fetch(empty_url, query):
+        assert version == "7"
+        assert "reused_in" not in str(records)
+    await upgrade(empty_url)
+    async with open_store(empty_url) as store:
+        history = await store.history(run.task_id)
+    known_earlier = reused.model_copy(update={"function": "src:1", "reused_in": None})
+    assert [each.subtasks for each in history] == [
+        (FETCHED, WEIGHING),
+        (WRITTEN, WEIGHING, FETCHED),
+        (WRITTEN, known_earlier, FETCHED),
+    ]
+    assert [each.records_from for each in history] == 3 * [None]
 
 
 @pytest.mark.parametrize("target", ["9999", REVISION, "nonsense"])

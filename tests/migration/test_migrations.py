@@ -33,6 +33,7 @@ from meshpoint.testing.conformance.build import (
     HERE,
     HOUR,
     a_call,
+    a_record,
     a_run,
     an_end,
     an_operation,
@@ -398,10 +399,9 @@ async def test_the_previous_release_can_still_write_checkpoints_without_a_memory
             "FROM agent_checkpoints",
             "UPDATE agent_paused_tasks SET checkpoint_seq = 2",
         )
-        assert [each.l1_snapshot_hash for each in await store.history(run.task_id)] == [
-            digest("first"),
-            None,
-        ]
+        history = await store.history(run.task_id)
+        assert [each.l1_snapshot_hash for each in history] == [digest("first"), None]
+        assert [each.subtasks for each in history] == 2 * [(a_record("fetch", '"first"'),)]
         assert await memory_of(store, run.task_id) == (1, "first")
 
 

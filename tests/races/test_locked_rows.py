@@ -258,8 +258,9 @@ async def test_a_release_a_cancel_and_a_begin_wait_only_for_their_own_rows(
     assert isinstance(one(await store.cancel([a_cancel(waiting.run.task_id)])), CancelCommitted)
 
 
+@pytest.mark.parametrize("table", ["agent_checkpoints", "agent_subtask_records"])
 async def test_a_checkpoint_waits_only_for_its_own_rows(
-    store: SqlStore, postgres_url: str
+    store: SqlStore, postgres_url: str, table: str
 ) -> None:
     locked, other = await operating(store), await operating(store)
     await saved(store, locked)
@@ -267,7 +268,7 @@ async def test_a_checkpoint_waits_only_for_its_own_rows(
     try:
         async with holder.transaction():
             await holder.fetch(
-                "SELECT 1 FROM agent_checkpoints WHERE analysis_id = $1 FOR UPDATE", locked.task_id
+                f"SELECT 1 FROM {table} WHERE analysis_id = $1 FOR UPDATE", locked.task_id
             )
             with pytest.raises(RowLocked):
                 await store.end([an_end(locked)])
@@ -292,8 +293,9 @@ async def test_expired_calls_are_handled_while_another_row_is_locked(
     assert [each.task_id for each in expired] == [locked.run.task_id]
 
 
+@pytest.mark.parametrize("table", ["agent_checkpoints", "agent_subtask_records"])
 async def test_tombstones_are_purged_while_the_row_of_one_is_locked(
-    store: SqlStore, postgres_url: str, clock: FakeClock
+    store: SqlStore, postgres_url: str, clock: FakeClock, table: str
 ) -> None:
     locked, other = await operating(store), await operating(store)
     for run in (locked, other):
@@ -306,7 +308,7 @@ async def test_tombstones_are_purged_while_the_row_of_one_is_locked(
     try:
         async with holder.transaction():
             await holder.fetch(
-                "SELECT 1 FROM agent_checkpoints WHERE analysis_id = $1 FOR UPDATE", locked.task_id
+                f"SELECT 1 FROM {table} WHERE analysis_id = $1 FOR UPDATE", locked.task_id
             )
             assert await store.purge(AGENT, 10) == 1
     finally:

@@ -126,15 +126,20 @@ class SubtaskProgress:
         """Completion from 0 to 100."""
         return round(100 * self.k / self.n, 2) if self.n else 0.0
 
+    @property
+    def open_percent(self) -> float:
+        """The same for an operation that has not completed, which stays below 100."""
+        return min(self.percent, MAX_OPEN_PROGRESS)
+
 
 def compute_progress(
     planned: Iterable[str], records: Iterable[SubtaskRecord], current: str | None = None
 ) -> SubtaskProgress:
     """The progress of a task that declares `planned` and has these records."""
     by_name = {record.name: record for record in records}
-    completed = tuple(name for name, record in by_name.items() if record.completed)
+    completed = {name: None for name, record in by_name.items() if record.completed}
     pending = tuple(name for name in dict.fromkeys([*planned, *by_name]) if name not in completed)
-    return SubtaskProgress(completed, current or (pending[0] if pending else None), pending)
+    return SubtaskProgress(tuple(completed), current or (pending[0] if pending else None), pending)
 
 
 class MemoryWrite(_StoredModel):
@@ -176,6 +181,12 @@ class AgentCheckpoint(_StoredModel):
             those in the task's log.
         memory_writes_replace_log: `memory_writes` has all writes, and those in the log do not
             count.
+        records_from: the first checkpoint whose records are among `subtasks`. A store may then
+            store only the `changed` ones with this checkpoint. `None` if it must store all
+            records with it, in a form that every release reads.
+        changed: the names of the subtasks whose records differ from the previous checkpoint.
+            `None` stands for all of them. Not part of the JSON, and not loaded with the
+            checkpoint.
         extra: keys that migrations have added, for later migrations.
     """
 
@@ -198,6 +209,8 @@ class AgentCheckpoint(_StoredModel):
     memory_writes: tuple[MemoryWrite, ...] = ()
     extra: dict[str, JsonValue] = {}
     memory_writes_replace_log: bool = False
+    records_from: int | None = None
+    changed: frozenset[str] | None = Field(default=None, exclude=True, repr=False)
     checkpoint_time: datetime | None = None  # set by the store
 
     @model_validator(mode="after")
@@ -214,7 +227,7 @@ class AgentCheckpoint(_StoredModel):
     @property
     def progress_pct(self) -> float:
         """Completion of the operation, which is below 100 until the operation has completed."""
-        return min(self.progress.percent, MAX_OPEN_PROGRESS)
+        return self.progress.open_percent
 
     @property
     def token_usage(self) -> TokenUsage | None:

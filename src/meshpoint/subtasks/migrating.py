@@ -275,6 +275,7 @@ def _rebuild_checkpoint(before: AgentCheckpoint, public: _PublicCheckpoint) -> A
         "subtasks": (*done, *started),
         "saved_progress": saved,
         "current_subtask": before.current_subtask if before.current_subtask in pending else None,
+        "records_from": None,  # the next checkpoint must store all records
     }
     return before.model_copy(update=unchanged | rebuilt)
 

@@ -30,8 +30,31 @@ class RunRecords:
             self.by_name.update((record.name, record) for record in restored.subtasks)
             self.saved_progress.update(restored.saved_progress)
         self._restored_progress = dict(self.saved_progress)
+        # The last checkpoint that is known to be stored: its records and its `records_from`.
+        self._stored: dict[str, SubtaskRecord] = {}
+        self._stored_from: int | None = None
+        if restored is not None:
+            self.on_stored(restored)
         self.requested: set[str] = set()
         self.used: set[str] = set()
+
+    def with_changes(self, checkpoint: AgentCheckpoint) -> AgentCheckpoint:
+        """Return `checkpoint`, saying which of its records are not stored yet."""
+        if self._stored_from is None:
+            return checkpoint.model_copy(update={"records_from": checkpoint.seq})
+        changed = frozenset(
+            record.name
+            for record in checkpoint.subtasks
+            if self._stored.get(record.name) is not record
+        )
+        return checkpoint.model_copy(
+            update={"records_from": self._stored_from, "changed": changed}
+        )
+
+    def on_stored(self, checkpoint: AgentCheckpoint) -> None:
+        """Note that `checkpoint` is stored."""
+        self._stored = {record.name: record for record in checkpoint.subtasks}
+        self._stored_from = checkpoint.records_from
 
     def begin(self, record: SubtaskRecord) -> None:
         """Add the record of a subtask that starts, in place of an earlier one."""

@@ -415,7 +415,9 @@ class Subtasks:
             self._phase = _Phase.UNSAVED
             return
         async with self._write_lock:
-            await self._log.save_checkpoint(self.next_checkpoint(), subtask, progressed=progressed)
+            checkpoint = self.next_checkpoint()
+            await self._log.save_checkpoint(checkpoint, subtask, progressed=progressed)
+            self._records.on_stored(checkpoint)
 
     @property
     def has_unsaved(self) -> bool:
@@ -431,19 +433,31 @@ class Subtasks:
 
         `details` describes the error, if code raised one.
         """
-        checkpoint = self.next_checkpoint()
+        checkpoint = self._build_checkpoint()
         # The task's own count includes their tokens, and the next attempt starts with it.
         records = tuple(record.without_usage() for record in checkpoint.subtasks)
-        return checkpoint.model_copy(
-            update={
-                "subtasks": records,
-                "failure_reason": reason,
-                "error_details": with_token_usage(details, self._ctx.token_usage),
-            }
-        )
+        final = {
+            "subtasks": records,
+            "failure_reason": reason,
+            "error_details": with_token_usage(details, self._ctx.token_usage),
+        }
+        return self._with_changes(checkpoint.model_copy(update=final))
 
     def next_checkpoint(self) -> AgentCheckpoint:
         """Build the next checkpoint, with everything recorded so far."""
+        return self._with_changes(self._build_checkpoint())
+
+    def _with_changes(self, checkpoint: AgentCheckpoint) -> AgentCheckpoint:
+        """Let the store write only the changed records.
+
+        An earlier release would not find the others. It refuses the checkpoint because of its
+        version, so the records of an agent without a version are always written.
+        """
+        if self._plan.version is None:
+            return checkpoint
+        return self._records.with_changes(checkpoint)
+
+    def _build_checkpoint(self) -> AgentCheckpoint:
         # Counted before the write: if it is abandoned, the next must have another number.
         self._seq += 1
         if self._phase is _Phase.UNSAVED:

@@ -36,7 +36,10 @@ class FakeCallRecorder:
 
 
 class FakeSubtaskLog:
-    """A ledger that calls `before_save` before each write, or raises `stop` instead of writing."""
+    """A ledger that calls `before_save` before each write, or raises `stop` instead of writing.
+
+    It checks that the changed records are enough to restore each checkpoint.
+    """
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -44,6 +47,7 @@ class FakeSubtaskLog:
         self.progressed: list[bool] = []
         self.before_save: Callable[[str], Any] | None = None
         self.stop: BaseException | None = None
+        self._versions: dict[str, list[tuple[int, SubtaskRecord]]] = {}
 
     async def open_operation(self, operation: Operation) -> None:
         self._raise_if_stopped()
@@ -55,8 +59,28 @@ class FakeSubtaskLog:
         if self.before_save is not None:
             await self.before_save(subtask)
         self._raise_if_stopped()
+        self.check_changes(checkpoint)
         self.saved.append(checkpoint)
         self.progressed.append(progressed)
+
+    def restart_from(self, checkpoint: AgentCheckpoint | None) -> None:
+        """Note which records a new run finds."""
+        records = () if checkpoint is None else checkpoint.subtasks
+        self._versions = {record.name: [(0, record)] for record in records}
+
+    def check_changes(self, checkpoint: AgentCheckpoint) -> None:
+        """Add the changed records to the stored ones, and compare the result."""
+        first, changed = checkpoint.records_from, checkpoint.changed
+        for record in checkpoint.subtasks:
+            if changed is None or record.name in changed:
+                self._versions.setdefault(record.name, []).append((checkpoint.seq, record))
+        starts = first in {None, checkpoint.seq}
+        newest = {
+            name: versions[-1][1]
+            for name, versions in self._versions.items()
+            if not starts or versions[-1][0] == checkpoint.seq
+        }
+        assert newest == {record.name: record for record in checkpoint.subtasks}
 
     def _raise_if_stopped(self) -> None:
         if self.stop is not None:
@@ -84,6 +108,7 @@ class AttemptHarness:
     def begin(self, restored: AgentCheckpoint | None) -> TaskExecutionContext:
         """Start a new run from the top with the checkpoint `restored`."""
         self.events.clear()
+        self.subtask_log.restart_from(restored)
         self.context = TaskExecutionContext(TASK)
         if not self._handlers:
             self.recorder = FakeCallRecorder()
@@ -117,6 +142,7 @@ class AttemptHarness:
     def resume(self, plan: Plan | None = None) -> TaskExecutionContext:
         """The next attempt, after this one failed. It starts with the tokens of this one."""
         final_checkpoint = self.runner.final_checkpoint("it failed", None)
+        self.subtask_log.check_changes(final_checkpoint)
         usage = self.ctx.token_usage.snapshot()
         self.retry, self.generation = self.retry + 1, 0
         self._plan = plan or self._plan

@@ -110,6 +110,12 @@ def test_what_a_migration_does_not_change_stays_identical() -> None:
     )
 
 
+def test_a_migrated_checkpoint_shares_no_records() -> None:
+    before = BEFORE.model_copy(update={"records_from": 3})
+    assert migrate(unchanged, before).records_from is None
+    assert migrate_checkpoint(before, "1.0", []).records_from == 3
+
+
 def test_the_stored_checkpoint_is_not_changed() -> None:
     stored = BEFORE.model_dump_json()
 

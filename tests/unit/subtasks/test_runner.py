@@ -139,6 +139,57 @@ async def test_each_checkpoint_has_its_own_sequence_number() -> None:
     assert harness.runner.final_checkpoint("why", {"type": "ValueError"}).seq == 4
 
 
+async def test_a_checkpoint_says_which_records_it_changes() -> None:
+    harness = AttemptHarness()
+    await harness.ctx.subtask("a", double, 1)
+    await harness.ctx.subtask("b", double, 1)
+    ctx = harness.rerun()
+    await ctx.subtask("a", double, 1)
+    await ctx.subtask("c", double, 1)
+    saved = harness.subtask_log.saved
+    assert [each.records_from for each in saved] == [1, 1, 1]
+    assert [each.changed for each in saved] == [None, {"b"}, {"c"}]
+    assert harness.runner.final_checkpoint("why", None).changed == frozenset()
+
+
+async def test_what_an_abandoned_checkpoint_changed_is_written_by_the_next() -> None:
+    harness = AttemptHarness()
+
+    async def losing(name: str) -> None:
+        if name.islower():
+            raise asyncio.CancelledError("nobody knows whether it was written")
+
+    harness.subtask_log.before_save = losing
+    for name in ("a", "b"):
+        with pytest.raises(asyncio.CancelledError):
+            await harness.ctx.subtask(name, double, 1)
+        await harness.ctx.subtask(name.upper(), double, 1)
+    first, second = harness.subtask_log.saved
+    assert (first.seq, first.records_from, first.changed) == (2, 2, None)
+    assert (second.seq, second.records_from, second.changed) == (4, 2, frozenset({"b", "B"}))
+
+
+async def test_a_failure_writes_the_records_whose_tokens_it_has_counted() -> None:
+    harness = AttemptHarness()
+
+    def spend() -> None:
+        harness.ctx.token_usage.record(Tokens(input=1), model="small")
+
+    await harness.ctx.subtask("a", double, 1)
+    await harness.ctx.subtask("b", spend)
+    assert harness.runner.final_checkpoint("why", None).changed == frozenset({"b"})
+
+
+async def test_an_agent_without_a_version_writes_all_records() -> None:
+    """An earlier release would not notice that it lacks some of them."""
+    harness = AttemptHarness(Plan())
+    await harness.ctx.subtask("a", double, 1)
+    await harness.ctx.subtask("b", double, 1)
+    last = harness.runner.final_checkpoint("why", None)
+    for checkpoint in (*harness.subtask_log.saved, last):
+        assert (checkpoint.records_from, checkpoint.changed) == (None, None)
+
+
 async def test_the_final_checkpoint_has_the_reason() -> None:
     harness = AttemptHarness()
     await harness.ctx.subtask("a", double, 1)

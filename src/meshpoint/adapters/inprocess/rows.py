@@ -109,7 +109,9 @@ class OperationRow:
         Only the latest working memory is kept. The checkpoint that holds it and the final
         checkpoint of each attempt are not deleted.
         """
-        stored = checkpoint.model_copy(update={"seq": seq, "checkpoint_time": now}, deep=True)
+        stored = checkpoint.model_copy(
+            update={"seq": seq, "checkpoint_time": now, "changed": None}, deep=True
+        )
         if stored.l1_snapshot is not None:
             self.checkpoints = [without_memory(each) for each in self.checkpoints]
         everything = [*self.checkpoints, stored]

@@ -30,7 +30,10 @@ from __future__ import annotations
 
 from meshpoint.adapters.sql import columns
 from meshpoint.adapters.sql.columns import CONTEXT_TYPES, comma_separated, emptied
-from meshpoint.adapters.sql.operation_statements import ON_CONFLICT_REPLACE
+from meshpoint.adapters.sql.operation_statements import (
+    ON_CONFLICT_REPLACE,
+    ON_CONFLICT_REPLACE_RECORD,
+)
 from meshpoint.model.tasks import NO_DEADLINE
 
 
@@ -456,10 +459,17 @@ _ENDS_ATTEMPT = f"""c.retry_count <> ${_POSITIONS["retry_count"]}::int AND NOT E
           WHERE later.analysis_id = c.analysis_id AND later.agent_type = c.agent_type
             AND later.seq > c.seq AND later.retry_count = c.retry_count)"""
 
+_STARTS, _NAMES, _PLACES, _RECORDS, _RESULTS = (
+    f"${place}" for place in range(7 + len(SAVED_COLUMNS), 12 + len(SAVED_COLUMNS))
+)
+SAVED_RECORD = ("name", *columns.RECORD_VALUES)
+"""The columns of changed records, whose values are arrays at the end of the parameters."""
+
 # Write the checkpoint of one running operation and delete those beyond the history, except the
 # final checkpoint of each attempt. If the new checkpoint has a working memory, it is removed from
 # the others. Deleted and updated rows are distinguished by `seq` and attempt, because one
-# statement must not do both to a row.
+# statement must not do both to a row. For the same reason, the records that an earlier task with
+# the same id left behind are deleted only if no new ones replace them.
 SAVE = f"""/* commits: save */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id, t.agent_name
@@ -482,7 +492,18 @@ dropped AS (
    WHERE {_HAS_SNAPSHOT}
      AND c.analysis_id = locked.logical_task_id AND c.agent_type = locked.agent_name
      AND (c.seq > $4::int - $5::int OR {_ENDS_ATTEMPT})
-     AND c.seq < $4::int AND c.l1_snapshot IS NOT NULL)
+     AND c.seq < $4::int AND c.l1_snapshot IS NOT NULL),
+left_behind AS (
+  DELETE FROM agent_subtask_records AS r USING locked
+   WHERE {_STARTS}::boolean
+     AND r.analysis_id = locked.logical_task_id AND r.agent_type = locked.agent_name
+     AND r.seq >= $4::int AND (r.seq > $4::int OR r.name <> ALL({_NAMES}::text[]))),
+changed AS (
+  INSERT INTO agent_subtask_records ({comma_separated(columns.RECORD)})
+  SELECT locked.logical_task_id, locked.agent_name, r.name, $4::int, r.place, r.record, r.result
+    FROM locked, unnest({_NAMES}::text[], {_PLACES}::int[], {_RECORDS}::text[], {_RESULTS}::text[])
+                 AS r(name, place, record, result)
+  {ON_CONFLICT_REPLACE_RECORD})
 INSERT INTO agent_checkpoints ({comma_separated(columns.CHECKPOINT)})
 SELECT locked.logical_task_id, locked.agent_name, $4::int, {_CHECKPOINT_VALUES} FROM locked, clock
 {ON_CONFLICT_REPLACE}

@@ -16,7 +16,12 @@ from meshpoint.adapters.sql.batcher import PART_BYTES, split_by_size
 from meshpoint.adapters.sql.codec import Packed, pack, pack_all
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, run_in_rounds
-from meshpoint.adapters.sql.records import checkpoint_columns, children_json, operation_columns
+from meshpoint.adapters.sql.records import (
+    CheckpointRows,
+    checkpoint_rows,
+    children_json,
+    operation_columns,
+)
 from meshpoint.adapters.sql.rows import (
     NOT_NEEDED,
     Columns,
@@ -179,7 +184,7 @@ class PackedPause:
     met: bool  # the join is met by calls that could not be sent
     failed: int  # number of calls that could not be sent
     earliest_timeout: float | None  # seconds until the first sendable call times out
-    checkpoint: Columns | None  # the operation's checkpoint, if the pause has one
+    checkpoint: CheckpointRows | None  # the operation's checkpoint, if the pause has one
     entries: tuple[Packed, ...]  # appended to the log
     size: int  # approximate bytes it adds to a statement
 
@@ -212,7 +217,7 @@ class PackedPause:
             else []
         )
         bodies = tuple(await pack_all([call.body for call in pause.calls]))
-        checkpoint = None if pause.checkpoint is None else checkpoint_columns(pause.checkpoint)
+        checkpoint = None if pause.checkpoint is None else checkpoint_rows(pause.checkpoint)
         entries = tuple(await pack_all(log.entries))
         return cls(
             pause,
@@ -248,16 +253,13 @@ class PackedPause:
 _NO_CHANGE = LogChange()
 
 
-def _size(pause: Pause, values: Iterable[Packed], checkpoint: Columns | None) -> int:
-    saved = sum(
-        len(value) for value in (checkpoint or {}).values() if isinstance(value, str | bytes)
-    )
+def _size(pause: Pause, values: Iterable[Packed], checkpoint: CheckpointRows | None) -> int:
     return (
         1024
         + len(pause.state)
         + 512 * len(pause.calls)
         + sum(map(len, filter(None, values)))
-        + saved
+        + (0 if checkpoint is None else checkpoint.size)
     )
 
 

@@ -25,6 +25,7 @@ _BUSY_TIMEOUT = 10.0
 # Each table with the column that starts with the namespace.
 _AGENT_TABLES = {
     "agent_operations": "agent_name",
+    "agent_subtask_records": "agent_type",
     "agent_checkpoints": "agent_type",
     "agent_checkpoints_archive": "agent_type",
     "agent_paused_tasks": "agent_name",

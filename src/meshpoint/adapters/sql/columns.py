@@ -9,7 +9,15 @@ from collections.abc import Collection, Iterable
 
 from sqlalchemy import LargeBinary, Table
 
-from meshpoint.adapters.sql.tables import JSON, calls, checkpoints, joins, operations, tasks
+from meshpoint.adapters.sql.tables import (
+    JSON,
+    calls,
+    checkpoints,
+    joins,
+    operations,
+    subtask_records,
+    tasks,
+)
 
 
 def _names(table: Table, *, without: Collection[str] = ()) -> tuple[str, ...]:
@@ -86,3 +94,13 @@ CHECKPOINT_PLAIN = _names(
 CHECKPOINT_VALUES = (*CHECKPOINT_PLAIN, *CHECKPOINT_JSON, *CHECKPOINT_SNAPSHOT)
 CHECKPOINT = (*CHECKPOINT_KEY, *CHECKPOINT_VALUES)
 CHECKPOINT_READ = (*CHECKPOINT_KEY, *CHECKPOINT_PLAIN, *CHECKPOINT_JSON)
+
+RECORD_KEY = ("analysis_id", "agent_type", "name", "seq")
+RECORD_VALUES = ("place", "record", "result")
+RECORD = _names(subtask_records)
+RECORDS_MARK = "+records"
+"""Ends the `agent_version` of a checkpoint whose records are in `agent_subtask_records`.
+
+An earlier release does not find them. It takes the version for another one and leaves the task to
+others, instead of running its subtasks again.
+"""

@@ -16,10 +16,11 @@ _FAKE_CLOCK = "CAST(:clock_now AS double precision)"
 
 
 class _ParameterFragment:
-    """A fragment around a parameter.
+    """A fragment around a parameter or an expression.
 
     `{one_of:ids}` compares with any element of the list bound as `ids`. `{jsonb:name}` converts
-    the JSON text bound as `name` to the type of a JSON column.
+    the JSON text bound as `name` to the type of a JSON column, and `{as_jsonb:text}` converts an
+    expression.
     """
 
     def __init__(self, template: str) -> None:
@@ -76,6 +77,11 @@ _POSTGRES = {
     "for_update": "FOR NO KEY UPDATE",
     "skip_locked": "FOR NO KEY UPDATE SKIP LOCKED",
     "for_delete_skip_locked": "FOR UPDATE SKIP LOCKED",
+    # Of the checkpoint `c`. The texts of lists and objects, from ordered rows.
+    "records_from": "CAST(c.working_memory ->> 'records_from' AS integer)",
+    "record_list": "CAST(json_agg(CAST(record AS json)) AS text)",
+    "result_object": "CAST(json_object_agg(name, result) AS text)",
+    "as_jsonb": _ParameterFragment("CAST({} AS jsonb)"),
 }
 
 # On SQLite, rows need no locks: a write transaction holds the file's only write lock from its
@@ -93,4 +99,8 @@ _SQLITE = {
     "for_update": "",
     "skip_locked": "",
     "for_delete_skip_locked": "",
+    "records_from": "json_extract(c.working_memory, '$.records_from')",
+    "record_list": "json_group_array(json(record))",
+    "result_object": "json_group_object(name, result)",
+    "as_jsonb": _ParameterFragment("{}"),
 }

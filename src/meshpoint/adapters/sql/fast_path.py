@@ -24,8 +24,8 @@ from meshpoint.adapters.sql.database import StoreOptions
 from meshpoint.adapters.sql.engine import FAST_PATH_CONNECTIONS
 from meshpoint.adapters.sql.owning import OwnedTask, OwnedTasks, complete_log
 from meshpoint.adapters.sql.prepared import PreparedConnection
+from meshpoint.adapters.sql.records import CheckpointRows
 from meshpoint.adapters.sql.rows import (
-    Columns,
     StoredOutcome,
     duration_seconds,
     epoch_seconds,
@@ -253,10 +253,10 @@ class FastPath:
             )
         return results
 
-    async def save(self, command: Save, columns: Columns) -> bool:
+    async def save(self, command: Save, encoded: CheckpointRows) -> bool:
         """Write a checkpoint of an operation if its run owns it.
 
-        `columns` is the encoded checkpoint. Returns `True` if it was written.
+        `encoded` is the same checkpoint. Returns `True` if it was written.
         """
         rows = await self._saves.write(
             sql.SAVE,
@@ -266,7 +266,9 @@ class FastPath:
             command.checkpoint.seq,
             self._options.checkpoint_history,
             command.progressed,
-            *(columns[name] for name in sql.SAVED_COLUMNS),
+            *(encoded.columns[name] for name in sql.SAVED_COLUMNS),
+            encoded.starts,
+            *([record[name] for record in encoded.records] for name in sql.SAVED_RECORD),
         )
         return bool(rows)
 

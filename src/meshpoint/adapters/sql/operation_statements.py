@@ -9,6 +9,7 @@ from meshpoint.adapters.sql import columns
 from meshpoint.adapters.sql.columns import assigned, comma_separated, emptied, replaced
 
 _CHECKPOINT, _READ = comma_separated(columns.CHECKPOINT), comma_separated(columns.CHECKPOINT_READ)
+_RECORD = comma_separated(columns.RECORD)
 _VALUES = ", ".join(
     (
         *(":task_id", ":agent", ":seq"),
@@ -18,6 +19,36 @@ _VALUES = ", ".join(
     )
 )
 
+# The newest versions of the records that the checkpoint `c` has, if it does not have them itself.
+_NEWEST_RECORDS = """(
+    SELECT r.name, r.record, r.result FROM agent_subtask_records AS r
+     WHERE r.analysis_id = c.analysis_id AND r.agent_type = c.agent_type
+       AND r.seq >= {records_from} AND r.seq <= c.seq
+       AND NOT EXISTS (SELECT 1 FROM agent_subtask_records AS newer
+                        WHERE newer.analysis_id = r.analysis_id
+                          AND newer.agent_type = r.agent_type AND newer.name = r.name
+                          AND newer.seq > r.seq AND newer.seq <= c.seq)
+     ORDER BY r.place) AS newest"""
+_RECORDS = {
+    "subtasks": f"(SELECT coalesce({{record_list}}, '[]') FROM {_NEWEST_RECORDS})",
+    "interim_results": f"(SELECT coalesce({{result_object}}, '{{{{}}}}') FROM {_NEWEST_RECORDS} "
+    "WHERE result IS NOT NULL)",
+}
+# The columns of the checkpoint `c`, with its records.
+_COMPLETE = ", ".join(
+    f"""
+  CASE WHEN {{records_from}} IS NULL THEN CAST(c.{name} AS text) ELSE {_RECORDS[name]}
+  END AS {name}"""
+    if name in _RECORDS
+    else f"c.{name}"
+    for name in columns.CHECKPOINT_READ
+)
+_ARCHIVED = {
+    name: f"""
+  CASE WHEN {{records_from}} IS NULL THEN c.{name} ELSE {{as_jsonb:{records}}} END"""
+    for name, records in _RECORDS.items()
+}
+
 _REVIVED_CONTEXT = [
     name for name in columns.CONTEXT if name not in {"state_format", "token_usage"}
 ]
@@ -26,6 +57,11 @@ _REVIVED_CONTEXT = [
 ON_CONFLICT_REPLACE = (
     f"ON CONFLICT ({comma_separated(columns.CHECKPOINT_KEY)}) DO UPDATE SET "
     f"{replaced(columns.CHECKPOINT_VALUES)}"
+)
+
+ON_CONFLICT_REPLACE_RECORD = (
+    f"ON CONFLICT ({comma_separated(columns.RECORD_KEY)}) DO UPDATE SET "
+    f"{replaced(columns.RECORD_VALUES)}"
 )
 
 # Store a key for a mesh, unless it has one.
@@ -110,15 +146,44 @@ _COPIED = {
     "l1_snapshot": "NULL",
 }
 
-# Read the records in a checkpoint.
-READ_RECORDS = """
-SELECT subtasks FROM agent_checkpoints
- WHERE analysis_id = :task_id AND agent_type = :agent AND seq = :seq
+# Read the records of a checkpoint, whether its own row has them, and the tokens that its task had
+# used by its last pause.
+READ_RECORDS = f"""
+SELECT (SELECT t.token_usage FROM agent_paused_tasks AS t
+         WHERE t.logical_task_id = c.analysis_id) AS token_usage,
+       {{records_from}} IS NULL AS in_row,
+       CASE WHEN {{records_from}} IS NULL THEN CAST(c.subtasks AS text)
+       ELSE {_RECORDS["subtasks"]} END AS subtasks
+  FROM agent_checkpoints AS c
+ WHERE c.analysis_id = :task_id AND c.agent_type = :agent AND c.seq = :seq
 """
 
-# Read the tokens that a task had used by its last pause.
-READ_USAGE = """
-SELECT token_usage FROM agent_paused_tasks WHERE logical_task_id = :task_id
+# Write a version of a record.
+INSERT_RECORD = f"""
+INSERT INTO agent_subtask_records ({_RECORD})
+VALUES (:task_id, :agent, :name, :seq, :place, :record, :result)
+{ON_CONFLICT_REPLACE_RECORD}
+"""
+
+# Write a version of a record that has the same deliverable as the one before.
+COPY_RECORD = f"""
+INSERT INTO agent_subtask_records ({_RECORD})
+SELECT analysis_id, agent_type, name, CAST(:seq AS integer), place, CAST(:record AS text), result
+  FROM agent_subtask_records
+ WHERE analysis_id = :task_id AND agent_type = :agent AND name = :name AND seq < :seq
+ ORDER BY seq DESC LIMIT 1
+{ON_CONFLICT_REPLACE_RECORD}
+"""
+
+# Delete the versions from a checkpoint on. An earlier task with the same id left them behind.
+DELETE_LATER_RECORDS = """
+DELETE FROM agent_subtask_records
+ WHERE analysis_id = :task_id AND agent_type = :agent AND seq >= :seq
+"""
+
+# Delete all records of operations.
+DELETE_RECORDS = """
+DELETE FROM agent_subtask_records WHERE analysis_id {one_of:ids}
 """
 
 # Copy an operation's last checkpoint to a new row with the reason for the end and other records,
@@ -148,11 +213,12 @@ DELETE FROM agent_checkpoints AS c
                   AND later.seq > c.seq AND later.retry_count = c.retry_count)
 """
 
-# Copy the checkpoints of operations to the archive.
+# Copy the checkpoints of operations to the archive, with their records.
 ARCHIVE_CHECKPOINTS = f"""
 INSERT INTO agent_checkpoints_archive ({_CHECKPOINT}, archived_at)
-SELECT {_CHECKPOINT}, CAST(:now AS double precision)
-  FROM agent_checkpoints WHERE analysis_id {{one_of:ids}}
+SELECT {", ".join(_ARCHIVED.get(name, f"c.{name}") for name in columns.CHECKPOINT)},
+       CAST(:now AS double precision)
+  FROM agent_checkpoints AS c WHERE c.analysis_id {{one_of:ids}}
 {ON_CONFLICT_REPLACE}, archived_at = excluded.archived_at
 """
 
@@ -163,7 +229,7 @@ DELETE FROM agent_checkpoints WHERE analysis_id {one_of:ids}
 
 # Read the last checkpoint of an operation.
 READ_LATEST = f"""
-SELECT {comma_separated(columns.CHECKPOINT_READ, "c.")}
+SELECT {_COMPLETE}
   FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
     ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name
    AND c.seq = t.checkpoint_seq
@@ -172,7 +238,7 @@ SELECT {comma_separated(columns.CHECKPOINT_READ, "c.")}
 
 # Read the checkpoints of an operation, oldest first.
 READ_HISTORY = f"""
-SELECT {comma_separated(columns.CHECKPOINT_READ, "c.")}
+SELECT {_COMPLETE}
   FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
     ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name
    AND c.seq <= t.checkpoint_seq

@@ -12,8 +12,8 @@ from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.records import (
     STATES_BY_STATUS,
-    checkpoint_columns,
     checkpoint_from_row,
+    checkpoint_rows,
     snapshot_from_row,
     summary_from_row,
 )
@@ -40,16 +40,16 @@ class SqlOperations:
 
     async def save(self, command: Save) -> SaveResult:
         """Write a checkpoint within a segment, through the fast path if possible."""
-        columns = checkpoint_columns(command.checkpoint)
+        rows = checkpoint_rows(command.checkpoint)
         locked_rows = self._database.locked_rows
         if self._fast_path is not None and not locked_rows.recently_locked([command.run.task_id]):
             try:
-                if await self._fast_path.save(command, columns):
+                if await self._fast_path.save(command, rows):
                     return SaveCommitted()
             except RowLocked:
                 locked_rows.record_timeout()
         try:
-            return await self._database.write(lambda tx: subtasking.save(tx, command, columns))
+            return await self._database.write(lambda tx: subtasking.save(tx, command, rows))
         except RowLocked:
             locked_rows.record_locked([command.run.task_id])
             raise

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
+from meshpoint.adapters.sql.columns import RECORDS_MARK
 from meshpoint.adapters.sql.rows import AgentNames, Columns, instant
 from meshpoint.model.ids import ReplicaId, TaskId
 from meshpoint.model.operations import OperationStatus, OperationSummary
@@ -150,28 +152,76 @@ def _reason(row: Any, state: TaskState) -> str | None:
     return found
 
 
-def checkpoint_columns(checkpoint: AgentCheckpoint) -> dict[str, Any]:
-    """Encode a checkpoint as column values, without its key and its times."""
-    progress = checkpoint.progress
+@dataclass(frozen=True, slots=True)
+class CheckpointRows:
+    """A checkpoint as column values, without its key and its times.
+
+    Attributes:
+        columns: Its own row.
+        records: The records to write with it. Empty if its own row has them.
+        starts: Whether it shares no records with earlier checkpoints.
+    """
+
+    columns: Columns
+    records: tuple[Columns, ...] = ()
+    starts: bool = False
+
+    @property
+    def size(self) -> int:
+        """The length of its texts and bytes."""
+        values = [value for row in (self.columns, *self.records) for value in row.values()]
+        return sum(len(value) for value in values if isinstance(value, str | bytes))
+
+
+def checkpoint_rows(checkpoint: AgentCheckpoint) -> CheckpointRows:
+    """Encode a checkpoint and the records that changed in it."""
+    columns, changed = _checkpoint_columns(checkpoint), checkpoint.changed
+    if checkpoint.records_from is None:
+        return CheckpointRows({**columns, **_records_in_row(checkpoint)})
+    records = tuple(
+        {
+            "name": record.name,
+            "place": place,
+            "record": _to_json_text(_shared_record(record)),
+            "result": record.result,
+        }
+        for place, record in enumerate(checkpoint.subtasks)
+        if changed is None or record.name in changed
+    )
+    return CheckpointRows(columns, records, starts=checkpoint.records_from == checkpoint.seq)
+
+
+def _records_in_row(checkpoint: AgentCheckpoint) -> Columns:
     results = {
         record.name: record.result for record in checkpoint.subtasks if record.result is not None
     }
-    details = checkpoint.error_details
+    return {
+        "interim_results": _to_json_text(results),
+        "subtasks": _to_json_text([_record_in_row(record) for record in checkpoint.subtasks]),
+    }
+
+
+def _checkpoint_columns(checkpoint: AgentCheckpoint) -> Columns:
+    """Encode a checkpoint without its records."""
+    progress, details = checkpoint.progress, checkpoint.error_details
+    version = sanitize(checkpoint.agent_version)
+    if version is not None and checkpoint.records_from is not None:
+        version += RECORDS_MARK
     return {
         "subject": sanitize(checkpoint.subject),
-        "progress_pct": checkpoint.progress_pct,
+        "progress_pct": progress.open_percent,
         "current_subtask": checkpoint.current_subtask,
         "completed_subtasks": _to_json_text(progress.completed),
         "pending_subtasks": _to_json_text(progress.pending),
         "planned_subtasks": _to_json_text(checkpoint.planned),
         "working_memory": _to_json_text(_working_memory(checkpoint)),
-        "interim_results": _to_json_text(results),
-        "subtasks": _to_json_text([_record_column(record) for record in checkpoint.subtasks]),
+        "interim_results": "{}",
+        "subtasks": "[]",
         "agent_config": _to_json_text(_sanitize_json(checkpoint.agent_config)),
         "failure_reason": sanitize(checkpoint.failure_reason),
         "error_details": None if details is None else _to_json_text(_sanitize_json(details)),
         "retry_count": checkpoint.retry_count,
-        "agent_version": sanitize(checkpoint.agent_version),
+        "agent_version": version,
         "l1_snapshot_hash": checkpoint.l1_snapshot_hash,
         "l1_snapshot": checkpoint.l1_snapshot,
     }
@@ -190,6 +240,9 @@ def _working_memory(checkpoint: AgentCheckpoint) -> dict[str, Any]:
         memory["extra"] = json.dumps(checkpoint.extra)
     if checkpoint.memory_writes_replace_log:
         memory["memory_writes_replace_log"] = True
+    if checkpoint.records_from is not None:
+        # In this column, because earlier releases copy it when they end an operation.
+        return memory | {"records_from": checkpoint.records_from}
     reused_in = {
         record.name: record.reused_in
         for record in checkpoint.subtasks
@@ -204,36 +257,50 @@ def _working_memory(checkpoint: AgentCheckpoint) -> dict[str, Any]:
     return memory | {key: by_subtask for key, by_subtask in named.items() if by_subtask}
 
 
-def _record_column(record: SubtaskRecord) -> dict[str, Any]:
-    """Encode a record as the previous release reads it; `_working_memory` has the rest.
-
-    That release refuses unknown keys, and repeats a subtask whose `function` is not exactly the
-    version that it computes itself.
-    """
-    function = record.function
-    return record.model_dump(mode="json", exclude={"result", "reused_in"}) | {
-        "function": None if function is None else split_uses(function)[0],
+def _shared_record(record: SubtaskRecord) -> dict[str, Any]:
+    """Encode a record of `agent_subtask_records`."""
+    unused = {"result"} if record.reused_in is not None else {"result", "reused_in"}
+    return record.model_dump(mode="json", exclude=unused) | {
         # As text, since a deliverable's key may contain NUL, which JSONB cannot store.
         "secrets": _to_json_text(record.secrets),
     }
 
 
-def without_counted_usage(column: Any, retry_count: int, generation: int) -> str:
-    """Encode the records in a checkpoint's column without tokens that its task has counted."""
-    records = [_record_from_json(record, {}, {}) for record in _parse_json(column)]
-    return _to_json_text(
-        [
-            _record_column(
-                record.without_usage() if is_counted(record, retry_count, generation) else record
-            )
-            for record in records
-        ]
-    )
+def _record_in_row(record: SubtaskRecord) -> dict[str, Any]:
+    """Encode a record in its checkpoint's row as the previous release reads it.
+
+    `_working_memory` has the rest. That release refuses unknown keys, and repeats a subtask whose
+    `function` is not exactly the version that it computes itself.
+    """
+    function = record.function
+    encoded = _shared_record(record.model_copy(update={"reused_in": None}))
+    return encoded | {"function": None if function is None else split_uses(function)[0]}
+
+
+def without_counted_usage(
+    records: Any, retry_count: int, generation: int, *, in_row: bool
+) -> tuple[str, list[Columns]]:
+    """Encode the records of a checkpoint without tokens that its task has counted.
+
+    `in_row` says whether its row has them. Returns all of them, and the changed ones.
+    """
+    encode = _record_in_row if in_row else _shared_record
+    kept, changed = list[dict[str, Any]](), list[Columns]()
+    for stored in _parse_json(records):
+        record = _record_from_json(stored, {}, {})
+        counted = is_counted(record, retry_count, generation)
+        kept.append(encode(record.without_usage() if counted else record))
+        if kept[-1]["context"] != stored["context"]:
+            changed.append({"name": record.name, "record": _to_json_text(kept[-1])})
+    return _to_json_text(kept), changed
 
 
 def checkpoint_from_row(row: Any, names: AgentNames) -> AgentCheckpoint:
     """Decode a row of `agent_checkpoints` or of the archive."""
     results, memory = _parse_json(row.interim_results), _parse_json(row.working_memory)
+    version, records_from = row.agent_version, memory.get("records_from")
+    if version is not None and records_from is not None:
+        version = version.removesuffix(RECORDS_MARK)
     return AgentCheckpoint(
         operation_id=TaskId(row.analysis_id),
         agent=names.plain(row.agent_type),
@@ -250,7 +317,8 @@ def checkpoint_from_row(row: Any, names: AgentNames) -> AgentCheckpoint:
         memory_writes_replace_log=memory.get("memory_writes_replace_log", False),
         current_subtask=row.current_subtask,
         agent_config=_parse_json(row.agent_config),
-        agent_version=row.agent_version,
+        agent_version=version,
+        records_from=records_from,
         retry_count=row.retry_count,
         failure_reason=row.failure_reason,
         error_details=_parse_json(row.error_details),

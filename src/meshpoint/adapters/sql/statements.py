@@ -60,8 +60,8 @@ SELECT logical_task_id, status, fence FROM agent_paused_tasks WHERE logical_task
 # Limit lock waits for the rest of this transaction.
 SET_LOCK_TIMEOUT = "SELECT set_config('lock_timeout', :limit, true)"
 
-# Lock the calls, joins, checkpoints, operations and log entries of locked tasks. Returns the tasks
-# with a row that another session holds.
+# Lock the calls, joins, checkpoints, subtask records, operations and log entries of locked tasks.
+# Returns the tasks with a row that another session holds.
 LOCK_CHILD_ROWS = """
 WITH calls AS MATERIALIZED (
   SELECT logical_task_id, sub_task_id FROM agent_peer_sub_tasks
@@ -71,6 +71,9 @@ joins AS MATERIALIZED (
    WHERE logical_task_id {one_of:ids} {for_delete_skip_locked}),
 kept AS MATERIALIZED (
   SELECT analysis_id, agent_type, seq FROM agent_checkpoints
+   WHERE analysis_id {one_of:ids} {for_delete_skip_locked}),
+records AS MATERIALIZED (
+  SELECT analysis_id, agent_type, name, seq FROM agent_subtask_records
    WHERE analysis_id {one_of:ids} {for_delete_skip_locked}),
 operations AS MATERIALIZED (
   SELECT operation_id FROM agent_operations
@@ -89,6 +92,10 @@ UNION
 SELECT k.analysis_id FROM agent_checkpoints AS k
  WHERE k.analysis_id {one_of:ids}
    AND (k.analysis_id, k.agent_type, k.seq) NOT IN (SELECT * FROM kept)
+UNION
+SELECT r.analysis_id FROM agent_subtask_records AS r
+ WHERE r.analysis_id {one_of:ids}
+   AND (r.analysis_id, r.agent_type, r.name, r.seq) NOT IN (SELECT * FROM records)
 UNION
 SELECT l.logical_task_id FROM agent_task_log AS l
  WHERE l.logical_task_id {one_of:ids}

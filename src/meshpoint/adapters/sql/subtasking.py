@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import operation_statements as sql
+from meshpoint.adapters.sql.batcher import split_by_size
 from meshpoint.adapters.sql.database import StoreOptions, Transaction
 from meshpoint.adapters.sql.locking import lock_task
 from meshpoint.adapters.sql.records import (
-    checkpoint_columns,
+    CheckpointRows,
+    checkpoint_rows,
     operation_columns,
     sanitize,
     usage_details,
@@ -46,8 +48,8 @@ async def track(tx: Transaction, run: Run, operation: Operation) -> BeginResult:
     return BeginCommitted(run)
 
 
-async def save(tx: Transaction, command: Save, columns: Columns) -> SaveResult:
-    """Write a checkpoint of a running operation. `columns` is the encoded checkpoint.
+async def save(tx: Transaction, command: Save, encoded: CheckpointRows) -> SaveResult:
+    """Write a checkpoint of a running operation. `encoded` is the same checkpoint.
 
     A repeated save finds the checkpoint it wrote and changes nothing.
     """
@@ -61,50 +63,53 @@ async def save(tx: Transaction, command: Save, columns: Columns) -> SaveResult:
         await tx.execute(
             sql.UPDATE_SAVED, task_id=command.run.task_id, seq=seq, progressed=command.progressed
         )
-        await _write_checkpoints(tx, [_checkpoint_row(row, seq, columns, now)])
+        await _write_checkpoints(tx, [(row, seq, encoded)], now)
     return SaveCommitted()
 
 
 async def save_with_pauses(
-    tx: Transaction, saves: Sequence[tuple[Row[Any], int, Columns]], now: float
+    tx: Transaction, saves: Sequence[_NumberedCheckpoint], now: float
 ) -> None:
-    """Write the checkpoints of operations that pause.
-
-    Each is given as the operation's locked row, the checkpoint's `seq`, and its columns.
-    """
-    new = [(row, seq, columns) for row, seq, columns in saves if seq > row.checkpoint_seq]
+    """Write the checkpoints of operations that pause, unless they are written already."""
+    new = [each for each in saves if each[1] > each[0].checkpoint_seq]
     saved = [
         {"task_id": row.logical_task_id, "seq": seq, "progressed": False} for row, seq, _ in new
     ]
     await tx.execute_many(sql.UPDATE_SAVED, saved)
-    await _write_checkpoints(
-        tx, [_checkpoint_row(row, seq, columns, now) for row, seq, columns in new]
-    )
+    await _write_checkpoints(tx, new, now)
 
 
 def _is_owned_by(row: Row[Any], run: Run) -> bool:
     return row.status == TaskState.RUNNING and bool(row.fence == run.fence)
 
 
-def _checkpoint_row(row: Row[Any], seq: int, columns: Columns, now: float) -> Columns:
-    """The row of checkpoint `seq` of an operation whose task is locked."""
-    return {**_checkpoint_key(row, seq), "checkpoint_time": now, "created_at": now, **columns}
-
-
 def _checkpoint_key(row: Row[Any], seq: int) -> Columns:
     return {"task_id": row.logical_task_id, "agent": row.agent_name, "seq": seq}
 
 
-async def _write_checkpoints(tx: Transaction, rows: Sequence[Columns]) -> None:
+async def _write_checkpoints(
+    tx: Transaction, checkpoints: Sequence[_NumberedCheckpoint], now: float
+) -> None:
     """Write one checkpoint for each of several operations, and prune the older ones.
 
     If the new checkpoint has a working memory, it is removed from the older ones.
     """
-    await tx.execute_many(sql.INSERT_CHECKPOINT, rows)
-    with_memory = [row for row in rows if row["l1_snapshot"] is not None]
-    keys = [{name: row[name] for name in ("task_id", "agent", "seq")} for row in with_memory]
-    await tx.execute_many(sql.DROP_OLDER_SNAPSHOTS, keys)
-    await _prune(tx, rows)
+    keyed = [(_checkpoint_key(row, seq), encoded) for row, seq, encoded in checkpoints]
+    times = {"checkpoint_time": now, "created_at": now}
+    await tx.execute_many(
+        sql.INSERT_CHECKPOINT, [{**key, **times, **encoded.columns} for key, encoded in keyed]
+    )
+    await tx.execute_many(
+        sql.DELETE_LATER_RECORDS, [key for key, encoded in keyed if encoded.starts]
+    )
+    records = [{**key, **record} for key, encoded in keyed for record in encoded.records]
+    for part in split_by_size(
+        records, [len(row["record"]) + len(row["result"] or "") for row in records]
+    ):
+        await tx.execute_many(sql.INSERT_RECORD, part)
+    with_memory = [key for key, encoded in keyed if encoded.columns["l1_snapshot"] is not None]
+    await tx.execute_many(sql.DROP_OLDER_SNAPSHOTS, with_memory)
+    await _prune(tx, [key for key, _ in keyed])
 
 
 async def _prune(tx: Transaction, newest: Sequence[Columns]) -> None:
@@ -116,6 +121,10 @@ async def _prune(tx: Transaction, newest: Sequence[Columns]) -> None:
         if key["seq"] > history
     ]
     await tx.execute_many(sql.PRUNE_CHECKPOINTS, too_old)
+
+
+_NumberedCheckpoint: TypeAlias = tuple[Row[Any], int, CheckpointRows]
+"""An operation's locked row, and a checkpoint of it with its `seq`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +160,7 @@ async def close_operations(
         if tx.options.checkpoint_archive:
             await tx.execute(sql.ARCHIVE_CHECKPOINTS, ids=deleted, now=now)
         await tx.execute(sql.DELETE_CHECKPOINTS, ids=deleted)
+        await tx.execute(sql.DELETE_RECORDS, ids=deleted)
     return {
         closing.row.logical_task_id: {
             "checkpoint_seq": await _write_last_checkpoint(tx, closing, now),
@@ -178,27 +188,37 @@ async def _write_last_checkpoint(tx: Transaction, closing: EndingOperation, now:
     if closing.checkpoint is not None:
         # A save whose response was lost may have used this number, and must not hide the failure.
         seq = max(closing.checkpoint.seq, current_seq + 1)
-        columns = checkpoint_columns(closing.checkpoint)
-        await _write_checkpoints(tx, [_checkpoint_row(row, seq, columns, now)])
+        await _write_checkpoints(tx, [(row, seq, checkpoint_rows(closing.checkpoint))], now)
         return seq
     if current_seq > 0:
-        key = _checkpoint_key(row, current_seq)
-        records = await tx.fetch(sql.READ_RECORDS, **key)
-        (task,) = await tx.fetch(sql.READ_USAGE, task_id=row.logical_task_id)
-        await tx.execute(
-            sql.COPY_LAST_CHECKPOINT,
-            **key,
-            now=now,
-            reason=sanitize(closing.reason),
-            error_details=usage_details(task.token_usage),
-            retry_count=row.retry_count,
-            subtasks=without_counted_usage(
-                records[0].subtasks if records else "[]", row.retry_count, row.generation
-            ),
-        )
-        await _prune(tx, [_checkpoint_key(row, current_seq + 1)])
+        await _copy_last_checkpoint(tx, row, closing.reason, now)
         return current_seq + 1
     return 0
+
+
+async def _copy_last_checkpoint(
+    tx: Transaction, row: Row[Any], reason: str | None, now: float
+) -> None:
+    """Write the last checkpoint of an operation again, with the reason for its end."""
+    last = _checkpoint_key(row, row.checkpoint_seq)
+    copy = _checkpoint_key(row, row.checkpoint_seq + 1)
+    stored = await tx.fetch(sql.READ_RECORDS, **last)
+    in_row = not stored or stored[0].in_row
+    records, changed = without_counted_usage(
+        stored[0].subtasks if stored else "[]", row.retry_count, row.generation, in_row=in_row
+    )
+    await tx.execute(
+        sql.COPY_LAST_CHECKPOINT,
+        **last,
+        now=now,
+        reason=sanitize(reason),
+        error_details=usage_details(stored[0].token_usage if stored else None),
+        retry_count=row.retry_count,
+        subtasks=records if in_row else "[]",
+    )
+    if not in_row:
+        await tx.execute_many(sql.COPY_RECORD, [{**copy, **record} for record in changed])
+    await _prune(tx, [copy])
 
 
 def expiry(

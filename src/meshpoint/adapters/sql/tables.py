@@ -8,8 +8,8 @@ to be sent.
 A call's key begins with its task, so that the calls of a task are adjacent and the tables can be
 partitioned by `logical_task_id`. Calls and joins have no foreign key to their task: a transaction
 that deletes a task deletes them too, and checking the key would cost as much as writing the row.
-The same holds for operations and checkpoints. Log entries do have a foreign key, because they are
-large, and only tasks with several pauses have any.
+The same holds for operations and checkpoints. Log entries and subtask records do have a foreign
+key, because they are large, and only few tasks have any.
 
 A deliverable is stored as JSON text in a JSON string, since PostgreSQL would reorder its keys,
 round its numbers and reject NUL.
@@ -43,7 +43,7 @@ from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
 from meshpoint.errors import ConfigurationError
 
-REVISION = "0009"
+REVISION = "0010"
 """The newest migration of this release, which it requires. It also works with a later one."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -251,6 +251,28 @@ def _checkpoint_columns() -> list[Column[Any]]:
 
 checkpoints = Table("agent_checkpoints", metadata, *_checkpoint_columns())
 
+# The records of subtasks, in versions. A checkpoint with `records_from` in its `working_memory`
+# has, for each name, the newest version that was written between that checkpoint and itself, in
+# the order of `place`. A checkpoint without it has its records in its own row. Versions are never
+# updated, and are deleted together with the checkpoints or the operation.
+subtask_records = Table(
+    "agent_subtask_records",
+    metadata,
+    Column(
+        "analysis_id",
+        _id(),
+        ForeignKey("agent_operations.operation_id", ondelete="CASCADE"),
+        primary_key=True,
+    ),
+    Column("agent_type", String, primary_key=True),
+    Column("name", String, primary_key=True),  # of the subtask
+    # The checkpoint that wrote this version.
+    Column("seq", Integer, primary_key=True, autoincrement=False),
+    Column("place", Integer, nullable=False),
+    Column("record", Text, nullable=False),  # JSON, without the deliverable
+    Column("result", Text),  # the deliverable, as JSON text
+)
+
 archive = Table(
     "agent_checkpoints_archive",
     metadata,
@@ -330,6 +352,7 @@ POSTGRES_STORAGE = (
         f"ALTER TABLE agent_checkpoints ALTER COLUMN {column} SET STORAGE EXTERNAL"
         for column in ("working_memory", "interim_results")
     ),
+    "ALTER TABLE agent_subtask_records ALTER COLUMN result SET STORAGE EXTERNAL",
     # Snapshots are compressed before they are stored.
     *(
         f"ALTER TABLE {table} ALTER COLUMN l1_snapshot SET STORAGE EXTERNAL"
@@ -344,6 +367,7 @@ POSTGRES_STORAGE = (
             "agent_parallel_invocations",
             "agent_operations",
             "agent_checkpoints",
+            "agent_subtask_records",
             "agent_task_log",
         )
     ),

@@ -267,7 +267,7 @@ def a_checkpoint(
 ) -> AgentCheckpoint:
     """A checkpoint of an operation that plans fetch, weigh and write, and has completed fetch.
 
-    `values` override its fields.
+    It shares no records with earlier ones. `values` override its fields.
     """
     known = {
         "subject": "ACME",
@@ -275,6 +275,7 @@ def a_checkpoint(
         "subtasks": records or (a_record("fetch", f'"{seq}"'), a_record("weigh")),
         "current_subtask": "weigh",
         "agent_version": "7",
+        "records_from": seq,
         **values,
     }
     return AgentCheckpoint.model_validate(

@@ -40,6 +40,7 @@ from meshpoint.testing.conformance.store_operations import OperationSuite
 from meshpoint.testing.conformance.store_outbox import OutboxSuite
 from meshpoint.testing.conformance.store_parking import ParkingSuite
 from meshpoint.testing.conformance.store_pauses import PauseSuite
+from meshpoint.testing.conformance.store_records import RecordSuite
 from meshpoint.testing.conformance.store_replicas import ReplicasSuite
 from meshpoint.testing.conformance.store_rerequests import RerequestSuite
 from meshpoint.testing.conformance.store_retention import RetentionSuite
@@ -60,6 +61,7 @@ class CheckpointStoreSuite(
     UnroutableSuite,
     CatalogSuite,
     OperationSuite,
+    RecordSuite,
     RetentionSuite,
     MemorySuite,
     ReviveSuite,

@@ -156,7 +156,10 @@ class OperationSuite:
         task = await resumed(store, await paused(store, run=run))
         assert (task.checkpoint, task.retry_count, task.attempt) == (checkpoint.seq, 0, 1)
 
-    async def test_latest_round_trip(self, store: CheckpointStore, clock: FakeClock) -> None:
+    @pytest.mark.parametrize("records_from", [None, 7])
+    async def test_latest_round_trip(
+        self, store: CheckpointStore, clock: FakeClock, records_from: int | None
+    ) -> None:
         run = await operating(store)
         await saved(store, run)
         clock.advance(SECOND)
@@ -173,6 +176,7 @@ class OperationSuite:
             failure_reason="broken",
             retry_count=3,
             extra={"subtask_progress": {"fetch": 1.0}, "odd": "\0"},
+            records_from=records_from,
         )
         assert await store.save(Save(run, checkpoint)) == SaveCommitted()
         latest = await store.latest(run.task_id)
@@ -254,6 +258,7 @@ class OperationSuite:
         ]
         assert await store.latest(run.task_id) == kept[-1]
 
+    @pytest.mark.parametrize("records_from", [None, 1])
     @pytest.mark.parametrize(
         "text",
         [
@@ -275,15 +280,14 @@ class OperationSuite:
             "megabyte",
         ],
     )
-    async def test_json_text_is_stored_verbatim(self, store: CheckpointStore, text: str) -> None:
+    async def test_json_text_is_stored_verbatim(
+        self, store: CheckpointStore, text: str, records_from: int | None
+    ) -> None:
         run = await operating(store)
         record = a_record("fetch", text).model_copy(update={"context": text})
-        assert (
-            await store.save(
-                Save(run, a_checkpoint(run, 1, record, saved_progress={"weigh": text}))
-            )
-            == SaveCommitted()
-        )
+        values = {"saved_progress": {"weigh": text}, "records_from": records_from}
+        checkpoint = a_checkpoint(run, 1, record, **values)
+        assert await store.save(Save(run, checkpoint)) == SaveCommitted()
         latest = await store.latest(run.task_id)
         assert latest is not None
         assert (latest.subtasks, latest.saved_progress) == ((record,), {"weigh": text})
