@@ -1,4 +1,4 @@
-"""Bytes and time that tasks with long histories cost: many calls, subtasks, turns and memory keys.
+"""Bytes and time that tasks with long histories cost: calls, subtasks, steps, turns, memory keys.
 
 Bytes are counted from what the store's writing statements carry: ids, contexts, states, requests,
 outcomes and logs, compressed as they are stored.
@@ -71,6 +71,12 @@ async def worker(ctx: TaskExecutionContext, plan: list[int]) -> int:
         return _random_text(plan[1])
 
     return sum([len(await ctx.subtask(f"part {each}", write, each)) for each in range(plan[0])])
+
+
+@agent("stepper")
+async def stepper(ctx: TaskExecutionContext, plan: list[int]) -> int:
+    """Runs `plan[0]` steps with results of `plan[1]` characters."""
+    return sum([len(await ctx.step("write", _random_text, plan[1])) for _ in range(plan[0])])
 
 
 class Chatter:
@@ -197,6 +203,7 @@ def scenarios(*, quick: bool) -> list[Scenario]:
         Scenario(f"{50 // part} calls", caller, (50 // part, TEXT), 1_250_000 // part),
         Scenario(f"{400 // part} calls", caller, (400 // part, TEXT), 10_000_000 // part),
         Scenario(f"{400 // part} subtasks", worker, (400 // part, TEXT), 10_000_000 // part),
+        Scenario(f"{400 // part} steps", stepper, (400 // part, TEXT), 10_000_000 // part),
         Scenario(f"{TURNS} turns", Chatter(), (TURNS, TURN), 80_000),
         Scenario(
             f"{200 // part} pauses, {KEYS} keys",
@@ -263,7 +270,7 @@ def _table(rows: list[list[Cell]]) -> Table:
         "What one task with a long history writes",
         ["", "MB written", "limit", "MB of notes", "limit", "seconds"],
         rows,
-        f"Each call and each subtask has one text of {TEXT:,} characters, a turn one of {TURN:,}; "
+        f"Each call, subtask and step has a text of {TEXT:,} characters, a turn one of {TURN:,}; "
         "the texts hardly compress. Counted from what the statements carry, outcomes of calls "
         "included. Notes are what the task keeps of the writes to its working memory.",
     )

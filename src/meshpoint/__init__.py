@@ -28,6 +28,7 @@ from meshpoint.errors import (
     PeerFailed,
     ReplayMismatch,
     ResumeRefused,
+    StepFailed,
     SubtaskRefused,
 )
 from meshpoint.model.agent_memory import AgentMemory
@@ -36,7 +37,9 @@ from meshpoint.model.context import A2AContext, TaskExecutionContext
 from meshpoint.model.log_context import LogContextFilter
 from meshpoint.model.memory import MemoryRecovery, MemorySource
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
+from meshpoint.model.retry_policy import Duration, RetryPolicy
 from meshpoint.model.secrets import Secret
+from meshpoint.model.steps import step
 from meshpoint.model.subtasks import SubtaskProgress
 from meshpoint.model.usage import Tokens, TokenUsage
 from meshpoint.ports.agent import DurableAgent
@@ -58,6 +61,7 @@ __all__ = [
     "ConsistencyError",
     "Done",
     "DurableAgent",
+    "Duration",
     "Failed",
     "FailureKind",
     "FunctionAgent",
@@ -88,8 +92,10 @@ __all__ = [
     "ReplayMismatch",
     "Replies",
     "ResumeRefused",
+    "RetryPolicy",
     "Secret",
     "StatefulAgent",
+    "StepFailed",
     "SubtaskProgress",
     "SubtaskRefused",
     "TaskExecutionContext",
@@ -99,5 +105,6 @@ __all__ = [
     "agent",
     "load_agent",
     "migrates",
+    "step",
     "subtask",
 ]

@@ -25,6 +25,7 @@
         ├── ConsistencyError    no copy of the working memory matches the checkpoint: names keys
         ├── SubtaskFailed       a subtask failed, and the agent's code did not handle it
         ├── SubtaskRefused      a subtask cannot be recorded: its name, inputs or deliverable
+        ├── StepFailed          a step failed, in this run or an earlier one
         └── PeerFailed          a peer call has no result, and the agent's code did not handle it
 
     NotJson(ValueError)         a value that a checkpoint cannot store, refused when it is set
@@ -233,6 +234,23 @@ class SubtaskRefused(AgentFailed):
 
 class SubtaskFailed(AgentFailed):
     """A subtask failed in an earlier run of this attempt, and its error cannot be recreated."""
+
+
+class StepFailed(AgentFailed):
+    """The function of a `ctx.step` failed, or its result cannot be recorded.
+
+    The first run and every later one raise this same error.
+
+    Attributes:
+        step: Name of the step.
+        error_type: Class name of the error that the function raised.
+        message: Its message, for people.
+        kind: `"error"`, or `"timeout"` if the limit of `@step(timeout=)` has passed.
+    """
+
+    def __init__(self, step: str, error_type: str, message: str, kind: str = "error") -> None:
+        super().__init__(f"step {step!r} failed: {error_type}: {message}")
+        self.step, self.error_type, self.message, self.kind = step, error_type, message, kind
 
 
 class _FailureLike(Protocol):

@@ -25,7 +25,8 @@ class Work(BaseModel):
 
     `trace` gets a line per segment. With `gate`, the first segment runs until that file exists.
     With `steps`, the agent is an operation that runs this many subtasks before its calls and one
-    after them. With `mended_by`, it then fails until that file exists.
+    after them; with `recorded`, it runs `ctx.step`s in the same way. With `mended_by`, it then
+    fails until that file exists.
     """
 
     numbers: list[int]
@@ -35,6 +36,7 @@ class Work(BaseModel):
     gate: str | None = None
     peer: str = "peer"
     steps: int = 0
+    recorded: int = 0
     mended_by: str | None = None
 
 
@@ -60,6 +62,8 @@ async def root(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
         await asyncio.sleep(0.05)
     for number in range(work.steps):
         await ctx.subtask(f"step {number}", step, number)
+    for number in range(work.recorded):
+        await ctx.step(f"recorded {number}", step, number)
     results: list[int | str] = []
     ask_peer = Peer(work.peer, int, int, timeout=timedelta(seconds=work.timeout))
     for _ in range(work.rounds):
@@ -69,6 +73,8 @@ async def root(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
         ]
     if work.steps:
         await ctx.subtask("last step", step, len(results))
+    if work.recorded:
+        await ctx.step("last recorded", step, len(results))
     if work.mended_by and not os.path.exists(work.mended_by):
         raise RuntimeError("not mended yet")
     return results

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from itertools import combinations
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -192,6 +193,7 @@ class CrashHarness:
             assert len(ids) == self._rounds, f"a second set of calls: {question} was sent as {ids}"
         assert not survivor.matching_events("dead_task")
         self._assert_no_saved_subtask_ran_again()
+        self._assert_no_recorded_step_ran_again()
         for agent in (CHIEF, VICTIM, self.peer.name):
             assert await self.peer.broker.depth(dead_letter_queue(AgentName(agent))) == 0, (
                 f"dead letters at {agent}"
@@ -201,6 +203,18 @@ class CrashHarness:
         for earlier, later in combinations(self.mesh.processes, 2):
             rerun = _subtasks(earlier, "save:after") & _subtasks(later, "subtask:before")
             assert not rerun, f"saved subtasks ran again: {rerun}"
+
+    def _assert_no_recorded_step_ran_again(self) -> None:
+        recorded = set[tuple[str, str]]()
+        for process in self.mesh.processes:
+            began = [_step(event) for event in process.matching_events("step:before")]
+            assert len(began) == len(set(began)), f"steps ran twice in one process: {began}"
+            assert not recorded & set(began), f"recorded steps ran again: {recorded & set(began)}"
+            recorded |= {
+                (event["task_ids"][0], step)
+                for event in process.matching_events("record:after")
+                for step in event["detail"]["recorded"]
+            }
 
     async def _wait_for_death(self) -> None:
         assert self.victim is not None
@@ -255,3 +269,8 @@ def _subtasks(process: Process, at: str) -> set[tuple[str, str]]:
         for event in subtask_events
         for task_id in event["task_ids"]
     }
+
+
+def _step(event: Mapping[str, Any]) -> tuple[str, str]:
+    """Task and step of an event about the code of a step."""
+    return event["task_ids"][0], event["detail"]["name"]

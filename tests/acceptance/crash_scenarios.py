@@ -113,6 +113,12 @@ async def operation(stage: CrashHarness) -> None:
     await stage.start_victim()
 
 
+async def recording(stage: CrashHarness) -> None:
+    """Two recorded steps, a pause and a third one, in one replica."""
+    await stage.ask(1, 2, recorded=2)
+    await stage.start_victim()
+
+
 async def failing(stage: CrashHarness) -> None:
     """An operation that fails in the end and keeps its checkpoint."""
     await stage.ask(1, steps=1, broken=True)
@@ -142,7 +148,11 @@ class CrashCase:
 
 CASES_BY_STEP: Mapping[Step, Sequence[CrashCase]] = {
     Step.RECEIVE: [CrashCase(two_pauses, "request")],
-    Step.BEGIN: [CrashCase(on_receipt, "request"), CrashCase(operation, "within a segment")],
+    Step.BEGIN: [
+        CrashCase(on_receipt, "request"),
+        CrashCase(operation, "within a segment"),
+        CrashCase(recording, "before a step"),
+    ],
     Step.SEGMENT: [
         CrashCase(two_pauses, "first"),
         CrashCase(two_pauses, "resumed", 1),
@@ -152,6 +162,16 @@ CASES_BY_STEP: Mapping[Step, Sequence[CrashCase]] = {
         CrashCase(operation, "first"),
         CrashCase(operation, "second", 1),
         CrashCase(operation, "after a pause", 2),
+    ],
+    Step.STEP: [
+        CrashCase(recording, "first"),
+        CrashCase(recording, "second", 1),
+        CrashCase(recording, "after a pause", 2),
+    ],
+    Step.RECORD: [
+        CrashCase(recording, "first"),
+        CrashCase(recording, "second", 1),
+        CrashCase(recording, "after a pause", 2),
     ],
     Step.SAVE: [
         CrashCase(operation, "first"),
@@ -164,6 +184,7 @@ CASES_BY_STEP: Mapping[Step, Sequence[CrashCase]] = {
         CrashCase(two_pauses, "first"),
         CrashCase(two_pauses, "second", 1),
         CrashCase(operation, "of an operation"),
+        CrashCase(recording, "after steps"),
     ],
     Step.DISPATCH: [
         CrashCase(two_pauses, "first"),
@@ -193,11 +214,13 @@ CASES_BY_STEP: Mapping[Step, Sequence[CrashCase]] = {
         CrashCase(two_pauses, "first"),
         CrashCase(orphaned, "after a rescue"),
         CrashCase(operation, "of an operation"),
+        CrashCase(recording, "with steps"),
     ],
     Step.END: [
         CrashCase(two_pauses, "completed"),
         CrashCase(overdue, "after a timeout"),
         CrashCase(operation, "of an operation"),
+        CrashCase(recording, "after steps"),
         CrashCase(failing, "of an operation, failed"),
     ],
     Step.REPLY: [

@@ -85,7 +85,12 @@ from meshpoint.testing.conformance.build import (
     resumed,
     saved,
 )
-from meshpoint.testing.conformance.store_logs import READER, continued, logged_pause
+from meshpoint.testing.conformance.store_logs import (
+    READER,
+    an_append,
+    continued,
+    logged_pause,
+)
 
 pytestmark = pytest.mark.servers
 
@@ -377,6 +382,17 @@ class StatementRun:
             task = await continued(self._store, logged_pause(b"a", run=task.run))
         assert task.log == (b"a",)
         await self._store.end([an_end(task.run)])
+        await self._append_between_pauses()
+
+    async def _append_between_pauses(self) -> None:
+        """Append to the logs of running tasks, repeatedly, replace the logs, end the tasks."""
+        runs = [await operating(self._store) for _ in range(self._batch)]
+        for after, replaces in ((0, False), (1, True)):
+            appends = [an_append(run, b"a", after=after, replaces=replaces) for run in runs]
+            for _ in range(2):
+                results = await self._store.append(appends)
+                assert results == [SaveCommitted()] * self._batch
+        await self._store.end([an_end(run) for run in runs])
 
     async def _expire(self) -> None:
         """Time out one call of two, and an only call, whose task is then acquired."""

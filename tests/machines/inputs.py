@@ -20,7 +20,7 @@ from meshpoint.model.tasks import (
     TaskState,
     logged_format,
 )
-from meshpoint.model.transitions import Begin, Cancel, Claim, End, LogChange, Pause
+from meshpoint.model.transitions import Append, Begin, Cancel, Claim, End, LogChange, Pause
 from meshpoint.testing.conformance.build import (
     AGENT,
     FORMAT,
@@ -128,6 +128,13 @@ class InputFactory:
                 replace(pause, state=model.pause.state),
             )
         return replace(pause, log=change)
+
+    def make_append(self, run: Run, model: TaskModel, shape: PauseShape) -> Append:
+        """Entries that a run appends between two pauses of a task as it has read it."""
+        entries = tuple(
+            f"step {number} of {run.id}".encode() for number in range(shape.entries or 1)
+        )
+        return Append(run, LogChange(entries, model.log_seq, replaces=shape.replaces))
 
     def _make_call(self, number: int, shape: PauseShape, failed: bool) -> PlannedCall:
         choice = number + shape.times

@@ -8,8 +8,10 @@ from datetime import datetime
 
 from machines.task_model import TaskModel, without_message
 from meshpoint.model.ids import ReplicaId, RunId, TaskId
+from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import Replica, Requester, Resumable, Run, TaskState
 from meshpoint.model.transitions import (
+    Append,
     Begin,
     BeginCommitted,
     BeginResult,
@@ -33,6 +35,7 @@ from meshpoint.model.transitions import (
     PauseCommitted,
     PauseResult,
     Release,
+    SaveResult,
     StillWaiting,
     TaskReady,
     UnknownCall,
@@ -131,6 +134,8 @@ class Ledger:
             return None if model.generation == run.generation + 1 else Fenced()
         if not model.is_owned_by(run):
             return Fenced()
+        if pause.log is not None and pause.log.after != model.log_seq:
+            return Fenced()
         return CancelFound(run) if model.cancel_requested else late
 
     def _check_committed(self, model: TaskModel, result: PauseResult) -> None:
@@ -144,6 +149,22 @@ class Ledger:
         assert [
             (send.sub_task_id, send.peer, send.deadline) for send in result.dispatches
         ] == to_send
+
+    def check_append(self, append: Append, result: SaveResult) -> None:
+        """Check and apply one `append` result."""
+        run, model = append.run, self.models.get(append.run.task_id)
+        if model is None or not model.is_owned_by(run):
+            assert result == Fenced(), result
+        elif _has_written(model, append):
+            assert result == SaveCommitted(), result
+        elif model.log_seq != append.log.after:
+            assert result == Fenced(), result
+        elif model.cancel_requested:
+            assert result == CancelFound(run), result
+        else:
+            assert result == SaveCommitted(), result
+            model.append(append.log)
+            model.appends.append(append)
 
     def check_claims(
         self, claims: Sequence[Claim], replica: Replica, slots: int, results: Sequence[ClaimResult]
@@ -282,3 +303,12 @@ class Ledger:
             model.end_with_reply(TaskState.CANCELLED, cancel.reply, cancel.run_id, self.now)
             expected = CancelCommitted(model.reply_at(self.now), notices)
         assert result == expected, f"{result}, not {expected}"
+
+
+def _has_written(model: TaskModel, append: Append) -> bool:
+    """Whether the last append to the log is this one: a run appends one change at a time."""
+    return any(
+        (each.run.id, each.log.after, len(each.log.entries))
+        == (append.run.id, append.log.after, len(append.log.entries))
+        for each in model.appends[-1:]
+    )

@@ -23,6 +23,7 @@ from meshpoint.model.tasks import (
     TaskSummary,
 )
 from meshpoint.model.transitions import (
+    Append,
     Begin,
     BeginResult,
     Cancel,
@@ -42,6 +43,7 @@ from meshpoint.model.transitions import (
     Progress,
     ProgressRecorded,
     Release,
+    SaveResult,
     StoreReply,
     UnroutableCall,
 )
@@ -87,6 +89,12 @@ class LockstepStore:
         return _assert_equal(
             await self._store.pause(pauses),
             await self._reference.pause(self._for_reference(pauses)),
+        )
+
+    async def append(self, appends: Sequence[Append]) -> list[SaveResult]:
+        return _assert_equal(
+            await self._store.append(appends),
+            await self._reference.append(self._for_reference(appends)),
         )
 
     async def claim(

@@ -11,7 +11,7 @@ from machines.machine_base import BATCH_LIMIT, StoreMachineBase, pick
 from machines.task_model import CallModel
 from meshpoint.model.ids import TaskId
 from meshpoint.model.tasks import Replica, Reply, Run, TaskState
-from meshpoint.model.transitions import Begin, Cancel, Claim, End, Pause, Progress, Release
+from meshpoint.model.transitions import Append, Begin, Cancel, Claim, End, Pause, Progress, Release
 from meshpoint.testing.conformance.build import AGENT, FORMAT, OTHER_FORMAT, SECOND
 
 
@@ -121,6 +121,26 @@ class StoreMachine(StoreMachineBase):
             pause = self.inputs.make_pause(run, model.requester, shape, model)
             self.written[f"pause {run.id}"] = pause
         return pause
+
+    @precondition(lambda self: self.runs())
+    @rule(
+        items=st.lists(
+            st.tuples(st.sampled_from(["own", "own", "again", "zombie"]), numbers, shapes),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    def append(self, items: list[tuple[str, int, PauseShape]]) -> None:
+        """Append to logs, by owners and zombies, also repeatedly."""
+        appends: list[Append] = []
+        for kind, number, shape in items:
+            for run in pick(self._writing_runs("zombie" if kind == "zombie" else "own"), number):
+                model = self.ledger.models[run.task_id]
+                again = model.appends[-1:] if kind == "again" else []
+                appends += again or [self.inputs.make_append(run, model, shape)]
+        results = self.run_step(self.store.append(appends))
+        for append, result in zip(appends, results, strict=True):
+            self.check_answer([append.run.task_id], self.ledger.check_append, append, result)
 
     @rule(
         items=item_batches("fresh", "fresh", "fresh", "any", "again", "wrong", "mesh", "nobody"),

@@ -10,6 +10,7 @@ from meshpoint.model.outcomes import Failed, FailureKind, Outcome
 from meshpoint.model.tasks import (
     MAX_SWEEP_DELAY,
     NO_DEADLINE,
+    SUSPECT_AFTER_RESCUES,
     CancelNotice,
     PlannedCall,
     Replica,
@@ -18,8 +19,10 @@ from meshpoint.model.tasks import (
     Resumable,
     Run,
     TaskState,
+    has_log,
+    logged_format,
 )
-from meshpoint.model.transitions import Pause
+from meshpoint.model.transitions import Append, LogChange, Pause
 from meshpoint.testing.conformance.build import TIMINGS
 
 KEEP_ALIVES_PER_TIMEOUT = 3
@@ -98,6 +101,7 @@ class TaskModel:
     # running: when its lease ends; ready: when it may be acquired; parked: when it is answered
     due_at: datetime | None = None
     pause: Pause | None = None
+    stored_format: str = ""
     join_deadline: datetime | None = None
     keep_alive_at: datetime | None = None
     cancel_requested: bool = False
@@ -107,6 +111,8 @@ class TaskModel:
     calls: dict[TaskId, CallModel] = field(default_factory=dict)
     runs: list[tuple[Run, Replica]] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
+    # since the owner changed: a repeated append finds itself
+    appends: list[Append] = field(default_factory=list)
     log: tuple[bytes, ...] = ()
     log_seq: int = 0
     reply: Reply | None = None
@@ -153,7 +159,7 @@ class TaskModel:
     def is_readable_by(self, replica: Replica) -> bool:
         """Whether `replica` may take the task."""
         return self.generation == 0 or (
-            self.pause is not None and self.pause.state_format in replica.formats
+            self.pause is not None and self.stored_format in replica.formats
         )
 
     def overdue_calls(self, now: datetime) -> list[CallModel]:
@@ -181,6 +187,7 @@ class TaskModel:
             now + replica.lease,
         )
         self.runs.append((run, replica))
+        self.appends.clear()
 
     def make_ready(self, at: datetime, written_by: RunId | None) -> None:
         """Remove the owner; any replica may acquire the task."""
@@ -219,9 +226,10 @@ class TaskModel:
         self.forget_parking()
         self.generation, self.attempt, self.rescues = self.generation + 1, 0, 0
         self.pauses.append(pause)
+        self.stored_format = pause.state_format
+        self.appends.clear()
         if pause.log is not None:
-            self.log = (*(() if pause.log.replaces else self.log), *pause.log.entries)
-            self.log_seq += len(pause.log.entries)
+            self.change_log(pause.log)
         self.join_deadline = now + pause.join.deadline if pause.join.deadline else None
         self.schedule_keep_alive(now)
         for planned in pause.calls:
@@ -240,6 +248,18 @@ class TaskModel:
         """Note when the requester is due the next keep-alive."""
         idle_timeout = self.requester.idle_timeout
         self.keep_alive_at = now + idle_timeout / KEEP_ALIVES_PER_TIMEOUT if idle_timeout else None
+
+    def append(self, change: LogChange) -> None:
+        """Add entries between two pauses."""
+        self.change_log(change)
+        self.attempt, self.rescues = 1, min(self.rescues, SUSPECT_AFTER_RESCUES)
+        if self.generation and not has_log(self.stored_format):
+            self.stored_format = logged_format(self.stored_format)
+
+    def change_log(self, change: LogChange) -> None:
+        """Add entries to the log, or replace it."""
+        self.log = (*(() if change.replaces else self.log), *change.entries)
+        self.log_seq += len(change.entries)
 
     def _call_model(self, planned: PlannedCall, now: datetime) -> CallModel:
         own = NO_DEADLINE if planned.timeout is None else now + planned.timeout
@@ -291,7 +311,7 @@ class TaskModel:
             requester=self.requester,
             context=waiting_calls.context if waiting_calls else {},
             state=waiting_calls.state if waiting_calls else b"",
-            state_format=waiting_calls.state_format if waiting_calls else "",
+            state_format=self.stored_format,
             outcomes=outcomes,
             request=None if waiting_calls else self.request,  # optional once there is a state
             attempt=self.attempt,

@@ -25,7 +25,7 @@ JOINS = (ALL, FIRST, AT_LEAST(3))
 Think = Callable[[], Awaitable[None]]
 """Spends an agent's time: a moment, or more than a lease."""
 OnReturned = Callable[[str, str, str], None]
-"""Called with task, subtask and deliverable when a subtask returns."""
+"""Called with task, subtask or step, and result when it returns."""
 
 
 def leaf_value(number: int) -> int:
@@ -78,6 +78,7 @@ class Nested(_Agent):
     async def start(self, ctx: TaskExecutionContext, request: Any) -> Any:
         """Call the leaves."""
         await self._think()
+        await asyncio.gather(self._record(ctx, "step a"), self._record(ctx, "step b"))
         await self._subtask(ctx, "before", request)
         return Paused(
             [Call(str(n), "leaf", request + n) for n in range(2)], json.dumps(request).encode()
@@ -90,6 +91,7 @@ class Nested(_Agent):
         await asyncio.gather(
             self._subtask(ctx, "left", number), self._subtask(ctx, "right", number)
         )
+        await self._record(ctx, "step a")
         await self._subtask(ctx, "after", number)
         wrong, late = check_outcomes(outcomes, [("leaf", number + n) for n in range(2)], ALL)
         if wrong:
@@ -98,6 +100,9 @@ class Nested(_Agent):
 
     async def _subtask(self, ctx: TaskExecutionContext, name: str, number: int) -> None:
         self._on_returned(ctx.task_id, name, await ctx.subtask(name, self._step, number))
+
+    async def _record(self, ctx: TaskExecutionContext, name: str) -> None:
+        self._on_returned(ctx.task_id, name, await ctx.step(name, self._step, 0))
 
     async def _step(self, number: int) -> str:
         await self._think()

@@ -7,11 +7,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from meshpoint.adapters.inprocess.rows import CallRow, TaskRow
+from meshpoint.engine.task_log import step_entries
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.bodies import ResponseBody, parse_body
 from meshpoint.model.messages import Address, Message, MessageType
 from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.model.subtasks import AgentCheckpoint
+from meshpoint.subtasks.step_records import StepEnd, StepRecord
 
 DATABASE = "database"
 
@@ -82,6 +84,8 @@ class Ledger:
             )
         for call in row.calls.values():
             self._check_call(store_name, row, call)
+        for _, entry in row.log:
+            self._check_entry(store_name, row, entry)
         if row.operation is not None and row.operation.checkpoints:
             self._check_saved(store_name, row.operation.checkpoints[-1])
 
@@ -95,6 +99,16 @@ class Ledger:
                 self._deliverables[checkpoint.operation_id, record.name].add(
                     json.loads(record.result)
                 )
+
+    def _check_entry(self, store_name: str, row: TaskRow, entry: bytes) -> None:
+        """A recorded result never changes: the step does not run again after the append."""
+        for each in step_entries(entry):
+            record = StepRecord.from_bytes(each.record)
+            key = store_name, row.task_id, f"{each.attempt} {record.place}"
+            first = self._recorded.setdefault(key, record.text)
+            self.check(first == record.text, f"step {key} ran after it was recorded")
+            if record.end is StepEnd.OK:
+                self._deliverables[row.task_id, record.place.name].add(json.loads(record.text))
 
     def check_returned(self, task_id: str, subtask: str, deliverable: str) -> None:
         """A subtask returned `deliverable` to the agent's code."""

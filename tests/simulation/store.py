@@ -13,6 +13,7 @@ from meshpoint.model.options import StoreTimings
 from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import Replica, Run
 from meshpoint.model.transitions import (
+    Append,
     End,
     EndCommitted,
     EndResult,
@@ -104,6 +105,17 @@ class WatchedStore(InProcessStore):
             is_owner or not isinstance(result, SaveCommitted), f"a zombie saved: {command.run}"
         )
         return result
+
+    async def append(self, appends: Sequence[Append]) -> list[SaveResult]:
+        """Record steps; a zombie must not succeed."""
+        owned = [self._is_owner(each.run) for each in appends]
+        results = await super().append(appends)
+        for each, is_owner, result in zip(appends, owned, results, strict=True):
+            self._check(
+                is_owner or not isinstance(result, SaveCommitted),
+                f"a zombie recorded a step: {each.run}",
+            )
+        return results
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
         """Extend leases; a zombie's lease is lost."""

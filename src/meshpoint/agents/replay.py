@@ -32,15 +32,15 @@ class Replay:
 
     Attributes:
         replaying: Whether recorded calls are left.
-        position: Number of recorded pauses that the function has passed, not counting those
-            within subtasks.
+        passed: Number of recorded pauses that the function has passed.
+        position: The same, not counting those within subtasks.
     """
 
     def __init__(self, agent: str, ctx: TaskExecutionContext, stored: StoredJournal) -> None:
         self._agent, self._ctx, self._stored = agent, ctx, stored
         self._journal = journal = stored.journal
         self._task = asyncio.current_task()
-        self._passed = self.position = 0
+        self.passed = self.position = 0
         self.replaying = bool(journal.entries)
         self._paused: Paused | None = None
         self._violation: AgentMisbehaved | ReplayMismatch | None = None
@@ -62,22 +62,22 @@ class Replay:
         self._reject_misuse()
         requests = [call.as_call(f"{call.peer}.{index}") for index, call in enumerate(calls)]
         subtask = current_subtask()
-        recorded = self._journal.entries[self._passed] if self.replaying else None
+        recorded = self._journal.entries[self.passed] if self.replaying else None
         if recorded is None or not recorded.records(requests, join, subtask):
             entry = JournalEntry.for_calls(requests, join, self._ctx.token_usage, subtask)
             if recorded is None:
                 self._paused = self._stored.pause(requests, join, entry)
                 raise PauseSignal
             difference = recorded.describe_mismatch(entry)
-            self._raise_violation(self._mismatch(f"call {self._passed + 1}: {difference}"))
+            self._raise_violation(self._mismatch(f"call {self.passed + 1}: {difference}"))
         self._advance(recorded)
         outcomes = recorded.outcomes or ()
         return [call.read(outcome) for call, outcome in zip(calls, outcomes, strict=True)]
 
     def skip_subtask(self, subtask: str) -> None:
         """Pass the recorded calls of a subtask that is not run, since its deliverable is known."""
-        while self.replaying and self._journal.entries[self._passed].subtask == subtask:
-            self._advance(self._journal.entries[self._passed])
+        while self.replaying and self._journal.entries[self.passed].subtask == subtask:
+            self._advance(self._journal.entries[self.passed])
 
     def finish(self, raised: BaseException | None) -> Paused | None:
         """Return the pause that ended the run; `None` if the function returned or raised itself.
@@ -92,7 +92,7 @@ class Replay:
         if self._paused is None:
             if raised is None and self.replaying:
                 recorded = len(self._journal.entries)
-                raise self._mismatch(f"ended after {self._passed} of {recorded} recorded calls")
+                raise self._mismatch(f"ended after {self.passed} of {recorded} recorded calls")
             return None
         if raised is None:
             raise AgentMisbehaved(f"{self._agent} swallowed a pause: {_PAUSE_HINT}")
@@ -114,9 +114,9 @@ class Replay:
         del self._ctx, self._task  # break reference cycles: no garbage for the collector
 
     def _advance(self, recorded: JournalEntry) -> None:
-        self._passed += 1
+        self.passed += 1
         self.position += recorded.subtask is None
-        self.replaying = self._passed < len(self._journal.entries)
+        self.replaying = self.passed < len(self._journal.entries)
         if self.replaying:
             set_usage(self._ctx, recorded.total_usage())
         else:
@@ -132,6 +132,13 @@ class Replay:
         if self._paused is not None:
             self._raise_violation(
                 AgentMisbehaved(f"{self._agent} called a peer while it was pausing: {_PAUSE_HINT}")
+            )
+        if open_steps := self._ctx._runtime.open_steps:
+            step = next(iter(open_steps))
+            self._raise_violation(
+                AgentMisbehaved(
+                    f"{self._agent} called a peer while step {step!r} was open: {_STEP_HINT}"
+                )
             )
         if asyncio.current_task() is not self._task:
             self._raise_violation(
@@ -157,6 +164,9 @@ _MISMATCH_HINT = (
 _PAUSE_HINT = (
     "each pause unwinds the function, through `finally` and `except BaseException`; "
     "let the exception propagate, and neither fail nor call peers there"
+)
+_STEP_HINT = (
+    "await a step before the next peer call; to call peers in recorded work, use ctx.subtask"
 )
 _GATHER_HINT = (
     "to wait for several calls, write `await ctx.gather(a(x), b(y))` instead of asyncio.gather, "

@@ -19,10 +19,11 @@ async def commit_begin(
     operation: Operation | None = None,
     *,
     order: str | None = None,
+    may_degrade: bool = False,
 ) -> tuple[Backend, BeginResult]:
     """Commit the first row of a task. Returns the backend it was written to and the result.
 
-    With an `operation`, code is waiting for the write, so it may go to memory, like the first
+    If the task's code is waiting for the write, it `may_degrade` and go to memory, like the first
     checkpoint of a pause.
     """
     command = _build_begin(segment, runtime, operation, order=order)
@@ -32,7 +33,7 @@ async def commit_begin(
 
     task_id = segment.run.task_id
     with runtime.steps.step(Step.BEGIN, [task_id]):
-        return await runtime.write_first(task_id, write, may_degrade=operation is not None)
+        return await runtime.write_first(task_id, write, may_degrade=may_degrade)
 
 
 async def commit_operation(

@@ -182,6 +182,8 @@ class Commits:
         agent = suspended.workspace.agent
         if suspended.paused.append is not None and not isinstance(agent, ReadsLog):
             return await self._fail(segment, "Paused.append needs an agent with resume_with_log")
+        if suspended.workspace.steps is not None:
+            await suspended.workspace.flush_steps()
         try:
             final_checkpoint = await suspended.workspace.prepare_pause()
         except MemoryLost as error:
@@ -282,6 +284,8 @@ class Commits:
             return await self._fail(segment, incompatible.message)
         if self._is_past_deadline(segment):
             return await self._time_out(segment)
+        if segment.workspace is not None:
+            await segment.workspace.drop_steps()
         reason = mask_reason(incompatible.reason, options.secret_keys)
         command = Release(segment.run, parked_reason=reason, version=self._runtime.replica.version)
         if not await release(backend, command, reason, self._runtime):

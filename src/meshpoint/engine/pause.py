@@ -43,7 +43,9 @@ def plan_pause(
     operation, context = workspace.operation, workspace.context
     planner = None if operation is None else _ChildPlanner(operation, earlier_children)
     log_change = segment.log.change(
-        paused, None if final_checkpoint is None else final_checkpoint.notes
+        paused,
+        None if final_checkpoint is None else final_checkpoint.notes,
+        keeps_steps=workspace.context_runtime.recorder is not None,
     )
     is_logged = not segment.log.is_empty_after(log_change)
     calls = tuple(_plan_call(call, context, options, planner) for call in paused.calls)

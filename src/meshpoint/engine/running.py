@@ -131,6 +131,7 @@ class AgentCode:
             try:
                 await asyncio.wait({code_task})
             except asyncio.CancelledError:  # the replica ends, so the result is discarded
+                segment.stop_reason = segment.stop_reason or StopReason.DRAINING
                 segment.cancel_code()
                 raise
             finally:
@@ -168,7 +169,8 @@ class AgentCode:
         # and KeyboardInterrupt, which would otherwise end the replica and all its tasks.
         try:
             result = self._result_from_return(await self.call_agent())
-            return result if self.workspace.subtasks is None else self._find_mismatch() or result
+            uses_records = self.workspace.subtasks or self.workspace.steps
+            return (self._find_mismatch() or result) if uses_records else result
         except asyncio.CancelledError as error:
             self._record_failure(error)
             raise
@@ -189,10 +191,10 @@ class AgentCode:
 
     def _find_mismatch(self) -> _Raised | None:
         """The result if a record did not fit this code, even if the code caught that error."""
-        subtasks = self.workspace.subtasks
-        if subtasks is None or subtasks.mismatch is None:
+        mismatch = self.workspace.find_mismatch()
+        if mismatch is None:
             return None
-        return _Raised(Incompatible.from_error(subtasks.mismatch, from_checkpoint=True))
+        return _Raised(Incompatible.from_error(mismatch, from_checkpoint=True))
 
     def _result_from_error(self, error: BaseException) -> SegmentResult:
         match error:

@@ -16,9 +16,10 @@ from meshpoint.engine.backend import Backend
 from meshpoint.engine.containment import is_user_interrupt
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.senders import Sender
+from meshpoint.engine.step_log import SegmentStepLog
 from meshpoint.engine.task_log import NO_LOG, Notes, TaskLog
 from meshpoint.engine.unacked import may_run_elsewhere
-from meshpoint.errors import AgentMisbehaved
+from meshpoint.errors import AgentMisbehaved, IncompatibleState
 from meshpoint.model.calls import Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.error_text import describe_exception
@@ -40,6 +41,7 @@ from meshpoint.ports.agent import DurableAgent, get_plan
 from meshpoint.ports.broker import Delivery
 from meshpoint.subtasks.migrating import migrate_checkpoint
 from meshpoint.subtasks.runner import AWAIT_HINT, ClosedTools, OperationAttempt, Subtasks
+from meshpoint.subtasks.step_runner import StepRunner
 from meshpoint.working_memory.memory_ref import MemoryRef
 from meshpoint.working_memory.task_memory import TaskMemory
 
@@ -180,9 +182,12 @@ class Suspended:
     workspace: Workspace
 
 
-OpenOperation: TypeAlias = Callable[[Operation], Awaitable[BeginResult]]
-"""Makes a task an operation. A task without a row gets one, as running."""
+OpenOperation: TypeAlias = Callable[[Operation | None], Awaitable[BeginResult]]
+"""Makes a task an operation, if one is given. A task without a row gets one, as running."""
 
+
+_STOP_TIMEOUT = 5.0
+"""Seconds to wait for cancelled subtasks and steps that the agent did not await."""
 
 _BUILDING = threading.RLock()  # agent code may read its context in several threads
 
@@ -190,8 +195,8 @@ _BUILDING = threading.RLock()  # agent code may read its context in several thre
 class Workspace:
     """What the agent code of one segment works with.
 
-    Subtasks and working memory are built when the code first uses them. An operation that resumes
-    has its subtasks from the start.
+    Subtasks, steps and working memory are built when the code first uses them. An operation that
+    resumes has its subtasks from the start.
 
     A write stops the code at once if the task was cancelled or another replica owns it. So even if
     the cancel broadcast was lost, an operation ends at its next subtask.
@@ -201,6 +206,7 @@ class Workspace:
         context_runtime: What this replica attaches to the context.
         agent: The version of the agent whose code runs.
         subtasks: Runs and records subtasks, or `None` if the code has not used any yet.
+        steps: Runs and records steps, or `None` likewise.
         failure: Details of how the code failed.
     """
 
@@ -216,6 +222,8 @@ class Workspace:
         self.context, self.agent = context, agent
         self._plan = get_plan(agent)
         self.subtasks: Subtasks | None = None
+        self.steps: StepRunner | None = None
+        self._step_log: SegmentStepLog | None = None
         self.failure: dict[str, JsonValue] | None = None
         self._segment, self._runtime, self._open_operation = segment, runtime, open_operation
         self._retry_count, self._parameters = 0, parameters
@@ -293,6 +301,67 @@ class Workspace:
             is_operation=is_operation,
             secret_keys=runtime.options.secret_keys,
         )
+
+    def use_steps(self) -> StepRunner:
+        """Return the steps, building them at first use. Any thread may call this.
+
+        Raises:
+            AgentMisbehaved: The segment has ended.
+        """
+        with _BUILDING:
+            self._require_open()
+            if self.steps is None:
+                segment, runtime = self._segment, self._runtime
+                self._step_log = SegmentStepLog(
+                    segment,
+                    runtime,
+                    self._retry_count,
+                    self._ensure_row,
+                    self._stop_unless_owned,
+                )
+                self.steps = StepRunner(
+                    self.context,
+                    self.context_runtime,
+                    segment.run.generation,
+                    [each.record for each in segment.log.steps],
+                    self._step_log,
+                    runtime.steps,
+                    runtime.options.secret_keys,
+                )
+            return self.steps
+
+    async def _ensure_row(self) -> None:
+        self._require_open()
+        if self._segment.backend is None:
+            self._stop_unless_owned(await self._open_operation(None))
+
+    async def cancel_unawaited(self) -> None:
+        """Cancel subtasks and steps that the agent's code did not await.
+
+        Nothing would record them.
+        """
+        if self._step_log is not None:
+            self._step_log.has_ended = True
+        for runner in (self.subtasks, self.steps):
+            if runner is not None:
+                await runner.cancel_running(_STOP_TIMEOUT)
+
+    async def flush_steps(self) -> None:
+        """Wait until all step records are durable."""
+        if self._step_log is not None:
+            await self._step_log.flush()
+
+    async def drop_steps(self) -> None:
+        """Take back the step records of this segment, before its task is parked."""
+        if self._step_log is not None:
+            await self._step_log.drop()
+
+    def find_mismatch(self) -> IncompatibleState | None:
+        """Why this version of the agent cannot continue the task, or `None` if it can."""
+        for runner in (self.subtasks, self.steps):
+            if runner is not None and runner.mismatch is not None:
+                return runner.mismatch
+        return None
 
     def use_memory(self) -> TaskMemory:
         """Return the working memory, building it at first use. Any thread may call this.
@@ -441,6 +510,10 @@ class Workspace:
         subtasks, self.subtasks = self.subtasks, None
         progress = None if subtasks is None else subtasks.progress
         self.context_runtime.tools = ClosedTools(self._plan, progress)
+        self.steps = None
+        step_log, self._step_log = self._step_log, None
+        if step_log is not None:
+            await step_log.close()
         memory, self._memory = self._memory, None
         if memory is not None:
             await memory.close()

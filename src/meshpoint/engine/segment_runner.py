@@ -248,7 +248,7 @@ class SegmentRunner:
             segment.log = TaskLog.of(task)
         except IncompatibleState as error:
             return running.Incompatible.from_error(error, from_checkpoint=True)
-        track = partial(commit_operation, segment, backend, self._runtime)
+        track = partial(_track, segment, backend, self._runtime)
         return await self._run_first(segment, request, track, (backend, task))
 
     async def _run_first(
@@ -288,7 +288,7 @@ class SegmentRunner:
                 context, outcomes = _restore_context(task, report)
                 segment.log = TaskLog.of(task)
                 call_agent = _resume_call(agent, context, task, segment.log, outcomes)
-                track = partial(commit_operation, segment, backend, self._runtime)
+                track = partial(_track, segment, backend, self._runtime)
                 workspace = segment.workspace = Workspace(
                     segment, context, self._runtime, track, agent
                 )
@@ -298,24 +298,28 @@ class SegmentRunner:
         return await AgentCode(call_agent, segment, workspace, self._runtime).run()
 
     async def _open_operation(
-        self, segment: RequestedSegment, operation: Operation
+        self, segment: RequestedSegment, operation: Operation | None
     ) -> BeginResult:
-        """Write a running task whose first subtask is about to run, and ack its request.
+        """Write a running task whose first subtask or step is about to run, and ack its request.
 
         The write continues even if the waiting code is stopped, because whether a row exists
         decides how the task can end.
         """
-        if segment.backend is not None:
-            return await commit_operation(segment, segment.backend, self._runtime, operation)
-        if segment.begin_task is None:
-            segment.begin_task = asyncio.create_task(self._write_operation(segment, operation))
-        _, result = await asyncio.shield(segment.begin_task)
-        return result
+        if segment.backend is None:
+            begins = segment.begin_task is None
+            if segment.begin_task is None:
+                segment.begin_task = asyncio.create_task(self._write_task(segment, operation))
+            _, result = await asyncio.shield(segment.begin_task)
+            if begins or operation is None or not isinstance(result, BeginCommitted):
+                return result
+        if segment.backend is None or operation is None:
+            return BeginCommitted(segment.run)
+        return await commit_operation(segment, segment.backend, self._runtime, operation)
 
-    async def _write_operation(
-        self, segment: RequestedSegment, operation: Operation
+    async def _write_task(
+        self, segment: RequestedSegment, operation: Operation | None
     ) -> tuple[Backend, BeginResult]:
-        backend, result = await commit_begin(segment, self._runtime, operation)
+        backend, result = await commit_begin(segment, self._runtime, operation, may_degrade=True)
         if isinstance(result, BeginCommitted):
             segment.run, segment.backend = result.run, backend
             backend.start_renewing(result.run)
@@ -361,8 +365,9 @@ class SegmentRunner:
                     result = await run_until_deadline(segment, code, self._runtime)
             finally:
                 self._runtime.slots.release()
-            if segment.workspace is not None and segment.workspace.subtasks is not None:
-                await segment.workspace.subtasks.cancel_running()
+            workspace = segment.workspace
+            if workspace is not None and (workspace.subtasks or workspace.steps):
+                await workspace.cancel_unawaited()
             return result
         except BaseException as error:
             if not is_defect(error):
@@ -479,6 +484,15 @@ class SegmentRunner:
             segment.stop(StopReason.DRAINING)
         self.tasks.has_released_all = True
         await self.settlement.requeue_unacked()
+
+
+async def _track(
+    segment: Segment, backend: Backend, runtime: ReplicaRuntime, operation: Operation | None
+) -> BeginResult:
+    """Make a task with a row an operation, if one is given."""
+    if operation is None:
+        return BeginCommitted(segment.run)
+    return await commit_operation(segment, backend, runtime, operation)
 
 
 def _restore_context(

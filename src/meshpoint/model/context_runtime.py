@@ -6,7 +6,7 @@ calls and subtasks, and hold the working memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -43,6 +43,10 @@ class CallRecorder(Protocol):
     def position(self) -> int:
         """Number of recorded pauses the run has passed, not counting pauses inside subtasks."""
 
+    @property
+    def passed(self) -> int:
+        """Number of recorded pauses the run has passed."""
+
     async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
         """Return one outcome per call, in call order.
 
@@ -75,6 +79,19 @@ class SubtaskRunner(Protocol):
         """The stored intermediate state of a subtask, or `None`."""
 
 
+class StepRunner(Protocol):
+    """Runs the steps of one segment, or returns their recorded results."""
+
+    def call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Coroutine[Any, Any, Any]:
+        """Give the step its place now, and return what runs or replays it."""
+
+
 class MemoryRunner(Protocol):
     """Executes an agent's commands on the working memory of its task."""
 
@@ -97,6 +114,9 @@ class SegmentTools(Protocol):
     def use_subtasks(self) -> SubtaskRunner:
         """The runner of the segment's subtasks."""
 
+    def use_steps(self) -> StepRunner:
+        """The runner of the segment's steps."""
+
     def use_memory(self) -> MemoryRunner | None:
         """The working memory, or `None` once the segment has ended."""
 
@@ -110,16 +130,23 @@ class ContextRuntime:
 
     Attributes:
         recorder: Answers peer calls. `None` unless the agent is a function agent.
-        tools: Builds the subtasks and the working memory. `None` outside a replica.
+        tools: Builds the subtasks, the steps and the working memory. `None` outside a replica.
+        open_steps: Names of the steps that were called and have not ended.
     """
 
     recorder: CallRecorder | None = None
     tools: SegmentTools | None = None
+    open_steps: Collection[str] = ()
 
     @property
     def subtasks(self) -> SubtaskRunner | None:
         """Records subtasks. `None` outside a replica, where they are only called."""
         return None if self.tools is None else self.tools.use_subtasks()
+
+    @property
+    def steps(self) -> StepRunner | None:
+        """Records steps. `None` outside a replica, where they are only called."""
+        return None if self.tools is None else self.tools.use_steps()
 
     @property
     def memory(self) -> MemoryRunner | None:

@@ -57,6 +57,8 @@ class Step(StrEnum):
     CLAIM = "claim", _EFFECT  # outcomes are recorded
     RESTORE = "restore", _EFFECT  # a context is rebuilt
     SUBTASK = "subtask", _EFFECT  # the code of a subtask runs
+    STEP = "step", _EFFECT  # the code of a step runs
+    RECORD = "record", _EFFECT  # step records commit
     SAVE = "save", _EFFECT  # a checkpoint within a segment commits
     RESUME = "resume", _EFFECT  # an ended operation is made ready to resume
     END = "end", _EFFECT  # an outcome commits

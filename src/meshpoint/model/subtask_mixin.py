@@ -11,8 +11,9 @@ from contextvars import ContextVar
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
-from meshpoint.errors import AgentMisbehaved
+from meshpoint.errors import AgentMisbehaved, SubtaskRefused
 from meshpoint.model.context_runtime import ContextRuntime
+from meshpoint.model.steps import nesting_problem
 from meshpoint.model.subtasks import SubtaskProgress
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class SubtaskMixin:
             IncompatibleState: the recorded deliverable no longer fits the function's return type.
                 Another version of the agent has to continue the task.
         """
+        if (problem := nesting_problem(f"subtask {name!r}")) is not None:
+            raise SubtaskRefused(problem)
         if (runner := self._runtime.subtasks) is not None:
             return await runner.run(name, function, args, kwargs)
         with subtask_scope(name):

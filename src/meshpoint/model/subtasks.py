@@ -288,4 +288,4 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class SaveCommitted:
-    """The checkpoint is durable, possibly since an earlier attempt to save it."""
+    """It is durable, possibly since an earlier attempt to save it."""

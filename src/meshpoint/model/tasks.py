@@ -28,7 +28,7 @@ MAX_ROW_BYTES = 256 * 1024 * 1024
 PostgreSQL writes 1 GiB rows but cannot read them.
 """
 
-_LOG_SUFFIX = "+log"
+LOG_SUFFIX = "+log"
 """Marks the stored state format of a task with a log.
 
 A release that cannot read logs therefore does not resume the task without its history.
@@ -379,12 +379,12 @@ EVERY_TASK = TaskFilter()
 
 def logged_format(state_format: str) -> str:
     """The stored format of a state in `state_format` that is continued by a log."""
-    return state_format + _LOG_SUFFIX
+    return state_format + LOG_SUFFIX
 
 
 def has_log(stored_format: str) -> bool:
     """Whether a log continues the state that is stored in this format."""
-    return stored_format.endswith(_LOG_SUFFIX)
+    return stored_format.endswith(LOG_SUFFIX)
 
 
 def same_requester(known: str | None, other: str | None) -> bool:

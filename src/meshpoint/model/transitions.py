@@ -91,7 +91,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class LogChange:
-    """How a pause changes the log of its task.
+    """How a pause or an append changes the log of its task.
 
     Attributes:
         entries: appended in this order.
@@ -111,6 +111,17 @@ class LogChange:
     def log_bytes(self) -> int:
         """Size of the log after the pause."""
         return self.kept_bytes + sum(map(len, self.entries))
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Entries of a task's log, which only the run that owns the task may append.
+
+    Each append is progress: it resets the task's attempts, as `Save` does.
+    """
+
+    run: Run
+    log: LogChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +319,7 @@ PauseResult: TypeAlias = PauseCommitted | Fenced | CancelFound | PastDeadline
 BeginResult: TypeAlias = BeginCommitted | Fenced | CancelFound
 
 SaveResult: TypeAlias = SaveCommitted | Fenced | CancelFound
+"""The result of `Save` and `Append`. Nothing was written unless committed."""
 
 EndResult: TypeAlias = EndCommitted | Fenced
 

@@ -37,6 +37,7 @@ from meshpoint.model.tasks import (
     TaskSummary,
 )
 from meshpoint.model.transitions import (
+    Append,
     Begin,
     BeginResult,
     Cancel,
@@ -89,6 +90,17 @@ class Transitions(Protocol):
         `Pause.log` changes the task's log, whose entries every later owner gets in
         `Resumable.log`. `Resumable.log_seq` grows by one with each entry and never decreases. If
         it is not `LogChange.after`, the result is `Fenced`.
+        """
+
+    async def append(self, appends: Sequence[Append]) -> list[SaveResult]:
+        """Append entries to the logs of tasks running under exactly these fences.
+
+        A run appends one change at a time. A paused task's format then says that it has a log. The
+        task's `attempt` is reset to 1.
+
+        Returns:
+            `Fenced` if another run owns the task, or its log has other entries than `LogChange`
+            expects; `CancelFound(run)` if a cancel was requested; otherwise `SaveCommitted`.
         """
 
     async def claim(

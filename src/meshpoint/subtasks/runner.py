@@ -45,9 +45,6 @@ from meshpoint.subtasks.failures import rebuild_error, serialize_error
 from meshpoint.subtasks.inputs import input_digests
 from meshpoint.subtasks.records import ContextChanges, RunRecords
 
-_STOP_TIMEOUT = 5.0
-"""Seconds to wait for cancelled subtasks that the agent did not await."""
-
 
 class SubtaskLog(Protocol):
     """Stores the subtask records of one task."""
@@ -99,6 +96,10 @@ class ClosedTools:
         """Return this runner, which refuses everything."""
         return self
 
+    def use_steps(self) -> ClosedTools:
+        """Return this runner, which refuses everything."""
+        return self
+
     def use_memory(self) -> None:
         """Return `None`: the memory has been left."""
 
@@ -117,6 +118,18 @@ class ClosedTools:
         """Raise `AgentMisbehaved`."""
         raise AgentMisbehaved(
             f"an asyncio task that outlived its segment began subtask {name!r}: {AWAIT_HINT}"
+        )
+
+    async def call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Raise `AgentMisbehaved`."""
+        raise AgentMisbehaved(
+            f"an asyncio task that outlived its segment began step {name!r}: {AWAIT_HINT}"
         )
 
     async def save_progress(self, subtask: str, state: object) -> None:
@@ -382,13 +395,13 @@ class Subtasks:
         ended = {"status": status, "seconds": seconds, "context": context, **fields}
         self._records.by_name[started.name] = started.model_copy(update=ended)
 
-    async def cancel_running(self) -> None:
+    async def cancel_running(self, timeout: float) -> None:
         """Cancel subtasks that the agent's code did not await, since nothing would record them."""
         if self._running:
             unawaited = set(self._running.values())
             for task in unawaited:
                 task.cancel()
-            await asyncio.wait(unawaited, timeout=_STOP_TIMEOUT)
+            await asyncio.wait(unawaited, timeout=timeout)
 
     async def save_progress(self, subtask: str, state: object) -> None:
         """Store intermediate state of a running subtask."""

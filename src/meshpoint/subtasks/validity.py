@@ -92,11 +92,11 @@ class Park:
 Verdict: TypeAlias = Reuse | FailAgain | Run | Park
 
 
-def is_valid_name(name: object) -> bool:
+def is_valid_name(name: object, max_length: int = MAX_NAME_LENGTH) -> bool:
     """Whether `name` can name a subtask. Names are keys in the database and printed unescaped."""
     return (
         isinstance(name, str)
-        and 0 < len(name) <= MAX_NAME_LENGTH
+        and 0 < len(name) <= max_length
         and name.isprintable()
         and name.strip() == name
     )

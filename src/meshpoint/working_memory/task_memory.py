@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from meshpoint.errors import (
+    AgentMisbehaved,
     ConsistencyError,
     MemoryFenced,
     MemoryLost,
@@ -18,6 +19,7 @@ from meshpoint.errors import (
     MemoryUnavailable,
 )
 from meshpoint.model.memory import Answer, Command, MemoryRecovery, Owner
+from meshpoint.model.steps import current_step
 from meshpoint.ports.working_memory import ReportProblem, SnapshotStore, WorkingMemory
 from meshpoint.working_memory.digests import EMPTY_FINGERPRINT
 from meshpoint.working_memory.memory_ref import MemoryRef
@@ -172,8 +174,11 @@ class TaskMemory:
 
     async def execute(self, commands: Sequence[Command]) -> list[Answer]:
         """Run commands atomically, in order."""
+        is_write = any(command.is_write for command in commands)
+        if is_write:
+            _refuse_in_step()
         memory = await self._guard_fence(self._ensure_recovered())
-        if any(command.is_write for command in commands):
+        if is_write:
             return await self._run_to_completion(
                 self._write(write_position(*self._position()), commands)
             )
@@ -194,6 +199,7 @@ class TaskMemory:
 
     async def clear(self) -> None:
         """Replace the memory with an empty one."""
+        _refuse_in_step()
         # Before the lock: a subtask's checkpoint acquires it under the operation's lock.
         await self._ensure_operation()
         await self._run_to_completion(self._clear(write_position(*self._position())))
@@ -448,3 +454,12 @@ class TaskMemory:
     async def _free(self) -> None:
         if not self._l1.durable:
             await self._l1.forget(self._owner())
+
+
+def _refuse_in_step() -> None:
+    """Refuse a write in a step: a memory restored without it could not get it back."""
+    if (step := current_step()) is not None:
+        raise AgentMisbehaved(
+            f"step {step!r} changes ctx.memory: return the value and write it after the step, "
+            "or use ctx.subtask"
+        )

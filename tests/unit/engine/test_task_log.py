@@ -11,7 +11,7 @@ import pytest
 from fake_peer import FakePeer
 from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
-from meshpoint.engine.task_log import NO_LOG, Notes, TaskLog
+from meshpoint.engine.task_log import NO_LOG, Notes, StepEntry, TaskLog
 from meshpoint.errors import IncompatibleState
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
@@ -223,7 +223,87 @@ def test_a_log_that_a_release_without_logs_left_behind_is_replaced() -> None:
     assert TaskLog.of(a_task(state_format="travel/1")).change(STANDING_ALONE) is None
 
 
-@pytest.mark.parametrize("entry", [b"", b"\x04new"])
+@pytest.mark.parametrize("entry", [b"", b"\x09new"])
 def test_an_unknown_entry_is_incompatible(entry: bytes) -> None:
     with pytest.raises(IncompatibleState):
         TaskLog.of(a_task(b"\x00a", entry))
+
+
+def a_step(record: bytes, attempt: int = 0) -> bytes:
+    """The entry of a step record."""
+    return StepEntry(attempt, record).entry
+
+
+def records(log: TaskLog) -> list[bytes]:
+    """The step records that count."""
+    return [each.record for each in log.steps]
+
+
+def after(log: TaskLog, change: LogChange, *before: bytes, generation: int = 1) -> TaskLog:
+    """The log as the next run reads it, after `change` of these entries."""
+    entries = (*(() if change.replaces else before), *change.entries)
+    return TaskLog.of(a_task(*entries, generation=generation))
+
+
+def test_step_records_are_appended() -> None:
+    log = TaskLog.of(a_task(b"\x00a", a_step(b"1")))
+    change = log.append([StepEntry(0, b"2"), StepEntry(0, b"")])
+    assert change == LogChange((a_step(b"2"), a_step(b"")), after=7, kept_bytes=8)
+    changed = log.with_steps(change, [StepEntry(0, b"2"), StepEntry(0, b"")])
+    assert (records(changed), changed.seq) == ([b"1", b"2", b""], 9)
+    assert changed.size == sum(map(len, (b"\x00a", a_step(b"1"), a_step(b"2"), a_step(b""))))
+    assert changed.agent == (b"a",)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_pause_keeps_or_ends_step_records(keeps: bool) -> None:
+    entries = (b"\x00a", a_step(b"1"), b"\x00" + bytes(100))
+    log = TaskLog.of(a_task(*entries))
+    change = log.change(APPENDING, keeps_steps=keeps)
+    assert change is not None
+    assert not change.replaces
+    changed = after(log, change, *entries)
+    assert records(changed) == ([b"1"] if keeps else [])
+    assert changed.agent == (b"a", bytes(100), b"new")
+
+
+def test_a_pause_deletes_a_log_of_step_records_only() -> None:
+    log = TaskLog.of(a_task(a_step(b"1")))
+    assert log.change(STANDING_ALONE) == LogChange(after=7, replaces=True)
+    assert log.change(STANDING_ALONE, keeps_steps=True) is None
+    assert log.is_empty_after(log.change(STANDING_ALONE))
+    assert not log.is_empty_after(None)
+
+
+def test_compaction_keeps_the_records_of_a_function() -> None:
+    log = TaskLog.of(a_task(b"\x00" + bytes(100), a_step(b"1")))
+    change = log.change(STANDING_ALONE, keeps_steps=True)
+    assert change == LogChange((a_step(b"1"),), after=7, replaces=True)
+
+
+def test_an_attempt_from_the_beginning_ends_earlier_records() -> None:
+    entries = (a_step(b"old", 0), b"\x01" + bytes(100), a_step(b"own", 1))
+    task = replace(a_task(*entries, generation=0), retry_count=1)
+    log = TaskLog.of(task)
+    assert (records(log), log.has_ended_steps) == ([b"own"], True)
+    change = log.append([StepEntry(1, b"new")])
+    assert records(after(log, change, *entries)) == [b"own", b"new"]
+    assert not log.with_steps(change, [StepEntry(1, b"new")]).has_ended_steps
+    paused = log.change(STANDING_ALONE, keeps_steps=True)
+    assert paused is not None
+    assert records(after(log, paused, *entries)) == [b"own"]
+
+
+def test_a_run_takes_its_records_back() -> None:
+    entries = (a_step(b"1"), a_step(b"2"), a_step(b"3"))
+    log = TaskLog.of(a_task(*entries))
+    assert records(after(log, log.drop_steps(2), *entries)) == [b"1"]
+    assert records(after(log, log.drop_steps(3), *entries)) == []
+
+
+def test_step_records_replace_a_stale_log() -> None:
+    log = TaskLog.of(a_task(b"\x00a", b"\x01n", state_format="travel/1"))
+    change = log.append([StepEntry(0, b"1")])
+    assert change == LogChange((a_step(b"1"),), after=7, replaces=True)
+    changed = log.with_steps(change, [StepEntry(0, b"1")])
+    assert (changed.is_stale, changed.size, changed.state) == (False, 6, b"state")

@@ -25,7 +25,7 @@ async def test_code_stopped_before_it_began_is_never_called(mesh: Mesh) -> None:
         started.append(True)
         raise AssertionError
 
-    async def open_operation(operation: Operation) -> Any:
+    async def open_operation(operation: Operation | None) -> Any:
         raise AssertionError
 
     runtime = (await mesh.replica(doubler)).worker.runtime

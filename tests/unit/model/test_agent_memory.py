@@ -34,6 +34,9 @@ class FakeMemoryRunner:
     def use_subtasks(self) -> Any:
         raise AssertionError("these tests use no subtasks")
 
+    def use_steps(self) -> Any:
+        raise AssertionError("these tests use no steps")
+
     def __init__(self, memory: WorkingMemory) -> None:
         self._memory = memory
         self.call_count = 0

@@ -23,7 +23,7 @@ class FakeCallRecorder:
     """A function agent's recorder that lists the subtasks that were skipped."""
 
     replaying = False
-    position = 0
+    position = passed = 0
 
     def __init__(self) -> None:
         self.skipped: list[str] = []
@@ -130,6 +130,9 @@ class AttemptHarness:
 
     def use_subtasks(self) -> Subtasks:
         return self.runner
+
+    def use_steps(self) -> Any:
+        raise AssertionError("these tests use no steps")
 
     def use_memory(self) -> None:
         raise AssertionError("these tests use no memory")

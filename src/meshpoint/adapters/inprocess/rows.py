@@ -27,7 +27,7 @@ from meshpoint.model.tasks import (
     Run,
     TaskState,
 )
-from meshpoint.model.transitions import ExistingTask, StoreReply
+from meshpoint.model.transitions import ExistingTask, LogChange, StoreReply
 from meshpoint.model.usage import TokenUsage, parse_usage
 from meshpoint.ports.clock import Clock
 
@@ -263,6 +263,12 @@ class TaskRow:
     def forget_parking(self) -> None:
         """Forget which versions of the agent's code could not continue the task."""
         self.parked_since, self.parked_reason, self.tried_versions = None, None, ()
+
+    def change_log(self, run_id: RunId, change: LogChange) -> None:
+        """Change the task's log as its run `run_id` asks."""
+        earlier = [] if change.replaces else self.log
+        self.log = [*earlier, *((run_id, entry) for entry in change.entries)]
+        self.log_seq += len(change.entries)
 
     def record_outcome(self, call: CallRow, outcome: Outcome, claim_id: RunId | None) -> None:
         """Record the outcome of `call` and count it on the join."""

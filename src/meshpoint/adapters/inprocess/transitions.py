@@ -22,9 +22,11 @@ from meshpoint.adapters.inprocess.rows import (
 from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.ids import RunId, TaskId
 from meshpoint.model.outcomes import FailureKind
+from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import (
     MAX_ROW_BYTES,
     NO_DEADLINE,
+    SUSPECT_AFTER_RESCUES,
     CallState,
     Dispatch,
     PlannedCall,
@@ -34,9 +36,12 @@ from meshpoint.model.tasks import (
     TaskState,
     add_canceller,
     cancel_applies,
+    has_log,
+    logged_format,
     same_requester,
 )
 from meshpoint.model.transitions import (
+    Append,
     Begin,
     BeginCommitted,
     BeginResult,
@@ -65,6 +70,7 @@ from meshpoint.model.transitions import (
     Progress,
     ProgressRecorded,
     Release,
+    SaveResult,
     StillWaiting,
     TaskReady,
     UnknownCall,
@@ -95,6 +101,10 @@ class InProcessTransitions:
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
         """Write checkpoints: tasks, calls and joins."""
         return [self._pause(pause) for pause in pauses]
+
+    async def append(self, appends: Sequence[Append]) -> list[SaveResult]:
+        """Append entries to the logs of running tasks."""
+        return [self._append(append) for append in appends]
 
     async def claim(
         self, claims: Sequence[Claim], replica: Replica, slots: int
@@ -200,6 +210,24 @@ class InProcessTransitions:
         tables.put(row)
         return _committed_pause(row)
 
+    def _append(self, append: Append) -> SaveResult:
+        run, log = append.run, append.log
+        row = self._tables.live.get(run.task_id)
+        if row is None or row.state is not TaskState.RUNNING or row.fence != run.fence:
+            return Fenced()
+        if row.log_seq == log.after + len(log.entries) and row.log[-1][0] == run.id:
+            return SaveCommitted()  # repeated
+        if row.log_seq != log.after:
+            return Fenced()
+        if row.cancel_requested:
+            return CancelFound(run)
+        row.change_log(run.id, log)
+        if row.generation > 0 and not has_log(row.state_format):
+            row.state_format = logged_format(row.state_format)
+        row.attempt, row.rescues = 1, min(row.rescues, SUSPECT_AFTER_RESCUES)
+        self._tables.put(row)
+        return SaveCommitted()
+
     def _write_checkpoint(self, row: TaskRow, pause: Pause, context: str, now: datetime) -> None:
         row.run_id, row.owner = pause.run.id, None
         row.generation += 1
@@ -209,9 +237,7 @@ class InProcessTransitions:
         if pause.log is None or not pause.log.keeps_state or pause.run.fence == 0:
             row.body = pause.state
         if pause.log is not None:
-            earlier = [] if pause.log.replaces else row.log
-            row.log = [*earlier, *((pause.run.id, entry) for entry in pause.log.entries)]
-            row.log_seq += len(pause.log.entries)
+            row.change_log(pause.run.id, pause.log)
         row.checkpointed_at = row.due_at = now
         row.state, row.join, row.dead_reason = TaskState.WAITING, pause.join, None
         row.join_deadline = now + pause.join.deadline if pause.join.deadline else None

@@ -29,7 +29,7 @@ statement is its name in the database's statistics.
 from __future__ import annotations
 
 from meshpoint.adapters.sql import columns
-from meshpoint.adapters.sql.columns import CONTEXT_TYPES, comma_separated, emptied
+from meshpoint.adapters.sql.columns import APPENDED, CONTEXT_TYPES, comma_separated, emptied
 from meshpoint.adapters.sql.operation_statements import (
     ON_CONFLICT_REPLACE,
     ON_CONFLICT_REPLACE_RECORD,
@@ -274,6 +274,28 @@ replaced AS (
    WHERE l.logical_task_id = ANY(ARRAY(SELECT logical_task_id FROM written WHERE replaces))),
 {_append_entries(42)}""",
 )
+
+# Append entries to the logs of running tasks, if the logs are as their runs have read them. The
+# last entry is found by a subquery, because the planner would turn NOT EXISTS into a join.
+APPEND = f"""/* commits: append */
+WITH locked AS MATERIALIZED (
+  SELECT t.logical_task_id, mine.run_id, mine.entries AS new_entries
+    FROM agent_paused_tasks AS t
+    JOIN unnest($2::text[], $3::int[], $4::int[], $5::int[], $6::text[])
+         AS mine(task_id, fence, after, entries, run_id)
+      ON mine.task_id = t.logical_task_id AND mine.fence = t.fence AND mine.after = t.log_seq
+   WHERE t.logical_task_id = ANY($2::text[]) AND t.status = 'running' AND NOT t.cancel_requested
+     AND coalesce((SELECT max(l.seq) FROM agent_task_log AS l
+                    WHERE l.logical_task_id = t.logical_task_id), 0) <= t.log_seq
+   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},
+written AS (
+  UPDATE agent_paused_tasks AS t SET
+    log_seq = t.log_seq + locked.new_entries, {APPENDED}
+    FROM locked WHERE t.logical_task_id = locked.logical_task_id
+  RETURNING t.logical_task_id, locked.run_id, t.log_seq, locked.new_entries),
+{_append_entries(7).strip().rstrip(",")}
+SELECT written.logical_task_id FROM written, clock
+"""
 
 # Record outcomes of calls whose join needs an outcome of every call. Tasks whose join is met are
 # assigned to the replica `$2`, or made ready.

@@ -12,6 +12,7 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import operation_statements
 from meshpoint.adapters.sql import statements as sql
+from meshpoint.adapters.sql.appending import tasks_with_unknown_entries, write_logs
 from meshpoint.adapters.sql.batcher import PART_BYTES, split_by_size
 from meshpoint.adapters.sql.codec import Packed, pack, pack_all
 from meshpoint.adapters.sql.database import Transaction
@@ -272,7 +273,8 @@ async def pause(tx: Transaction, pauses: Sequence[PackedPause]) -> list[PauseRes
     async def process_round(batch: list[PackedPause], locked: LockedTasks) -> list[PauseResult]:
         first_runs = [(packed.pause.run, packed.pause.requester) for packed in batch]
         await _delete_unrelated_early_cancels(tx, first_runs, locked)
-        unknown = await _tasks_with_unknown_entries(tx, batch, locked)
+        changing = {packed.pause.run.task_id for packed in batch if packed.pause.log is not None}
+        unknown = await tasks_with_unknown_entries(tx, locked, changing)
         results = {
             packed.pause.run.task_id: _check_pause(tx, packed.pause, locked, unknown)
             for packed in batch
@@ -287,16 +289,6 @@ async def pause(tx: Transaction, pauses: Sequence[PackedPause]) -> list[PauseRes
         ]
 
     return await run_in_rounds(tx, pauses, lambda packed: packed.pause.run.task_id, process_round)
-
-
-async def _tasks_with_unknown_entries(
-    tx: Transaction, batch: Sequence[PackedPause], locked: LockedTasks
-) -> set[str]:
-    """The tasks that have log entries of an unknown run, if this batch changes their log."""
-    changing = {packed.pause.run.task_id for packed in batch if packed.pause.log is not None}
-    if not (ids := sorted(locked.rows.keys() & changing)):
-        return set()
-    return {row.logical_task_id for row in await tx.fetch(sql.READ_UNKNOWN_ENTRIES, ids=ids)}
 
 
 def _check_pause(
@@ -356,7 +348,13 @@ async def _write_pauses(
         )
         await tx.execute(sql.DELETE_DONE_CALLS, ids=ids)
         await tx.execute(sql.DELETE_JOINS, ids=ids)
-    await _write_logs(tx, batch)
+    await write_logs(
+        tx,
+        [
+            (packed.pause.run.task_id, packed.pause.run.id, packed.log, packed.entries)
+            for packed in batch
+        ],
+    )
     calls = [row for packed in batch for row in _call_columns(tx, packed, locked.now)]
     for part in split_by_size(
         calls, [len(row["request"] or b"") + len(row["outcome"] or b"") for row in calls]
@@ -382,25 +380,6 @@ async def _write_pauses(
         ],
         locked.now,
     )
-
-
-async def _write_logs(tx: Transaction, batch: Sequence[PackedPause]) -> None:
-    """Delete replaced entries from the logs of tasks, and append new ones."""
-    replaced = [packed.pause.run.task_id for packed in batch if packed.log.replaces]
-    if replaced:
-        await tx.execute(sql.DELETE_LOGS, ids=replaced)
-    entries: list[Columns] = [
-        {
-            "task_id": packed.pause.run.task_id,
-            "seq": seq,
-            "run_id": packed.pause.run.id,
-            "entry": entry,
-        }
-        for packed in batch
-        for seq, entry in enumerate(packed.entries, packed.log.after + 1)
-    ]
-    for part in split_by_size(entries, [len(row["entry"]) for row in entries]):
-        await tx.execute_many(sql.INSERT_LOG_ENTRY, part)
 
 
 async def _reload_dispatches(tx: Transaction, results: dict[TaskId, PauseResult | None]) -> None:

@@ -18,6 +18,7 @@ from meshpoint.adapters.sql.tables import (
     subtask_records,
     tasks,
 )
+from meshpoint.model.tasks import LOG_SUFFIX, SUSPECT_AFTER_RESCUES
 
 
 def _names(table: Table, *, without: Collection[str] = ()) -> tuple[str, ...]:
@@ -104,3 +105,10 @@ RECORDS_MARK = "+records"
 An earlier release does not find them. It takes the version for another one and leaves the task to
 others, instead of running its subtasks again.
 """
+
+# `attempt` and `rescues` count as after a checkpoint with progress.
+APPENDED = f"""attempt = 1, rescues = CASE WHEN rescues > {SUSPECT_AFTER_RESCUES}
+                 THEN {SUSPECT_AFTER_RESCUES} ELSE rescues END,
+  state_format = CASE WHEN generation > 0 AND state_format NOT LIKE '%{LOG_SUFFIX}'
+                      THEN state_format || '{LOG_SUFFIX}' ELSE state_format END"""
+"""Assignments for a running task whose run has appended to its log."""

@@ -16,6 +16,7 @@ from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from meshpoint.adapters.sql import batch_statements as sql
+from meshpoint.adapters.sql.appending import PackedAppend
 from meshpoint.adapters.sql.batcher import PART_BYTES
 from meshpoint.adapters.sql.checkpointing import PackedPause, committed_pause
 from meshpoint.adapters.sql.codec import Packed
@@ -35,6 +36,7 @@ from meshpoint.adapters.sql.sessions import DatabaseTime
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Ok, Outcome
+from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import KEEP_ALIVES_PER_TIMEOUT, Dispatch, Replica, Reply
 from meshpoint.model.transitions import (
     Claim,
@@ -44,6 +46,7 @@ from meshpoint.model.transitions import (
     EndResult,
     PauseResult,
     Save,
+    SaveResult,
     StillWaiting,
     TaskReady,
 )
@@ -125,6 +128,30 @@ class FastPath:
             for task_id, place in places.items()
             if task_id in written
         }
+
+    async def append(self, appends: Sequence[PackedAppend]) -> dict[int, SaveResult]:
+        """Append to the logs of tasks if their rows and logs are as their runs expect.
+
+        Logs to be replaced are left out.
+        """
+        places = dict(
+            sorted(_first_positions(each.command.run.task_id for each in appends).items())
+        )
+        chosen = [appends[place] for place in places.values()]
+        chosen = [each for each in chosen if not each.command.log.replaces]
+        if not chosen:
+            return {}
+        rows = await self._saves.write(
+            sql.APPEND,
+            self._now,
+            [each.command.run.task_id for each in chosen],
+            [each.command.run.fence for each in chosen],
+            [each.command.log.after for each in chosen],
+            [len(each.entries) for each in chosen],
+            [each.command.run.id for each in chosen],
+            *_entry_arrays([(each.command.run.task_id, each.entries) for each in chosen]),
+        )
+        return {places[row.logical_task_id]: SaveCommitted() for row in rows}
 
     def _new_task_arrays(self, fresh: Sequence[PackedPause]) -> tuple[list[Any], ...]:
         requesters = [packed.pause.requester for packed in fresh]
@@ -361,9 +388,16 @@ def _log_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
         [packed.log.replaces for packed in pauses],
         [packed.log.keeps_state for packed in pauses],
         [len(packed.entries) for packed in pauses],
-        [packed.pause.run.task_id for packed in pauses for _ in packed.entries],
-        [number for packed in pauses for number in range(1, len(packed.entries) + 1)],
-        [entry for packed in pauses for entry in packed.entries],
+        *_entry_arrays([(packed.pause.run.task_id, packed.entries) for packed in pauses]),
+    ]
+
+
+def _entry_arrays(logs: Sequence[tuple[TaskId, Sequence[Packed]]]) -> list[list[Any]]:
+    """New log entries as arrays: the task, the number in its log's change, and the bytes."""
+    return [
+        [task_id for task_id, entries in logs for _ in entries],
+        [number for _, entries in logs for number in range(1, len(entries) + 1)],
+        [entry for _, entries in logs for entry in entries],
     ]
 
 

@@ -18,7 +18,7 @@ lock is older than the lock.
 from __future__ import annotations
 
 from meshpoint.adapters.sql import columns
-from meshpoint.adapters.sql.columns import assigned, comma_separated, emptied
+from meshpoint.adapters.sql.columns import APPENDED, assigned, comma_separated, emptied
 
 _REQUESTER, _REQUESTER_VALUES = (
     comma_separated(columns.REQUESTER),
@@ -156,6 +156,19 @@ SELECT DISTINCT l.logical_task_id
 INSERT_LOG_ENTRY = """
 INSERT INTO agent_task_log (logical_task_id, seq, run_id, entry)
 VALUES (:task_id, :seq, :run_id, :entry)
+"""
+
+# Count entries that a running task's run has appended. The format of a state without a log says
+# from now on that it has one. Progress resets the attempt, as in `UPDATE_SAVED`.
+UPDATE_APPENDED = f"""
+UPDATE agent_paused_tasks SET
+  log_seq = log_seq + :new_entries, {APPENDED}
+WHERE logical_task_id = :task_id
+"""
+
+# Read the run that wrote one log entry.
+READ_ENTRY_RUN = """
+SELECT run_id FROM agent_task_log WHERE logical_task_id = :task_id AND seq = :seq
 """
 
 # Delete the logs of tasks.

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from meshpoint.adapters.sql import (
+    appending,
     checkpointing,
     claiming,
     ending,
@@ -21,6 +22,7 @@ from meshpoint.adapters.sql import (
     tables,
 )
 from meshpoint.adapters.sql import statements as sql
+from meshpoint.adapters.sql.appending import PackedAppend
 from meshpoint.adapters.sql.batcher import Batcher, split_by_size
 from meshpoint.adapters.sql.catalog import SqlCatalog
 from meshpoint.adapters.sql.codec import Packed, pack
@@ -49,6 +51,7 @@ from meshpoint.model.tasks import (
     Run,
 )
 from meshpoint.model.transitions import (
+    Append,
     Begin,
     BeginResult,
     Cancel,
@@ -63,6 +66,7 @@ from meshpoint.model.transitions import (
     PauseResult,
     Progress,
     ProgressRecorded,
+    SaveResult,
     StoreReply,
     TaskLocked,
     UnknownCall,
@@ -236,6 +240,13 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
             lambda packed: packed.pause.run.task_id,
             lambda packed: packed.size,
         )
+        self._appends = _BatchedStep(
+            self._database,
+            self._fast_path.append if self._fast_path else None,
+            appending.append,
+            lambda packed: packed.command.run.task_id,
+            lambda packed: packed.size,
+        )
         self._ends = _BatchedStep(
             self._database,
             self._fast_path.end if self._fast_path else None,
@@ -300,7 +311,12 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
                     await self.flush_confirms()
         finally:
             self._database.stop_waiting()
-        for batcher in (self._pauses.batcher, self._ends.batcher, self._confirm_batcher):
+        for batcher in (
+            self._pauses.batcher,
+            self._appends.batcher,
+            self._ends.batcher,
+            self._confirm_batcher,
+        ):
             await batcher.close()
         waiting = list(self._separate_renewals.values())
         for renewing in waiting:
@@ -338,6 +354,10 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
         packed = [await checkpointing.PackedPause.pack(command) for command in pauses]
         fits = all(command.fits_fast_path for command in packed)
         return await self._pauses.run(packed, fits_fast_path=fits)
+
+    async def append(self, appends: Sequence[Append]) -> list[SaveResult]:
+        """Append to the logs of running tasks, in batches shared with concurrent callers."""
+        return await self._appends.run([await PackedAppend.pack(command) for command in appends])
 
     async def claim(
         self, claims: Sequence[Claim], replica: Replica, slots: int

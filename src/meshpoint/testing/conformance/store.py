@@ -34,7 +34,7 @@ from meshpoint.testing.conformance.store_cancels import CancelSuite
 from meshpoint.testing.conformance.store_catalog import CatalogSuite
 from meshpoint.testing.conformance.store_claims import ClaimSuite
 from meshpoint.testing.conformance.store_leases import LeaseSuite
-from meshpoint.testing.conformance.store_logs import LogSuite
+from meshpoint.testing.conformance.store_logs import AppendSuite, LogSuite
 from meshpoint.testing.conformance.store_memory import MemorySuite
 from meshpoint.testing.conformance.store_operations import OperationSuite
 from meshpoint.testing.conformance.store_outbox import OutboxSuite
@@ -53,6 +53,7 @@ class CheckpointStoreSuite(
     RunSuite,
     PauseSuite,
     LogSuite,
+    AppendSuite,
     ClaimSuite,
     CancelSuite,
     LeaseSuite,

@@ -7,8 +7,16 @@ from dataclasses import replace
 import pytest
 
 from meshpoint.model.ids import TaskId
+from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import Resumable, Run, TaskState, logged_format
-from meshpoint.model.transitions import Fenced, JoinCompleted, LogChange, Pause
+from meshpoint.model.transitions import (
+    Append,
+    CancelFound,
+    Fenced,
+    JoinCompleted,
+    LogChange,
+    Pause,
+)
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
@@ -22,8 +30,10 @@ from meshpoint.testing.conformance.build import (
     a_replica,
     a_revive,
     an_end,
+    begun,
     one,
     operating,
+    paused,
     ready,
     resumed,
     write_end,
@@ -180,3 +190,148 @@ class LogSuite:
         await write_pause(store, pause)
         await store.cancel([a_cancel(pause.run.task_id)])
         assert await log_of_revived(store, pause.run.task_id) == (b"a",)
+
+
+def an_append(run: Run, *entries: bytes, after: int = 0, replaces: bool = False) -> Append:
+    """An append by `run`, which has read `after` entries."""
+    return Append(run, LogChange(entries, after, replaces=replaces))
+
+
+async def appended(store: CheckpointStore, append: Append) -> None:
+    """Append to a log, which must succeed."""
+    assert await store.append([append]) == [SaveCommitted()]
+
+
+async def rescued(store: CheckpointStore, clock: FakeClock) -> Resumable:
+    """The only running task, after its lease has expired."""
+    clock.advance(LEASE + SECOND)
+    return one(await store.rescue(READER, 10, 10))
+
+
+class AppendSuite:
+    """Entries that a run appends between two pauses."""
+
+    @pytest.mark.parametrize("generation", [0, 1])
+    async def test_the_next_run_reads_what_a_run_appended(
+        self, store: CheckpointStore, clock: FakeClock, generation: int
+    ) -> None:
+        run = (await resumed(store)).run if generation else await begun(store)
+        await appended(store, an_append(run, b"a"))
+        await appended(store, an_append(run, b"b", b"", after=1))
+        task = await rescued(store, clock)
+        assert (task.log, task.log_seq) == ((b"a", b"b", b""), 3)
+        assert (task.state, task.run.generation) == (b"state" * generation, generation)
+
+    async def test_entries_follow_those_of_earlier_pauses(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = (await with_log(store, b"a")).run
+        await appended(store, an_append(run, b"b", after=1))
+        task = await rescued(store, clock)
+        assert (task.log, task.log_seq, task.state_format) == ((b"a", b"b"), 2, LOGGED)
+        task = await continued(store, logged_pause(b"c", run=task.run, after=2))
+        assert task.log == (b"a", b"b", b"c")
+
+    async def test_a_pause_follows_appended_entries(self, store: CheckpointStore) -> None:
+        run = (await resumed(store)).run
+        await appended(store, an_append(run, b"a"))
+        stale = logged_pause(b"b", run=run)
+        assert await store.pause([stale]) == [Fenced()]
+        task = await continued(store, logged_pause(b"b", run=run, after=1))
+        assert task.log == (b"a", b"b")
+        task = await continued(store, logged_pause(run=task.run, after=2, replaces=True))
+        assert (task.log, task.state_format) == ((), FORMAT)
+
+    async def test_a_state_with_appended_entries_has_another_format(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = (await resumed(store)).run
+        await appended(store, an_append(run, b"a"))
+        clock.advance(LEASE + SECOND)
+        assert await store.rescue(HERE, 10, 10) == []
+        assert one(await store.rescue(READER, 10, 10)).state_format == LOGGED
+
+    async def test_an_append_may_replace_the_log(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = (await with_log(store, b"a", b"b")).run
+        await appended(store, an_append(run, b"c", after=2, replaces=True))
+        task = await rescued(store, clock)
+        assert (task.log, task.log_seq) == ((b"c",), 3)
+
+    async def test_a_repeated_append_is_written_once(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = await begun(store)
+        append = an_append(run, b"a", b"b")
+        assert await store.append([append]) == await store.append([append]) == [SaveCommitted()]
+        await store.cancel([a_cancel(run.task_id)])
+        assert await store.append([append]) == [SaveCommitted()]
+        assert (await rescued(store, clock)).log == (b"a", b"b")
+
+    async def test_appends_of_a_batch_keep_their_logs_apart(self, store: CheckpointStore) -> None:
+        first, second = await begun(store), await begun(store)
+        unknown = replace(first, task_id=TaskId("unknown"))
+        appends = [an_append(run, run.task_id.encode()) for run in (first, unknown, second)]
+        assert await store.append(appends) == [SaveCommitted(), Fenced(), SaveCommitted()]
+        for run in (first, second):
+            task = await store.find_owned(run)
+            assert task is not None
+            assert task.log == (run.task_id.encode(),)
+
+    async def test_a_zombie_appends_no_entries(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = await begun(store)
+        await appended(store, an_append(run, b"a"))
+        task = await rescued(store, clock)
+        assert await store.append([an_append(run, b"zombie", after=1)]) == [Fenced()]
+        await appended(store, an_append(task.run, b"b", after=1))
+        assert (await rescued(store, clock)).log == (b"a", b"b")
+
+    async def test_only_the_run_of_an_entry_repeats_it(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        await appended(store, an_append(await begun(store), b"a"))
+        task = await rescued(store, clock)
+        assert await store.append([an_append(task.run, b"a")]) == [Fenced()]
+
+    async def test_a_run_without_a_running_task_appends_nothing(
+        self, store: CheckpointStore
+    ) -> None:
+        waiting = await paused(store)
+        ended = await begun(store)
+        await write_end(store, an_end(ended))
+        owner = replace(waiting.run, fence=1, generation=1)
+        appends = [an_append(run, b"a") for run in (owner, ended)]
+        assert await store.append(appends) == [Fenced(), Fenced()]
+
+    @pytest.mark.parametrize("after", [0, 2])
+    async def test_an_append_after_other_entries_is_fenced(
+        self, store: CheckpointStore, after: int
+    ) -> None:
+        run = (await with_log(store, b"a")).run
+        assert await store.append([an_append(run, b"b", after=after)]) == [Fenced()]
+
+    async def test_a_cancel_refuses_an_append(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = await begun(store)
+        await store.cancel([a_cancel(run.task_id)])
+        assert await store.append([an_append(run, b"a")]) == [CancelFound(run)]
+        assert (await rescued(store, clock)).log == ()
+
+    async def test_an_append_is_progress(self, store: CheckpointStore, clock: FakeClock) -> None:
+        await begun(store)
+        for _ in range(4):
+            task = await rescued(store, clock)
+        assert (task.attempt, task.rescues) == (5, 4)
+        await appended(store, an_append(task.run, b"a"))
+        task = await rescued(store, clock)
+        assert (task.attempt, task.rescues) == (2, 3)
+
+    async def test_appended_entries_end_with_their_task(self, store: CheckpointStore) -> None:
+        run = await begun(store)
+        await appended(store, an_append(run, b"a"))
+        await write_end(store, an_end(run, TaskState.FAILED, dead_reason="poison"))
+        assert await log_of_revived(store, run.task_id) == ()

@@ -1,0 +1,118 @@
+"""Append entries to the logs of running tasks, between two of their pauses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row
+
+from meshpoint.adapters.sql import statements as sql
+from meshpoint.adapters.sql.batcher import split_by_size
+from meshpoint.adapters.sql.codec import Packed, pack_all
+from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.locking import LockedTasks, run_in_rounds
+from meshpoint.adapters.sql.rows import Columns
+from meshpoint.model.ids import RunId, TaskId
+from meshpoint.model.subtasks import SaveCommitted
+from meshpoint.model.tasks import TaskState
+from meshpoint.model.transitions import (
+    Append,
+    CancelFound,
+    Fenced,
+    LogChange,
+    SaveResult,
+    TaskLocked,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAppend:
+    """An append with its entries encoded. `size` is the number of their bytes."""
+
+    command: Append
+    entries: tuple[Packed, ...]
+    size: int
+
+    @classmethod
+    async def pack(cls, command: Append) -> PackedAppend:
+        """Encode `command`."""
+        entries = tuple(await pack_all(command.log.entries))
+        return cls(command, entries, sum(len(entry or b"") for entry in entries))
+
+
+async def append(
+    tx: Transaction, appends: Sequence[PackedAppend]
+) -> list[SaveResult | TaskLocked]:
+    """Append entries. A repeated append finds its own entries."""
+
+    async def process_round(batch: list[PackedAppend], locked: LockedTasks) -> list[SaveResult]:
+        unknown = await tasks_with_unknown_entries(tx, locked)
+        checked = [(each, await _check(tx, each.command, locked, unknown)) for each in batch]
+        fresh = [each for each, result in checked if result is None]
+        await tx.execute_many(
+            sql.UPDATE_APPENDED,
+            [
+                {"task_id": each.command.run.task_id, "new_entries": len(each.entries)}
+                for each in fresh
+            ],
+        )
+        await write_logs(
+            tx,
+            [
+                (each.command.run.task_id, each.command.run.id, each.command.log, each.entries)
+                for each in fresh
+            ],
+        )
+        return [SaveCommitted() if result is None else result for _, result in checked]
+
+    return await run_in_rounds(tx, appends, lambda each: each.command.run.task_id, process_round)
+
+
+async def _check(
+    tx: Transaction, command: Append, locked: LockedTasks, unknown: set[str]
+) -> SaveResult | None:
+    """The result of an append that must not be written, or `None` to write it."""
+    run, log, row = command.run, command.log, locked.rows.get(command.run.task_id)
+    if row is None or row.status != TaskState.RUNNING or row.fence != run.fence:
+        return Fenced()
+    if await _is_repeated(tx, command, row):
+        return SaveCommitted()
+    if row.log_seq != log.after or run.task_id in unknown:
+        return Fenced()
+    return CancelFound(run) if row.cancel_requested else None
+
+
+async def _is_repeated(tx: Transaction, command: Append, row: Row[Any]) -> bool:
+    """Whether the run has already written `command`: its last entry is the last in the log."""
+    if row.log_seq != command.log.after + len(command.log.entries):
+        return False
+    runs = await tx.fetch(sql.READ_ENTRY_RUN, task_id=row.logical_task_id, seq=row.log_seq)
+    return [each.run_id for each in runs] == [command.run.id]
+
+
+async def tasks_with_unknown_entries(
+    tx: Transaction, locked: LockedTasks, among: set[TaskId] | None = None
+) -> set[str]:
+    """The tasks that have log entries of an unknown run."""
+    ids = sorted(locked.rows if among is None else locked.rows.keys() & among)
+    if not ids:
+        return set()
+    return {row.logical_task_id for row in await tx.fetch(sql.READ_UNKNOWN_ENTRIES, ids=ids)}
+
+
+async def write_logs(
+    tx: Transaction, changes: Sequence[tuple[TaskId, RunId, LogChange, Sequence[Packed]]]
+) -> None:
+    """Delete replaced entries from the logs of tasks, and append the packed new ones."""
+    replaced = [task_id for task_id, _, log, _ in changes if log.replaces]
+    if replaced:
+        await tx.execute(sql.DELETE_LOGS, ids=replaced)
+    entries: list[Columns] = [
+        {"task_id": task_id, "seq": seq, "run_id": run_id, "entry": entry}
+        for task_id, run_id, log, packed in changes
+        for seq, entry in enumerate(packed, log.after + 1)
+    ]
+    for part in split_by_size(entries, [len(row["entry"]) for row in entries]):
+        await tx.execute_many(sql.INSERT_LOG_ENTRY, part)
