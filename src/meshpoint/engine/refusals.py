@@ -44,7 +44,8 @@ ID_IN_USE = Failed(FailureKind.INVALID, "the task id is in use, by another reque
 
 def find_refusal(request: Request, options: Options, now: datetime) -> Failed | None:
     """Why a readable request must not run, or `None` if it may."""
-    if request.requester.is_overdue(now):
+    deadline = request.requester.deadline  # inline, because each request passes here
+    if deadline is not None and deadline <= now:
         return Failed(FailureKind.TIMEOUT, "the request's deadline had passed before it could run")
     depth = request.a2a_context.call_depth
     if depth > options.max_call_depth:
