@@ -87,7 +87,7 @@ async def read_copy(redis: Redis, key: str) -> bytes:
         await asyncio.sleep(0.01)
     assert isinstance(copy, bytes)
     marker, content = copy[CODE_BYTES : CODE_BYTES + 1], copy[CODE_BYTES + 1 :]
-    return zstandard.decompress(content) if marker == b"\x01" else content
+    return zstandard.decompress(content) if marker == b"\x03" else content
 
 
 @FORGERIES

@@ -30,7 +30,7 @@ def build_refusal(segment: RequestedSegment, failure: Failed) -> Reply:
 
 
 def with_usage(segment: Segment, outcome: Outcome) -> Outcome:
-    """Return `outcome`; without tokens, with those that the segment's code has used."""
+    """Return `outcome` with the tokens of the segment's code, unless it has some already."""
     if segment.workspace is None or not outcome.usage.is_empty:
         return outcome
     return replace(outcome, usage=segment.workspace.context.token_usage.snapshot())
