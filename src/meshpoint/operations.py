@@ -15,6 +15,7 @@ from meshpoint.model.operations import OperationStatus, OperationSummary, Revive
 from meshpoint.model.outcomes import Outcome
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.model.tasks import TaskState, TaskSummary
+from meshpoint.ports.agent import ResumeFrom
 from meshpoint.settings import StoreSettings
 from meshpoint.subtasks.resuming import parse_operation_id, resume_operation
 from meshpoint.wiring import make_store
@@ -79,8 +80,12 @@ class Operations:
             agent=name, statuses=[OperationStatus(status) for status in statuses], limit=limit
         )
 
-    async def resume(self, id_: str) -> Revived:
-        """Make a failed or cancelled operation resume from its checkpoint, in any replica.
+    async def resume(self, id_: str, *, resume_from: ResumeFrom | None = None) -> Revived:
+        """Make a failed or cancelled operation resume, in any replica of its agent.
+
+        `resume_from` is "start", where recorded subtasks are skipped, or "last-pause", where steps
+        and results are reused and calls without a result are made again under new ids. By default
+        the agent chooses.
 
         Returns when it is ready to be acquired, without waiting for its end: use `wait` for that.
 
@@ -88,7 +93,8 @@ class Operations:
             ConfigurationError: `id_` is not a valid id.
             ResumeRefused: The operation cannot be resumed; the subclass gives the reason.
         """
-        return await resume_operation(self._store, parse_operation_id(id_))
+        task_id = parse_operation_id(id_)
+        return await resume_operation(self._store, task_id, resume_from=resume_from)
 
     async def parked(
         self, *, agent: str | None = None, reason: str = "", limit: int = 100_000

@@ -28,6 +28,7 @@ from meshpoint.model.messages import (
     response_queue,
 )
 from meshpoint.model.outcomes import Ok, Outcome
+from meshpoint.model.tasks import CallState
 from meshpoint.ports.broker import Broker, Delivery
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.settings import Settings, load
@@ -320,12 +321,18 @@ async def output_of(*command: str) -> tuple[int, bytes, bytes]:
 
 
 async def count_rows(store: CheckpointStore) -> dict[str, int]:
-    """Row counts of the tables, and the number of open tasks."""
+    """Row counts of the tables, and the number of open tasks.
+
+    Calls that an ended operation has kept with its last pause do not count.
+    """
     tasks = await store.tasks(limit=10_000)
     calls = 0
     for task in tasks:
         details = await store.task(task.task_id)
-        calls += len(details[1]) if details else 0
+        calls += sum(
+            not (task.state.is_final and call.state is CallState.DONE)
+            for call in (details[1] if details else ())
+        )
     return {
         "tasks": len(tasks),
         "calls": calls,

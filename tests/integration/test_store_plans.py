@@ -58,6 +58,7 @@ from meshpoint.model.transitions import (
     StillWaiting,
     UnroutableCall,
 )
+from meshpoint.subtasks.resuming import at_last_pause
 from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
@@ -303,6 +304,7 @@ class StatementRun:
         await self._send()
         await self._operate()
         await self._revive()
+        await self._resume_at_pause()
         while await self._store.purge(AGENT, 100):
             pass
 
@@ -535,6 +537,19 @@ class StatementRun:
             ),
             Adopted,
         )
+
+    async def _resume_at_pause(self) -> None:
+        """Resume an operation at its last pause."""
+        run = await operating(self._store)
+        await saved(self._store, run)
+        pause = a_pause("a", "b", run=run)
+        await self._store.pause([pause])
+        arrivals = await self._store.claim([a_claim(pause, "a"), a_claim(pause, "b")], HERE, 1)
+        (task,) = [each.task for each in arrivals if isinstance(each, JoinCompleted)]
+        await self._store.end([an_end(task.run, TaskState.FAILED, reason="broken")])
+        command = await at_last_pause(self._store, a_revive(run.task_id), "last-pause")
+        assert command.pause is not None
+        assert isinstance(await self._store.revive(command), Revived)
 
 
 @pytest.mark.parametrize("batch", [1, 60])

@@ -36,7 +36,7 @@ from meshpoint.model.messages import validate_agent_name
 from meshpoint.model.outcomes import Outcomes
 from meshpoint.model.snapshot import snapshot
 from meshpoint.model.subtasks import Migration
-from meshpoint.ports.agent import Plan
+from meshpoint.ports.agent import Plan, ResumeFrom
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -54,6 +54,7 @@ def agent(
     preserve: bool = False,
     migrations: Sequence[Migration] = (),
     config: Mapping[str, JsonValue] | None = None,
+    resume_from: ResumeFrom = "start",
 ) -> Callable[[Callable[[TaskExecutionContext, In], Awaitable[Out]]], FunctionAgent[In, Out]]:
     """Turn an async function into an agent.
 
@@ -90,6 +91,8 @@ def agent(
             versions to this one.
         config: Configuration of the agent, such as {"model": "small", "temperature": 0.2}. Each
             checkpoint of an operation stores it, without secrets, in its `agent_config`.
+        resume_from: Where a failed or cancelled operation resumes: at its "start", where it skips
+            recorded subtasks, or at its "last-pause", where it reuses steps and results too.
 
     Raises:
         ConfigurationError: The function is not async or lacks an annotation, two subtasks have the
@@ -112,6 +115,7 @@ def agent(
             exclusive=exclusive,
             preserve=preserve,
             config=config,
+            resume_from=resume_from,
         )
         return FunctionAgent(function, name, version=version, plan=plan, local_names=local_names)
 

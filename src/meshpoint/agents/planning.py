@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from pydantic import JsonValue
 
 from meshpoint.errors import ConfigurationError, NotJson
 from meshpoint.model.json_values import JsonDict
 from meshpoint.model.subtasks import Migration
-from meshpoint.ports.agent import Plan
+from meshpoint.ports.agent import Plan, ResumeFrom
 from meshpoint.subtasks.migrating import validate_migrations
 from meshpoint.subtasks.validity import MAX_NAME_LENGTH, is_valid_name
 
@@ -25,13 +26,18 @@ def build_plan(
     exclusive: bool = False,
     preserve: bool = False,
     config: Mapping[str, JsonValue] | None = None,
+    resume_from: ResumeFrom = "start",
 ) -> Plan:
     """Build the plan of an agent.
 
     Raises:
         ConfigurationError: Two subtasks have the same name, a name cannot be used, the migrations
-            are ambiguous, or `config` is not a JSON object.
+            are ambiguous, `config` is not a JSON object, or `resume_from` is unknown.
     """
+    if resume_from not in get_args(ResumeFrom):
+        raise ConfigurationError(
+            f"agent {agent!r}, resume_from", f"is {resume_from!r}", 'write "start" or "last-pause"'
+        )
     key = f"agent {agent!r}, subtasks"
     if isinstance(subtasks, str):
         raise ConfigurationError(key, f"{subtasks!r} is one string", f"write [{subtasks!r}]")
@@ -52,6 +58,7 @@ def build_plan(
         exclusive=exclusive,
         preserve=preserve,
         config=_check_config(agent, config),
+        resume_from=resume_from,
     )
 
 

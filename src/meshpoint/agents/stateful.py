@@ -25,7 +25,7 @@ from meshpoint.model.declared_type import DeclaredType, TypeMismatch, first_prob
 from meshpoint.model.messages import validate_agent_name
 from meshpoint.model.outcomes import Failed, Ok, Outcomes
 from meshpoint.model.subtasks import Migration
-from meshpoint.ports.agent import Plan
+from meshpoint.ports.agent import Plan, ResumeFrom
 
 In = TypeVar("In")
 State = TypeVar("State")
@@ -136,6 +136,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
     preserve: ClassVar[bool] = False
     migrations: ClassVar[tuple[Migration, ...]] = ()
     agent_config: ClassVar[Mapping[str, JsonValue]] = {}
+    resume_from: ClassVar[ResumeFrom] = "start"
 
     plan: Plan
     _types: ClassVar[_Types | None] = None
@@ -165,6 +166,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
             exclusive=cls.exclusive,
             preserve=cls.preserve,
             config=cls.agent_config,
+            resume_from=cls.resume_from,
         )
         return instance
 

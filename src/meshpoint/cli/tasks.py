@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshpoint.model.tasks import TaskFilter, TaskSummary
     from meshpoint.model.transitions import ExistingTask
     from meshpoint.operations import Operations
+    from meshpoint.ports.agent import ResumeFrom
     from meshpoint.ports.task_store import CheckpointStore
 
 app = typer.Typer(help="List, show, cancel and resume tasks.", no_args_is_help=True)
@@ -219,6 +220,14 @@ def resume_task(
         str,
         typer.Option("--reason", metavar="TEXT", help="Only tasks parked for a reason with TEXT."),
     ] = "",
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="PLACE",
+            help="start, or last-pause; without it, the agent chooses.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the tasks, and resume none.")
     ] = False,
@@ -232,6 +241,9 @@ def resume_task(
 ) -> None:
     """Resume a failed or cancelled task from its last checkpoint, or offer parked tasks again.
 
+    From its start, it skips recorded subtasks. From its last pause, it reuses steps and results
+    too, and makes calls that failed again, under new ids.
+
     Any replica of its agent can resume it. A parked task is tried again also by releases that
     could not continue it.
 
@@ -241,14 +253,19 @@ def resume_task(
     """
     from meshpoint.cli import parked
 
+    if from_ not in {None, "start", "last-pause"}:
+        raise typer.BadParameter(f"{from_!r} is neither start nor last-pause")
+    place = cast("ResumeFrom | None", from_)
     if task_id is None:
+        if place is not None:
+            raise typer.BadParameter("--from needs a TASK_ID")
         parked.resume_all(
             config, database, namespace, state, agent, reason, dry_run=dry_run, as_json=as_json
         )
     elif state or agent or reason or dry_run:
         raise typer.BadParameter("--state, --agent, --reason and --dry-run exclude TASK_ID")
     else:
-        _resume_one(task_id, config, database, namespace, wait=wait, as_json=as_json)
+        _resume_one(task_id, config, database, namespace, place, wait=wait, as_json=as_json)
 
 
 def _resume_one(
@@ -256,6 +273,7 @@ def _resume_one(
     config: Path | None,
     database: str | None,
     namespace: str | None,
+    place: ResumeFrom | None,
     *,
     wait: bool,
     as_json: bool,
@@ -266,7 +284,7 @@ def _resume_one(
 
     async def resume(operations: Operations) -> tuple[Revived | None, Outcome | None]:
         offered = await operations.unpark([task_id])
-        revived = None if offered else await operations.resume(task_id)
+        revived = None if offered else await operations.resume(task_id, resume_from=place)
         if wait and not as_json:
             attempt = "" if revived is None else f" for attempt {revived.retry_count + 1}"
             print_note(f"{task_id} is ready{attempt}; waiting for it to end")

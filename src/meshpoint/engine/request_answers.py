@@ -31,6 +31,7 @@ from meshpoint.model.operations import (
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.model.tasks import Reply, TaskState, same_requester
 from meshpoint.model.transitions import ExistingTask
+from meshpoint.subtasks.resuming import at_last_pause
 
 
 class RequestAnswers:
@@ -101,8 +102,11 @@ class RequestAnswers:
         A task that is still running continues unchanged and answers the new request.
         """
         with self._runtime.steps.step(Step.RESUME, [existing.task_id]):
+            placed = await self._runtime.retry.until_available(
+                lambda: at_last_pause(backend.store, command)
+            )
             result = await self._runtime.retry.until_available(
-                lambda: backend.store.revive(command)
+                lambda: backend.store.revive(placed)
             )
         match result:
             case Revived(repeated=True) | NotRevived(refusal=Refusal.COMPLETED):

@@ -322,8 +322,8 @@ class Workspace:
                 self.steps = StepRunner(
                     self.context,
                     self.context_runtime,
-                    segment.run.generation,
-                    [each.record for each in segment.log.steps],
+                    (segment.run.generation, self._retry_count),
+                    [(each.attempt, each.record) for each in segment.log.steps],
                     self._step_log,
                     runtime.steps,
                     runtime.options.secret_keys,

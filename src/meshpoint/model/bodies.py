@@ -94,6 +94,29 @@ class RequestBody(Body):
         return part.text if part.text is not None else part.data
 
 
+def without_security_context(request: bytes) -> bytes:
+    """The body of a request without its security context. Other bytes are returned unchanged."""
+    if b"securityContext" not in request:
+        return request
+    try:
+        body = parse_body(RequestBody, request)
+    except PoisonMessage:
+        return request
+    kept = {name: value for name, value in body.metadata.items() if name != "securityContext"}
+    return body.model_copy(update={"metadata": kept}).to_bytes()
+
+
+def renamed_request(request: bytes, task_id: str) -> bytes:
+    """The body of a request as the request of another task.
+
+    Raises:
+        PoisonMessage: It is not the body of a request.
+    """
+    body = parse_body(RequestBody, request)
+    message = body.message.model_copy(update={"message_id": task_id, "task_id": task_id})
+    return body.model_copy(update={"message": message}).to_bytes()
+
+
 class TaskStatus(Body):
     """The current state of a task."""
 

@@ -110,7 +110,8 @@ def reply_envelope(reply: Reply) -> Envelope | None:
     message = Message(
         type=MessageType.RESPONSE,
         body=reply.body,
-        message_id=f"{reply.task_id}.reply",
+        # Each end of a resumed task has another fence.
+        message_id=f"{reply.task_id}.reply" + (f".{reply.fence}" if reply.fence else ""),
         correlation_id=reply.task_id,
         app_id=reply.agent,
         headers=_parent_header(reply.requester),

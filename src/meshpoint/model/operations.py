@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from typing import TypeAlias
 
 from pydantic import JsonValue
 
+from meshpoint.model.calls import Join
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
+from meshpoint.model.outcomes import Outcome
 from meshpoint.model.subtasks import Child
-from meshpoint.model.tasks import Requester
+from meshpoint.model.tasks import CheckpointDict, PlannedCall, Requester, Run
+from meshpoint.model.transitions import Pause
 from meshpoint.model.usage import TokenUsage
 
 DIFFERENT_REQUESTER = "it was requested by another agent"
 DIFFERENT_INPUT = "it was requested with a different input"
 
 NO_REQUESTER = Requester()
-"""The requester of an operation resumed by an operator, who expects no reply."""
+"""In a resume by an operator, who expects no reply: the task keeps its requester."""
 
 
 class OperationStatus(StrEnum):
@@ -74,7 +77,7 @@ class Refusal(StrEnum):
     NOT_FOUND = "not_found"
     RUNNING = "running"  # or pending or waiting: a replica runs it, or will
     COMPLETED = "completed"
-    NO_CHECKPOINT = "no_checkpoint"
+    NO_CHECKPOINT = "no_checkpoint"  # or, to resume at a pause, no pause
     OTHER_ACTIVE = "other_active"  # another operation of an `exclusive` agent is active
 
 
@@ -91,13 +94,15 @@ class Revive:
             by operators have no order and skip these checks.
         agent: the task's agent, `None` if unknown.
         request: replaces the stored request.
-        requester: replaces the stored requester. If unset, a requester still waiting for an unsent
-            reply gets the new outcome, without the old deadline; otherwise there is no reply.
+        requester: replaces the stored requester. If unset, the stored one gets the new outcome,
+            without the old deadline.
         without_checkpoint: also resume a task without a checkpoint, from its start.
         abandoned: the task's owner is known to be gone, so also accept a running, waiting, pending
             or parked task.
         adopt: let an active task continue and reply to this requester.
         digest: digest of the input in `request`. A repeated request must have the same input.
+        pause: resume at the task's last pause, which is written again like this. Without it, the
+            task starts again from its request.
     """
 
     task_id: TaskId
@@ -110,6 +115,46 @@ class Revive:
     abandoned: bool = False
     adopt: bool = False
     digest: str | None = None
+    pause: Pause | None = None
+
+    @staticmethod
+    def kept_requester(requester: Requester, *, reply_sent: bool) -> Requester:
+        """The task's own requester, which gets another reply if it still listens.
+
+        Its deadline was for the earlier attempt, and so were keep-alives once it has a reply.
+        """
+        idle_timeout = None if reply_sent else requester.idle_timeout
+        return replace(requester, deadline=None, idle_timeout=idle_timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCall:
+    """A call of a kept pause, with its outcome. `planned` has no outcome."""
+
+    planned: PlannedCall
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class LastPause:
+    """The last pause of an operation that has failed or was cancelled.
+
+    Attributes:
+        run: the run that ended the operation, with the generation of the pause.
+        context: as of the pause, but with the tokens of the whole attempt, and without its
+            security context.
+        children: the peers' tasks of the operation, oldest first.
+        retry_count: how often the operation had been resumed.
+    """
+
+    run: Run
+    context: CheckpointDict
+    state: bytes
+    state_format: str
+    join: Join
+    calls: tuple[KeptCall, ...]
+    children: tuple[Child, ...]
+    retry_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +164,7 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Revived:
-    """The task is `ready`.
+    """The task is `ready`, or `waiting` if it was resumed at a pause and asks peers again.
 
     `repeated` says that an earlier attempt of this request had revived it; the task may have ended
     since. `retry_count` is how often it was resumed.

@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.messages import Address
-from meshpoint.model.outcomes import Failed, Outcome
+from meshpoint.model.outcomes import Outcome
 from meshpoint.model.usage import TokenUsage
 
 CheckpointDict: TypeAlias = dict[str, JsonValue]
@@ -119,7 +119,10 @@ NO_DEADLINE = datetime(8000, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class PlannedCall:
-    """A call to write in a pause. `outcome` is set if the call failed before it could be sent.
+    """A call to write in a pause.
+
+    `outcome` is set if the call is not to be sent: it failed before that, or an earlier attempt of
+    the operation has its result.
 
     It has a `timeout`, an `idle_timeout`, or both.
     """
@@ -131,7 +134,7 @@ class PlannedCall:
     timeout: timedelta | None
     idle_timeout: timedelta | None = None
     headers: dict[str, str | int | float] = field(default_factory=dict)
-    outcome: Failed | None = None
+    outcome: Outcome | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from pydantic import JsonValue
 
@@ -126,6 +126,13 @@ class ReadsLog(Protocol[_Out_co]):
         """
 
 
+ResumeFrom: TypeAlias = Literal["start", "last-pause"]
+"""Where an operation resumes: from its request, or at its last pause."""
+
+RESUME_FROM = "resume_from"
+"""Its key in the `agent_config` of checkpoints, which other processes read. Absent for "start"."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """An agent's description of its operations.
@@ -138,6 +145,7 @@ class Plan:
         exclusive: refuse to resume an operation while another operation of this agent is active.
         preserve: never delete this agent's checkpoints.
         config: the agent's configuration, such as its model, stored in each checkpoint.
+        resume_from: where a failed or cancelled operation resumes, unless a person says it.
     """
 
     subtasks: tuple[str, ...] = ()
@@ -147,6 +155,7 @@ class Plan:
     exclusive: bool = False
     preserve: bool = False
     config: Mapping[str, JsonValue] = field(default_factory=dict)
+    resume_from: ResumeFrom = "start"
 
 
 @runtime_checkable

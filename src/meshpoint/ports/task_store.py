@@ -19,7 +19,13 @@ from typing import Protocol
 
 from meshpoint.errors import Unavailable
 from meshpoint.model.ids import AgentName, TaskId
-from meshpoint.model.operations import OperationStatus, OperationSummary, Revive, ReviveResult
+from meshpoint.model.operations import (
+    LastPause,
+    OperationStatus,
+    OperationSummary,
+    Revive,
+    ReviveResult,
+)
 from meshpoint.model.subtasks import AgentCheckpoint, Operation
 from meshpoint.model.tasks import (
     EVERY_TASK,
@@ -321,8 +327,9 @@ class Operations(Protocol):
       checkpoint with that `seq` exists. Pausing with a checkpoint a task that is not an operation
       returns `Fenced` and writes nothing.
     - `end` as completed deletes its checkpoints, or moves them to the archive if the store keeps
-      one. A preserved operation keeps them. `end` as failed or cancelled keeps the request and the
-      log, writes `End.checkpoint` (or repeats the last checkpoint with `End.reason` or
+      one. A preserved operation keeps them. `end` as failed or cancelled keeps the request, the
+      log and the last pause, except its security context, and the requests of calls that have a
+      result. It writes `End.checkpoint` (or repeats the last checkpoint with `End.reason` or
       `dead_reason`), and keeps all of it for `checkpoint_ttl` instead of `tombstone_ttl`, or
       forever if preserved. `cancel` of a waiting task does the same with the reason "cancelled on
       request".
@@ -390,11 +397,25 @@ class Operations(Protocol):
 
         Calls and joins of the earlier attempt are deleted. `cancelling` calls stay until they are
         sent, moved to generation -1 so that no later pause can take their outcomes. A request
-        without a `requester` keeps the existing requester, without its deadline, if its reply has
-        not been sent.
+        without a `requester` keeps the existing requester, without its deadline, and without its
+        idle timeout if its reply has been sent.
+
+        With `pause`, the task is resumed at its last pause instead, in the pause's generation: the
+        pause is written again with its calls and its children. A call with an outcome is done,
+        and the requests of the others are due at once. If the task has been resumed since the
+        pause was read, nothing changes and the request is refused as RUNNING.
 
         With `adopt`, a task that has not ended continues for the new requester and the result is
         `Adopted`.
+        """
+
+    async def last_pause(
+        self, task_id: TaskId, agent: AgentName | None = None
+    ) -> LastPause | None:
+        """The last pause of a failed or cancelled operation.
+
+        Returns `None` if the operation has never paused in its last attempt, is active, has
+        completed, or belongs to another agent.
         """
 
     async def copy_key(self) -> bytes:

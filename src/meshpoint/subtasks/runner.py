@@ -36,7 +36,7 @@ from meshpoint.model.subtasks import (
     with_token_usage,
 )
 from meshpoint.model.tasks import Run
-from meshpoint.ports.agent import Plan
+from meshpoint.ports.agent import RESUME_FROM, Plan
 from meshpoint.ports.observer import Steps
 from meshpoint.subtasks import validity
 from meshpoint.subtasks.deliverable import DeliverableCodec
@@ -495,11 +495,14 @@ class Subtasks:
         """Return the description of the agent for a checkpoint, without secrets."""
         plan = self._plan
         config, _ = remove_secrets(dict(plan.config), (), self._secret_keys)
-        return (config if isinstance(config, dict) else {}) | {
+        own: dict[str, JsonValue] = {
             "type": plan.type,
             "exclusive": plan.exclusive,
             "preserve": plan.preserve,
         }
+        if plan.resume_from != "start":
+            own[RESUME_FROM] = plan.resume_from
+        return (config if isinstance(config, dict) else {}) | own
 
 
 def _this_task() -> asyncio.Task[Any]:

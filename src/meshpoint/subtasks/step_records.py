@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from meshpoint.errors import IncompatibleState, StepFailed
@@ -59,6 +59,13 @@ class StepRecord:
     def failure(self) -> StepFailed:
         """Rebuild the recorded failure."""
         return StepFailed(self.place.name, *json.loads(self.text))
+
+    def without_usage(self) -> StepRecord:
+        """A copy whose tokens are not counted."""
+        changes = {} if self.context is None else json.loads(self.context)
+        if changes.pop("token_usage", None) is None:
+            return self
+        return replace(self, context=json.dumps(changes) if changes else None)
 
     def to_bytes(self) -> bytes:
         """Encode the record: a line of JSON, and the text."""

@@ -65,6 +65,9 @@ class StepLog(Protocol):
 class StepRunner:
     """The `meshpoint.model.context_runtime.StepRunner` of one segment.
 
+    `run` is the generation and the attempt (`retry_count`) of the segment. `recorded` are the
+    records of earlier runs, oldest first, with their attempts.
+
     Attributes:
         mismatch: Why this version of the agent cannot continue the task. Kept because agent code
             may catch the error.
@@ -74,16 +77,19 @@ class StepRunner:
         self,
         ctx: TaskExecutionContext,
         runtime: ContextRuntime,
-        generation: int,
-        recorded: Iterable[bytes],
+        run: tuple[int, int],
+        recorded: Iterable[tuple[int, bytes]],
         log: StepLog,
         steps: Steps,
         secret_keys: Sequence[str] = (),
     ) -> None:
-        self._ctx, self._ctx_runtime, self._generation = ctx, runtime, generation
+        self._ctx, self._ctx_runtime = ctx, runtime
+        self._generation, self._attempt = run
         self._log, self._steps, self._secret_keys = log, steps, secret_keys
-        records = map(StepRecord.from_bytes, recorded)
-        self._records = {record.place: record for record in records}
+        self._records: dict[StepPlace, tuple[int, StepRecord]] = {}
+        for attempt, encoded in recorded:
+            record = StepRecord.from_bytes(encoded)
+            self._records[record.place] = attempt, record
         self._context_changes = ContextChanges(ctx, runtime)
         self._uses: dict[tuple[int, str | None, str], int] = {}
         self._open: dict[tuple[str | None, str], str] = {}
@@ -135,10 +141,11 @@ class StepRunner:
             if self.mismatch is not None:
                 raise self.mismatch
             codec = DeliverableCodec.for_function(function)
-            if (record := self._records.get(place)) is not None:
-                return await self._replay(record, codec)
             recorder = self._ctx_runtime.recorder
-            if recorder is not None and recorder.replaying:
+            is_replaying = recorder is not None and recorder.replaying
+            if (record := self._find_record(place, is_replaying=is_replaying)) is not None:
+                return await self._replay(record, codec)
+            if is_replaying:
                 raise self._mismatch(
                     ReplayMismatch(
                         f"step {place.name!r} before call {place.generation + 1} is not recorded"
@@ -148,6 +155,17 @@ class StepRunner:
             return await self._execute(place, codec, code)
         finally:
             del self._open[place.subtask, place.name]
+
+    def _find_record(self, place: StepPlace, *, is_replaying: bool) -> StepRecord | None:
+        """The record of a step; `None` if it must run.
+
+        An attempt that was resumed at a pause runs the steps again that have failed since then,
+        and starts with the tokens of the earlier one.
+        """
+        attempt, record = self._records.get(place, (0, None))
+        if record is None or is_replaying or attempt == self._attempt:
+            return record
+        return record.without_usage() if record.end is StepEnd.OK else None
 
     async def _replay(self, record: StepRecord, codec: DeliverableCodec) -> Any:
         if record.context is not None:

@@ -21,7 +21,7 @@ int_peer, other_peer = Peer("peer", int, int), Peer("other", int, int)
 
 
 async def stored_outcome(mesh: Mesh, task_id: str) -> Outcome:
-    """The outcome stored in the task's row; a resumed task replies to no one."""
+    """The outcome stored in the task's row."""
     existing = (await mesh.store.lookup([TaskId(task_id)]))[TaskId(task_id)]
     assert existing.reply is not None
     return parse_body(ResponseBody, existing.reply.body).outcome()

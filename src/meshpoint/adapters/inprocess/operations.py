@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -21,6 +22,7 @@ from meshpoint.model.operations import (
     DIFFERENT_REQUESTER,
     NO_REQUESTER,
     Adopted,
+    LastPause,
     NotRevived,
     OperationStatus,
     OperationSummary,
@@ -150,11 +152,31 @@ class InProcessOperations:
         refusal = _refusal(command, row) or _other_active(row, tables.live.values())
         if refusal is not None:
             return refusal
+        if command.pause is not None and command.pause.run.fence != row.fence:
+            return NotRevived(Refusal.RUNNING, "resumed since")
         _restart(row, command)
         row.due_at = tables.clock.now()
         row.keep_alive_at = next_keep_alive_at(row.requester, row.due_at)
+        if command.pause is not None and row.operation is not None:
+            row.generation = command.pause.run.generation
+            pause = replace(command.pause, requester=row.requester)
+            tables.write_checkpoint(row, pause, json.dumps(pause.context))
+            row.operation.children = [*pause.children]
+            if pause.checkpoint is not None and pause.checkpoint.seq > row.operation.seq:
+                save_checkpoint(tables, row.operation, pause.checkpoint, pause.checkpoint.seq)
+            for call in row.pending_calls:
+                call.send_at = tables.clock.now()
         tables.put(row)
         return Revived(row.task_id, row.agent, row.retry_count)
+
+    async def last_pause(
+        self, task_id: TaskId, agent: AgentName | None = None
+    ) -> LastPause | None:
+        """The last pause of a failed or cancelled operation, or `None`."""
+        row = self._tables.tasks.get(task_id)
+        if row is None or row.operation is None or agent not in {None, row.agent}:
+            return None
+        return row.to_last_pause() if row.has_kept_pause else None
 
     async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
         """Exempt an operation's checkpoints from deletion, or lift that exemption."""
@@ -290,7 +312,8 @@ def _restart(row: TaskRow, command: Revive) -> None:
     if command.request is not None:
         row.request, row.digest = command.request, command.digest
     # An ended operation kept the tokens of its attempts.
-    row.context, row.body = row.context if row.ended_at is not None else "{}", b""
+    usage = json.loads(row.context).get("token_usage") if row.ended_at is not None else None
+    row.context, row.body = json.dumps({"token_usage": usage} if usage else {}), b""
     row.cancel_requested = False
     row.forget_parking()
     row.dead_reason = None
@@ -302,11 +325,7 @@ def _restart(row: TaskRow, command: Revive) -> None:
 def _requester(command: Revive, row: TaskRow) -> Requester:
     if command.requester != NO_REQUESTER:
         return command.requester
-    waits = row.requester.reply_to is not None and not row.reply_sent
-    # No reply is due, but the task still belongs to its requester.
-    return (
-        replace(row.requester, deadline=None) if waits else Requester(app_id=row.requester.app_id)
-    )
+    return command.kept_requester(row.requester, reply_sent=row.reply_sent)
 
 
 def _reason(row: TaskRow, last: AgentCheckpoint | None) -> str | None:

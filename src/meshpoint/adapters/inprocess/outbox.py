@@ -120,7 +120,8 @@ def _confirm(row: TaskRow, send: OutboxItem, now: datetime) -> None:
         case CancelNotice(sub_task_id=sub_task_id):
             call = row.calls.get(sub_task_id)
             if call is not None and call.state is CallState.CANCELLING:
-                if row.state.is_final or call.generation < row.generation:
+                is_ended = row.state.is_final and not row.has_kept_pause
+                if is_ended or call.generation < row.generation:
                     del row.calls[sub_task_id]
                 else:
                     call.state = CallState.DONE  # its outcome has not been read yet

@@ -9,17 +9,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
+from meshpoint.model.bodies import without_security_context
 from meshpoint.model.calls import ALL, Join
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.operations import KeptCall, LastPause
 from meshpoint.model.options import StoreTimings
-from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
+from meshpoint.model.outcomes import (
+    Failed,
+    FailureKind,
+    Ok,
+    Outcome,
+    decode_outcome,
+    encode_outcome,
+)
 from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation
 from meshpoint.model.tasks import (
     KEEP_ALIVES_PER_TIMEOUT,
+    NO_DEADLINE,
     CallState,
     CancelNotice,
     CheckpointDict,
     Dispatch,
+    PlannedCall,
     Replica,
     Reply,
     Requester,
@@ -27,7 +38,7 @@ from meshpoint.model.tasks import (
     Run,
     TaskState,
 )
-from meshpoint.model.transitions import ExistingTask, LogChange, StoreReply
+from meshpoint.model.transitions import ExistingTask, LogChange, Pause, StoreReply
 from meshpoint.model.usage import TokenUsage, parse_usage
 from meshpoint.ports.clock import Clock
 
@@ -203,6 +214,11 @@ class TaskRow:
         return parse_usage(json.loads(self.context).get("token_usage"))
 
     @property
+    def has_kept_pause(self) -> bool:
+        """Whether the task is an ended operation that can be resumed at its last pause."""
+        return self.state.is_final and _is_resumable(self) and self.generation > 0
+
+    @property
     def current_calls(self) -> list[CallRow]:
         """The calls of this generation, in call order."""
         return [call for call in self.calls.values() if call.generation == self.generation]
@@ -288,6 +304,61 @@ class TaskRow:
         self.calls = {
             key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING
         }
+
+    def merged_usage(self) -> TokenUsage:
+        """Tokens up to the end of the last pause, including its calls."""
+        usage = TokenUsage.model_validate(json.loads(self.context).get("token_usage") or {})
+        for call in self.current_calls:
+            if call.outcome is not None:
+                usage.merge(decode_outcome(call.outcome).usage, source=call.peer)
+        return usage
+
+    def set_usage(self, usage: TokenUsage) -> None:
+        """Replace the tokens in the context."""
+        context = json.loads(self.context) | {"token_usage": usage.model_dump(mode="json")}
+        self.context = json.dumps(context)
+
+    def strip_pause(self) -> None:
+        """Remove what no resume needs from the last pause: requests of calls with a result, and
+        security contexts.
+        """
+        context = json.loads(self.context)
+        context.pop("security_context", None)
+        self.context = json.dumps(context)
+        for call in self.current_calls:
+            has_result = call.outcome is not None and isinstance(decode_outcome(call.outcome), Ok)
+            call.body = b"" if has_result else without_security_context(call.body)
+
+    def to_last_pause(self) -> LastPause:
+        """The pause that an ended operation has kept."""
+        deadline = None
+        if self.join_deadline is not None:
+            deadline = max(self.join_deadline - self.checkpointed_at, timedelta(seconds=1))
+        return LastPause(
+            self.run,
+            json.loads(self.context),
+            self.body,
+            self.state_format,
+            Join(self.join.needed, deadline),
+            tuple(self._kept_call(call) for call in self.current_calls),
+            () if self.operation is None else tuple(self.operation.children),
+            self.retry_count,
+        )
+
+    def _kept_call(self, call: CallRow) -> KeptCall:
+        planned = PlannedCall(
+            call.sub_task_id,
+            call.call_id,
+            call.peer,
+            call.body,
+            None
+            if call.deadline >= NO_DEADLINE
+            else max(call.deadline - self.checkpointed_at, timedelta(seconds=1)),
+            call.idle_timeout,
+            dict(call.headers),
+        )
+        failed = Failed(FailureKind.CANCELLED)
+        return KeptCall(planned, failed if call.outcome is None else decode_outcome(call.outcome))
 
     def detach_cancels(self) -> None:
         """Delete all calls except unsent cancels, and detach those from their generation."""
@@ -439,6 +510,48 @@ class Tables:
         if len(self.recently_ended) > max_ended:
             del self.recently_ended[next(iter(self.recently_ended))]
 
+    def write_checkpoint(self, row: TaskRow, pause: Pause, context: str) -> None:
+        """Let a task wait for the calls of a pause. `context` is the pause's, as JSON."""
+        now = self.clock.now()
+        row.run_id, row.owner = pause.run.id, None
+        row.generation += 1
+        row.attempt, row.rescues = 0, 0
+        row.forget_parking()
+        row.context, row.state_format = context, pause.state_format
+        if pause.log is None or not pause.log.keeps_state or pause.run.fence == 0:
+            row.body = pause.state
+        if pause.log is not None:
+            row.change_log(pause.run.id, pause.log)
+        row.checkpointed_at = row.due_at = now
+        row.state, row.join, row.dead_reason = TaskState.WAITING, pause.join, None
+        row.join_deadline = now + pause.join.deadline if pause.join.deadline else None
+        row.expected, row.completed, row.succeeded = len(pause.calls), 0, 0
+        row.keep_alive_at = next_keep_alive_at(row.requester, now)
+        row.delete_done_calls()
+        for planned in pause.calls:
+            call = row.calls[planned.sub_task_id] = self._call_row(planned, row, now)
+            if planned.outcome is not None:
+                row.record_outcome(call, planned.outcome, None)
+        if row.is_join_met:
+            row.state = TaskState.READY  # failures alone meet a join only if no call is pending
+
+    def _call_row(self, planned: PlannedCall, row: TaskRow, now: datetime) -> CallRow:
+        own = NO_DEADLINE if planned.timeout is None else now + planned.timeout
+        deadline = min(own, row.requester.deadline or own)
+        idle = planned.idle_timeout
+        return CallRow(
+            planned.sub_task_id,
+            planned.call_id,
+            planned.peer,
+            row.generation,
+            planned.body,
+            dict(planned.headers),
+            deadline=deadline,
+            due_at=min(now + idle, deadline) if idle else deadline,
+            send_at=now + self.timings.dispatch_lease,
+            idle_timeout=idle,
+        )
+
     def close_calls(
         self, row: TaskRow, calls: Sequence[CallRow], kind: FailureKind, message: str
     ) -> tuple[CancelNotice, ...]:
@@ -466,24 +579,33 @@ class Tables:
         run_id: RunId,
         reply: bytes,
         dead_reason: str | None = None,
+        usage: TokenUsage | None = None,
     ) -> None:
         """End the task. Only its reply and unsent cancels remain until it expires.
 
-        A failed or cancelled operation, and a dead task, also keep their request.
+        A failed or cancelled operation, and a dead task, also keep their request. The operation
+        also keeps its last pause.
         """
         now = self.clock.now()
         row.state, row.run_id, row.reply, row.ended_at, row.owner = state, run_id, reply, now, None
         row.due_at = self.expiry(row, now)
         row.reply_sent = row.requester.reply_to is None
         row.send_at = now + self.timings.dispatch_lease
-        usage = None if row.operation is None else json.loads(row.context).get("token_usage")
-        row.context = "{}" if usage is None else json.dumps({"token_usage": usage})
-        row.body, row.dead_reason = b"", dead_reason
+        row.dead_reason = dead_reason
         row.request = row.request if dead_reason or _is_resumable(row) else None
         if not _is_resumable(row):
             row.log = []
         row.completed = row.succeeded = row.expected = 0
-        row.delete_done_calls()
+        if row.has_kept_pause:
+            if not (total := usage or row.merged_usage()).is_empty:
+                row.set_usage(total)
+            row.strip_pause()
+        else:
+            row.delete_done_calls()
+            stored = json.loads(row.context).get("token_usage") if _is_resumable(row) else None
+            row.context, row.body = json.dumps({"token_usage": stored} if stored else {}), b""
+            if usage is not None:
+                row.set_usage(usage)
         heapq.heappush(self.tombstones, (row.due_at, row.task_id))
         self.put(row)
 

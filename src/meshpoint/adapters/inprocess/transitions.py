@@ -25,11 +25,9 @@ from meshpoint.model.outcomes import FailureKind
 from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import (
     MAX_ROW_BYTES,
-    NO_DEADLINE,
     SUSPECT_AFTER_RESCUES,
     CallState,
     Dispatch,
-    PlannedCall,
     Replica,
     Requester,
     Run,
@@ -202,7 +200,7 @@ class InProcessTransitions:
                 run.task_id, run.agent, run.id, pause.requester, TaskState.WAITING, now, now
             )
             row.request, row.digest = pause.request, pause.digest
-        self._write_checkpoint(row, pause, context, now)
+        tables.write_checkpoint(row, pause, context)
         if row.operation is not None:
             row.operation.children += pause.children
             if pause.checkpoint is not None and pause.checkpoint.seq > row.operation.seq:
@@ -227,46 +225,6 @@ class InProcessTransitions:
         row.attempt, row.rescues = 1, min(row.rescues, SUSPECT_AFTER_RESCUES)
         self._tables.put(row)
         return SaveCommitted()
-
-    def _write_checkpoint(self, row: TaskRow, pause: Pause, context: str, now: datetime) -> None:
-        row.run_id, row.owner = pause.run.id, None
-        row.generation += 1
-        row.attempt, row.rescues = 0, 0
-        row.forget_parking()
-        row.context, row.state_format = context, pause.state_format
-        if pause.log is None or not pause.log.keeps_state or pause.run.fence == 0:
-            row.body = pause.state
-        if pause.log is not None:
-            row.change_log(pause.run.id, pause.log)
-        row.checkpointed_at = row.due_at = now
-        row.state, row.join, row.dead_reason = TaskState.WAITING, pause.join, None
-        row.join_deadline = now + pause.join.deadline if pause.join.deadline else None
-        row.expected, row.completed, row.succeeded = len(pause.calls), 0, 0
-        row.keep_alive_at = next_keep_alive_at(row.requester, now)
-        row.delete_done_calls()
-        for planned in pause.calls:
-            call = row.calls[planned.sub_task_id] = self._call_row(planned, row, now)
-            if planned.outcome is not None:
-                row.record_outcome(call, planned.outcome, None)
-        if row.is_join_met:
-            row.state = TaskState.READY  # failures alone meet a join only if no call is pending
-
-    def _call_row(self, planned: PlannedCall, row: TaskRow, now: datetime) -> CallRow:
-        own = NO_DEADLINE if planned.timeout is None else now + planned.timeout
-        deadline = min(own, row.requester.deadline or own)
-        idle = planned.idle_timeout
-        return CallRow(
-            planned.sub_task_id,
-            planned.call_id,
-            planned.peer,
-            row.generation,
-            planned.body,
-            dict(planned.headers),
-            deadline=deadline,
-            due_at=min(now + idle, deadline) if idle else deadline,
-            send_at=now + self._tables.timings.dispatch_lease,
-            idle_timeout=idle,
-        )
 
     def _claim_response(self, claim: Claim, replica: Replica, slots: int) -> ClaimResult:
         task_id, sub_task_id = claim.task_id, claim.sub_task_id
@@ -296,9 +254,9 @@ class InProcessTransitions:
             close_operation(
                 self._tables, row, end.state, end.reason or end.dead_reason, end.checkpoint
             )
-            if end.usage is not None:
-                row.context = json.dumps({"token_usage": end.usage.model_dump(mode="json")})
-            self._tables.write_tombstone(row, end.state, run.id, end.reply, end.dead_reason)
+            self._tables.write_tombstone(
+                row, end.state, run.id, end.reply, end.dead_reason, end.usage
+            )
         elif not row.state.is_final or row.run_id != run.id:
             return Fenced()
         return EndCommitted(row.to_reply(self._tables.clock.now()))

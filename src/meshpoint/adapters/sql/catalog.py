@@ -130,6 +130,7 @@ class SqlCatalog:
     def _summary(
         self, row: Row[Any], waiting_for: Sequence[str], usage: str | None = None
     ) -> TaskSummary:
+        has_ended = row.ended_at is not None
         return TaskSummary(
             task_id=TaskId(row.logical_task_id),
             agent=self._database.options.names.plain(row.agent_name),
@@ -138,8 +139,8 @@ class SqlCatalog:
             fence=row.fence,
             attempt=row.attempt,
             owner=None if row.owner is None else ReplicaId(row.owner),
-            completed=row.completed_count or 0,
-            expected=row.total_expected or 0,
+            completed=0 if has_ended else row.completed_count or 0,
+            expected=0 if has_ended else row.total_expected or 0,
             checkpointed_at=instant(row.checkpointed_at),
             wake_at=instant(row.wake_at),
             dead_reason=row.dead_reason,
@@ -158,7 +159,9 @@ class SqlCatalog:
             incompatible_since=None
             if row.incompatible_since is None
             else instant(row.incompatible_since),
-            join_deadline=None if row.join_deadline is None else instant(row.join_deadline),
+            join_deadline=None
+            if has_ended or row.join_deadline is None
+            else instant(row.join_deadline),
             usage=usage_from_column(usage),
             parked_reason=row.parked_reason,
             tried_versions=tried_versions(row.tried_versions),

@@ -40,6 +40,7 @@ from meshpoint.adapters.sql.rows import (
 from meshpoint.adapters.sql.subtasking import save_with_pauses
 from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.ids import TaskId
+from meshpoint.model.outcomes import Ok
 from meshpoint.model.tasks import (
     KEEP_ALIVES_PER_TIMEOUT,
     MAX_ROW_BYTES,
@@ -182,8 +183,9 @@ class PackedPause:
     columns: Columns
     bodies: tuple[Packed, ...]
     outcomes: tuple[Packed, ...]
-    met: bool  # the join is met by calls that could not be sent
-    failed: int  # number of calls that could not be sent
+    met: bool  # the join is met by calls that are not sent
+    closed: int  # number of calls that are not sent, because they have an outcome
+    succeeded: int  # number of closed calls with a result
     earliest_timeout: float | None  # seconds until the first sendable call times out
     checkpoint: CheckpointRows | None  # the operation's checkpoint, if the pause has one
     entries: tuple[Packed, ...]  # appended to the log
@@ -210,11 +212,12 @@ class PackedPause:
                 f"the task's state has {size} bytes; a checkpoint keeps {MAX_ROW_BYTES} at most"
             )
         sendable = [call for call in pause.calls if call.outcome is None]
-        failed = len(pause.calls) - len(sendable)
-        met = pause.join.met(total=len(pause.calls), completed=failed, succeeded=0)
+        closed = len(pause.calls) - len(sendable)
+        succeeded = sum(isinstance(call.outcome, Ok) for call in pause.calls)
+        met = pause.join.met(total=len(pause.calls), completed=closed, succeeded=succeeded)
         kept = (
             [call.outcome or (NOT_NEEDED if met else None) for call in pause.calls]
-            if failed
+            if closed
             else []
         )
         bodies = tuple(await pack_all([call.body for call in pause.calls]))
@@ -225,9 +228,10 @@ class PackedPause:
             await pack(pause.request),
             columns,
             bodies=bodies,
-            outcomes=tuple(await outcome_columns(kept)) if failed else (None,) * len(pause.calls),
+            outcomes=tuple(await outcome_columns(kept)) if closed else (None,) * len(pause.calls),
             met=met,
-            failed=failed,
+            closed=closed,
+            succeeded=succeeded,
             earliest_timeout=min([_shortest_timeout(call) for call in sendable], default=None),
             checkpoint=checkpoint,
             entries=entries,
@@ -243,11 +247,11 @@ class PackedPause:
     def fits_fast_path(self) -> bool:
         """Whether the fast path can write it.
 
-        It cannot if a call failed before it was sent, if the pause adds children or a checkpoint,
+        It cannot if a call has an outcome already, if the pause adds children or a checkpoint,
         or if it is larger than one statement may be.
         """
         return not (
-            self.failed or self.pause.children or self.checkpoint or self.size > PART_BYTES
+            self.closed or self.pause.children or self.checkpoint or self.size > PART_BYTES
         )
 
 
@@ -382,6 +386,14 @@ async def _write_pauses(
     )
 
 
+async def write_revived(tx: Transaction, packed: PackedPause, row: Row[Any], now: float) -> None:
+    """Write the last pause of a revived operation again, with requests that are due at once."""
+    await _write_pauses(tx, [packed], LockedTasks(now, {row.logical_task_id: row}))
+    generation = packed.pause.run.generation + 1
+    due = {"task_id": row.logical_task_id, "generation": generation, "due_at": now}
+    await tx.execute(sql.ADVANCE_JOIN, **due)
+
+
 async def _reload_dispatches(tx: Transaction, results: dict[TaskId, PauseResult | None]) -> None:
     """Add the unsent requests to the results of repeated pauses."""
     again = {
@@ -506,8 +518,8 @@ def _join_columns(tx: Transaction, packed: PackedPause, now: float) -> Columns:
         "task_id": pause.run.task_id,
         "generation": pause.run.generation + 1,
         "total": len(pause.calls),
-        "completed": len(pause.calls) if packed.met else packed.failed,
-        "succeeded": 0,
+        "completed": len(pause.calls) if packed.met else packed.closed,
+        "succeeded": packed.succeeded,
         "needed": pause.join.needed,
         "join_deadline": _join_deadline(pause, now),
         "agent": tx.options.names.qualified(pause.run.agent),

@@ -70,6 +70,17 @@ CONTEXT_TYPES = {
 PARKING = ("incompatible_since", "parked_reason", "tried_versions")
 """When and why the task was parked since its last pause, and which versions have tried it."""
 WIPED_AT_END = _between(tasks, "a2a_context", "state")
+KEPT_PAUSE = (
+    "a2a_context",
+    "produced_artifacts",
+    "artifact_signals_to_return",
+    "response_buffer",
+    "flags",
+    "token_usage",
+    "context_rest",
+    "state",
+)
+"""What an operation keeps of its last pause when it ends without completing."""
 _FOR_PEOPLE = {
     "effective_session_id",
     "user_id",

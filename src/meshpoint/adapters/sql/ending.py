@@ -137,6 +137,7 @@ def _tombstone_columns(
         "expires_at": max(now, row.task_deadline or now) + tx.options.tombstone_ttl,
         "checkpoint_seq": None,
         "keep_usage": False,
+        "keep_pause": False,
         "usage": None,
     }
 
@@ -161,13 +162,13 @@ async def _write_tombstones(
     if tombstones:
         # For operations, these columns override the others.
         closed = await close_operations(tx, closings, now)
-        ids = [columns["task_id"] for columns in tombstones]
-        await tx.execute_many(
-            sql.UPDATE_ENDED,
-            [{**columns, **closed.get(columns["task_id"], {})} for columns in tombstones],
-        )
-        await tx.execute(sql.DELETE_DONE_CALLS, ids=ids)
-        await tx.execute(sql.DELETE_JOINS, ids=ids)
+        ended = [{**columns, **closed.get(columns["task_id"], {})} for columns in tombstones]
+        await tx.execute_many(sql.UPDATE_ENDED, ended)
+        if kept := [columns["task_id"] for columns in ended if columns["keep_pause"]]:
+            await tx.execute(sql.UPDATE_JOINS_ENDED, ids=kept)
+        if ids := [columns["task_id"] for columns in ended if not columns["keep_pause"]]:
+            await tx.execute(sql.DELETE_DONE_CALLS, ids=ids)
+            await tx.execute(sql.DELETE_JOINS, ids=ids)
         if logged:
             await tx.execute(sql.DELETE_LOGS, ids=list(logged))
 

@@ -98,6 +98,11 @@ UPDATE agent_operations
  WHERE operation_id = :task_id
 """
 
+# Empty an operation's list of children.
+CLEAR_CHILDREN = """
+UPDATE agent_operations SET children = '[]' WHERE operation_id = :task_id
+"""
+
 # Read which of these operations are exempt from deletion.
 READ_PRESERVED = """
 SELECT operation_id FROM agent_operations WHERE operation_id {one_of:ids} AND preserve

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshpoint.adapters.sql import operation_statements as sql
-from meshpoint.adapters.sql import reviving, subtasking
+from meshpoint.adapters.sql import reviving, statements, subtasking
+from meshpoint.adapters.sql.checkpointing import PackedPause
 from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.records import (
     STATES_BY_STATUS,
     checkpoint_from_row,
     checkpoint_rows,
+    last_pause_from_rows,
     snapshot_from_row,
     summary_from_row,
 )
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 from meshpoint.model.ids import AgentName, TaskId
-from meshpoint.model.operations import OperationStatus, OperationSummary, Revive, ReviveResult
+from meshpoint.model.operations import (
+    LastPause,
+    OperationStatus,
+    OperationSummary,
+    Revive,
+    ReviveResult,
+)
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, SaveCommitted
 from meshpoint.model.tasks import L1Snapshot, Run
 from meshpoint.model.transitions import BeginResult, Save, SaveResult
@@ -100,7 +108,26 @@ class SqlOperations:
     async def revive(self, command: Revive) -> ReviveResult:
         """Make an ended task ready again, for any replica of its agent."""
         request = await pack(command.request)
-        return await self._database.write(lambda tx: reviving.revive(tx, command, request))
+        pause = None if command.pause is None else await PackedPause.pack(command.pause)
+        return await self._database.write(lambda tx: reviving.revive(tx, command, request, pause))
+
+    async def last_pause(
+        self, task_id: TaskId, agent: AgentName | None = None
+    ) -> LastPause | None:
+        """Read the last pause of a failed or cancelled operation. `None` if missing."""
+
+        async def read(tx: Transaction) -> tuple[Any, Sequence[Any]] | None:
+            rows = await tx.fetch(statements.READ_LAST_PAUSE, task_id=task_id)
+            calls = await tx.fetch(statements.READ_KEPT_CALLS, ids=[task_id]) if rows else ()
+            return (rows[0], calls) if rows else None
+
+        names, found = self._database.options.names, await self._database.read(read)
+        if found is None or not found[0].agent_name.startswith(names.prefix):
+            return None
+        if len(found[1]) != found[0].total_expected:  # an earlier release has deleted some
+            return None
+        last = await last_pause_from_rows(*found, names)
+        return last if agent in {None, last.run.agent} else None
 
     async def copy_key(self) -> bytes:
         """Read the key that authenticates copies outside the database, or create it."""

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
+from meshpoint.adapters.sql.codec import unpack
 from meshpoint.adapters.sql.columns import RECORDS_MARK
-from meshpoint.adapters.sql.rows import AgentNames, Columns, instant
-from meshpoint.model.ids import ReplicaId, TaskId
-from meshpoint.model.operations import OperationStatus, OperationSummary
+from meshpoint.adapters.sql.rows import (
+    AgentNames,
+    Columns,
+    context_from_row,
+    instant,
+    unpack_outcome,
+)
+from meshpoint.model.calls import Join
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
+from meshpoint.model.operations import KeptCall, LastPause, OperationStatus, OperationSummary
+from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.model.subtasks import (
     MAX_OPEN_PROGRESS,
     USES,
@@ -25,7 +36,7 @@ from meshpoint.model.subtasks import (
     split_uses,
     with_token_usage,
 )
-from meshpoint.model.tasks import L1Snapshot, TaskState
+from meshpoint.model.tasks import NO_DEADLINE, L1Snapshot, PlannedCall, Run, TaskState
 from meshpoint.model.usage import TokenUsage, parse_usage
 
 STATES_BY_STATUS: dict[OperationStatus, tuple[TaskState, ...]] = {
@@ -342,3 +353,44 @@ def _record_from_json(
     if function is not None and (uses := memory.get("uses", {}).get(name)) is not None:
         more["function"] = function + USES + uses
     return SubtaskRecord.model_validate(record | more)
+
+
+async def last_pause_from_rows(row: Any, calls: Sequence[Any], names: AgentNames) -> LastPause:
+    """Decode the last pause of an ended operation from its row and the rows of its calls."""
+    deadline = (
+        None
+        if row.join_deadline is None
+        else timedelta(seconds=max(row.join_deadline - row.checkpointed_at, 1.0))
+    )
+    agent = names.plain(row.agent_name)
+    return LastPause(
+        run=Run(TaskId(row.logical_task_id), agent, row.run_id, row.fence, row.generation),
+        context=await context_from_row(row),
+        state=await unpack(row.state) or b"",
+        state_format=row.state_format,
+        join=Join(row.needed, deadline),
+        calls=tuple([await _kept_call(call) for call in calls]),
+        children=tuple(Child.model_validate(child) for child in json.loads(row.children)),
+        retry_count=row.retry_count,
+    )
+
+
+async def _kept_call(call: Any) -> KeptCall:
+    idle = call.idle_timeout
+    planned = PlannedCall(
+        sub_task_id=TaskId(call.sub_task_id),
+        call_id=call.call_id,
+        peer=AgentName(call.peer_agent),
+        body=await unpack(call.request) or b"",
+        timeout=None
+        if call.absolute_deadline >= NO_DEADLINE.timestamp()
+        else timedelta(seconds=max(call.absolute_deadline - call.created_at, 1.0)),
+        idle_timeout=None if idle is None else timedelta(seconds=idle),
+        headers=json.loads(call.correlation_data),
+    )
+    outcome = (
+        Failed(FailureKind.CANCELLED)
+        if call.outcome is None
+        else await unpack_outcome(call.outcome)
+    )
+    return KeptCall(planned, outcome)

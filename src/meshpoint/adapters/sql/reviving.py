@@ -9,6 +9,7 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import operation_statements as sql
 from meshpoint.adapters.sql import statements
+from meshpoint.adapters.sql.checkpointing import PackedPause, write_revived
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import lock_task
 from meshpoint.adapters.sql.rows import (
@@ -35,8 +36,12 @@ from meshpoint.model.operations import (
 from meshpoint.model.tasks import Requester, TaskState, same_input
 
 
-async def revive(tx: Transaction, command: Revive, request: bytes | None) -> ReviveResult:
+async def revive(
+    tx: Transaction, command: Revive, request: bytes | None, pause: PackedPause | None
+) -> ReviveResult:
     """Make an ended task ready again. `request` is packed and replaces the stored one if given.
+
+    With `pause`, the task is resumed at its last pause.
 
     With `command.adopt`, a task that has not ended continues for the new requester.
     """
@@ -68,6 +73,8 @@ async def revive(tx: Transaction, command: Revive, request: bytes | None) -> Rev
     refusal = _refusal(command, row, details) or await _other_active(tx, command, row, details)
     if refusal is not None:
         return refusal
+    if pause is not None and pause.pause.run.fence != row.fence:
+        return NotRevived(Refusal.RUNNING, "resumed since")
     requester = _requester(command, row, details)
     await tx.execute(
         sql.UPDATE_REVIVED,
@@ -84,6 +91,10 @@ async def revive(tx: Transaction, command: Revive, request: bytes | None) -> Rev
     await tx.execute(sql.DELETE_CALLS_NOT_CANCELLING, task_id=command.task_id)
     await tx.execute(sql.DETACH_CALLS, task_id=command.task_id)
     await tx.execute(statements.DELETE_JOINS, ids=[command.task_id])
+    if pause is not None:
+        await tx.execute(sql.CLEAR_CHILDREN, task_id=command.task_id)
+        own = replace(pause.pause, requester=requester)
+        await write_revived(tx, replace(pause, pause=own), row, now)
     return Revived(command.task_id, agent, row.retry_count + 1)
 
 
@@ -99,13 +110,7 @@ def _parked_until(tx: Transaction, row: Row[Any], requester: Requester) -> float
 def _requester(command: Revive, row: Row[Any], details: Row[Any]) -> Requester:
     if command.requester != NO_REQUESTER:
         return command.requester
-    waits = row.reply_to is not None and not details.reply_sent
-    # The requester expects no reply, but the task still belongs to it.
-    return (
-        replace(requester_from_row(row), deadline=None)
-        if waits
-        else Requester(app_id=row.requester_app_id)
-    )
+    return command.kept_requester(requester_from_row(row), reply_sent=details.reply_sent)
 
 
 def _requester_refusal(command: Revive, row: Row[Any], details: Row[Any]) -> NotRevived | None:

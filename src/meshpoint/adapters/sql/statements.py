@@ -245,14 +245,21 @@ WHERE logical_task_id = :task_id
 """
 
 # Turn a task into a tombstone: wipe its context and state, and make its reply due. An operation
-# that can be resumed keeps the tokens of its attempts.
+# that can be resumed keeps the tokens of its attempts, and its last pause.
 UPDATE_ENDED = f"""
 UPDATE agent_paused_tasks SET
   status = :status, run_id = :run_id, owner = NULL, wake_at = :wake_at, keep_alive_at = NULL,
   reply = :reply, reply_sent = false, reply_attempts = 1, dead_reason = :dead_reason,
   request = CASE WHEN :keep_request THEN request END,
   ended_at = :now, expires_at = :expires_at, checkpoint_seq = :checkpoint_seq,
-  {emptied(name for name in columns.WIPED_AT_END if name != "token_usage")},
+  {emptied(name for name in columns.WIPED_AT_END if name not in columns.KEPT_PAUSE)},
+  {
+    ", ".join(
+        f"{name} = CASE WHEN :keep_pause THEN {name} END"
+        for name in columns.KEPT_PAUSE
+        if name != "token_usage"
+    )
+},
   token_usage = CASE WHEN :keep_usage THEN coalesce(:usage, token_usage) END
 WHERE logical_task_id = :task_id
 """
@@ -599,6 +606,39 @@ UPDATE agent_parallel_invocations SET
 WHERE logical_task_id = :task_id AND invocation_id = :generation
 """
 
+# Read the calls of the pauses that operations keep when they end, in call order.
+READ_KEPT_CALLS = """
+SELECT c.* FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
+    ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
+ WHERE c.logical_task_id {one_of:ids} ORDER BY c.logical_task_id, c.seq
+"""
+
+# Read the tokens that tasks had used at their last pause.
+READ_PAUSE_USAGE = """
+SELECT logical_task_id, token_usage FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
+"""
+
+# Replace the request of a call.
+UPDATE_REQUEST = """
+UPDATE agent_peer_sub_tasks SET request = :request
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
+"""
+
+# Take the joins of ended tasks out of the outbox.
+UPDATE_JOINS_ENDED = """
+UPDATE agent_parallel_invocations SET send_due_at = NULL WHERE logical_task_id {one_of:ids}
+"""
+
+# Read the last pause that an ended operation has kept.
+READ_LAST_PAUSE = """
+SELECT t.*, j.needed, j.join_deadline, j.total_expected, o.children
+  FROM agent_paused_tasks AS t JOIN agent_parallel_invocations AS j
+    ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation
+  JOIN agent_operations AS o ON o.operation_id = t.logical_task_id
+ WHERE t.logical_task_id = :task_id AND t.status IN ('failed', 'cancelled')
+   AND t.state IS NOT NULL AND t.generation > 0
+"""
+
 # Delete the joins of tasks that pause again, end, are revived, or are deleted.
 DELETE_JOINS = """
 DELETE FROM agent_parallel_invocations WHERE logical_task_id {one_of:ids}
@@ -679,12 +719,13 @@ WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pe
 """
 
 # Mark a cancel as sent if the task still needs the call's outcome, because it is in the same
-# generation and has not ended.
+# generation and has not ended, or has kept its last pause.
 CONFIRM_CANCEL_SENT = """
 UPDATE agent_peer_sub_tasks SET status = 'done', send_due_at = NULL
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'cancelling'
   AND invocation_id = (SELECT generation FROM agent_paused_tasks AS t
-                        WHERE t.logical_task_id = :task_id AND t.ended_at IS NULL)
+                        WHERE t.logical_task_id = :task_id
+                          AND (t.ended_at IS NULL OR t.state IS NOT NULL))
 """
 
 # Delete a call whose cancel was sent and whose outcome is no longer needed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -9,7 +10,9 @@ from typing import Any, TypeAlias
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import operation_statements as sql
+from meshpoint.adapters.sql import statements
 from meshpoint.adapters.sql.batcher import split_by_size
+from meshpoint.adapters.sql.codec import Packed, pack, unpack
 from meshpoint.adapters.sql.database import StoreOptions, Transaction
 from meshpoint.adapters.sql.locking import lock_task
 from meshpoint.adapters.sql.records import (
@@ -20,7 +23,9 @@ from meshpoint.adapters.sql.records import (
     usage_details,
     without_counted_usage,
 )
-from meshpoint.adapters.sql.rows import FAR_FUTURE, Columns
+from meshpoint.adapters.sql.rows import FAR_FUTURE, Columns, group_by_task, unpack_outcome
+from meshpoint.model.bodies import without_security_context
+from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, SaveCommitted
 from meshpoint.model.tasks import Run, TaskState
 from meshpoint.model.transitions import (
@@ -32,6 +37,8 @@ from meshpoint.model.transitions import (
     SaveResult,
 )
 from meshpoint.model.usage import TokenUsage
+
+_log = logging.getLogger("meshpoint.store")
 
 
 async def track(tx: Transaction, run: Run, operation: Operation) -> BeginResult:
@@ -141,6 +148,68 @@ class EndingOperation:
     checkpoint: AgentCheckpoint | None = None
     usage: TokenUsage | None = None
 
+    @property
+    def keeps_pause(self) -> bool:
+        """Whether its last pause is kept: it may be resumed there."""
+        return self.state is not TaskState.COMPLETED and self.row.generation > 0
+
+
+async def _keep_pauses(
+    tx: Transaction, closings: Sequence[EndingOperation]
+) -> dict[str, TokenUsage]:
+    """Remove what no resume needs from the calls of the pauses that are kept.
+
+    These are the requests of calls with a result, and security contexts. Returns, by task, the
+    tokens up to the end of the pause, including its calls. A run that ends its task has
+    counted them itself.
+    """
+    ids = sorted(closing.row.logical_task_id for closing in closings if closing.keeps_pause)
+    if not ids:
+        return {}
+    calls = group_by_task(await tx.fetch(statements.READ_KEPT_CALLS, ids=ids))
+    usage: dict[str, TokenUsage] = {}
+    for row in await tx.fetch(statements.READ_PAUSE_USAGE, ids=ids):
+        counted = TokenUsage.model_validate_json(row.token_usage or "{}")
+        for call in calls.get(row.logical_task_id, ()):
+            if (outcome := await _read_outcome(call)) is not None:
+                counted.merge(outcome.usage, source=call.peer_agent)
+        if not counted.is_empty:
+            usage[row.logical_task_id] = counted
+    await tx.execute_many(
+        statements.UPDATE_REQUEST,
+        [
+            {
+                "task_id": call.logical_task_id,
+                "sub_task_id": call.sub_task_id,
+                "request": await _kept_request(call),
+            }
+            for rows in calls.values()
+            for call in rows
+        ],
+    )
+    return usage
+
+
+async def _read_outcome(call: Row[Any]) -> Outcome | None:
+    """The outcome of a call; `None` if missing or damaged, which must not stop an end."""
+    if call.outcome is None:
+        return None
+    try:
+        return await unpack_outcome(call.outcome)
+    except Exception:
+        _log.exception("task %s: the outcome of a call is damaged", call.logical_task_id)
+        return None
+
+
+async def _kept_request(call: Row[Any]) -> Packed:
+    if isinstance(await _read_outcome(call), Ok):
+        return await pack(b"")
+    try:
+        return await pack(without_security_context(await unpack(call.request) or b""))
+    except Exception:
+        _log.exception("task %s: the request of a call is damaged", call.logical_task_id)
+        return await pack(b"")
+
 
 async def close_operations(
     tx: Transaction, closings: Sequence[EndingOperation], now: float
@@ -156,6 +225,7 @@ async def close_operations(
     completed = {
         closing.row.logical_task_id for closing in closings if closing.state is TaskState.COMPLETED
     }
+    usage = await _keep_pauses(tx, closings)
     if deleted := sorted(completed - preserved):
         if tx.options.checkpoint_archive:
             await tx.execute(sql.ARCHIVE_CHECKPOINTS, ids=deleted, now=now)
@@ -166,7 +236,10 @@ async def close_operations(
             "checkpoint_seq": await _write_last_checkpoint(tx, closing, now),
             "keep_request": closing.state is not TaskState.COMPLETED,
             "keep_usage": True,
-            "usage": None if closing.usage is None else closing.usage.model_dump_json(),
+            "keep_pause": closing.keeps_pause,
+            "usage": None
+            if (total := closing.usage or usage.get(closing.row.logical_task_id)) is None
+            else total.model_dump_json(),
             "expires_at": expiry(
                 closing.row,
                 closing.state,

@@ -121,7 +121,7 @@ def a_call(
     *,
     timeout: timedelta | None = TIMEOUT,
     idle_timeout: timedelta | None = None,
-    outcome: Failed | None = None,
+    outcome: Outcome | None = None,
     peer: AgentName = PEER,
 ) -> PlannedCall:
     """A call as part of a pause."""

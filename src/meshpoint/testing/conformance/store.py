@@ -33,6 +33,7 @@ from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.store_cancels import CancelSuite
 from meshpoint.testing.conformance.store_catalog import CatalogSuite
 from meshpoint.testing.conformance.store_claims import ClaimSuite
+from meshpoint.testing.conformance.store_last_pause import LastPauseSuite
 from meshpoint.testing.conformance.store_leases import LeaseSuite
 from meshpoint.testing.conformance.store_logs import AppendSuite, LogSuite
 from meshpoint.testing.conformance.store_memory import MemorySuite
@@ -65,6 +66,7 @@ class CheckpointStoreSuite(
     RecordSuite,
     RetentionSuite,
     MemorySuite,
+    LastPauseSuite,
     ReviveSuite,
     RerequestSuite,
     ReplicasSuite,

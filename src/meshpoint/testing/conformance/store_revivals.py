@@ -10,7 +10,7 @@ import pytest
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.operations import NotRevived, OperationStatus, Refusal, Revived
-from meshpoint.model.tasks import KeepAlive, Requester, TaskState
+from meshpoint.model.tasks import KeepAlive, TaskState
 from meshpoint.model.transitions import Fenced, Save
 from meshpoint.model.usage import Tokens, TokenUsage
 from meshpoint.ports.task_store import CheckpointStore
@@ -24,7 +24,6 @@ from meshpoint.testing.conformance.build import (
     HERE,
     HOUR,
     LEASE,
-    REQUESTER,
     SECOND,
     TIMINGS,
     a_begin,
@@ -85,7 +84,7 @@ class ReviveSuite:
         assert task.state_format == FORMAT  # names the version that began it
         assert (task.request, task.requester, task.cancel_requested) == (
             b"request",
-            Requester(app_id=REQUESTER),
+            a_requester(),  # without its idle timeout, since its reply was sent
             False,
         )
         assert (task.attempt, task.checkpoint, task.retry_count) == (1, last.seq + 1, 1)
