@@ -24,6 +24,7 @@ _COUNT_QUERIES = {
     "calls": "SELECT count(*) FROM agent_peer_sub_tasks",
     "joins": "SELECT count(*) FROM agent_parallel_invocations",
     "checkpoints": "SELECT count(*) FROM agent_checkpoints",
+    "subtask records": "SELECT count(*) FROM agent_subtask_records",
 }
 
 
