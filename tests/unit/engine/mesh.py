@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -270,8 +271,10 @@ class SqlMesh(Mesh):
         )
 
     def _count_sweeps(self, replica_id: str) -> int:
+        """The number of completed sweeps of both backends."""
         sweeps = self.events.matching(Step.SWEEP, Phase.AFTER, replica=replica_id)
-        return sum(bool(each.detail["durable"]) for each in sweeps)
+        count_by_backend = Counter(each.detail["durable"] for each in sweeps)
+        return min(count_by_backend[durable] for durable in (True, False))
 
     async def close(self) -> None:
         await super().close()
