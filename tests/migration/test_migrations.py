@@ -155,6 +155,29 @@ async def test_an_interrupted_upgrade_changes_nothing(
     assert await differences(empty_url) == []
 
 
+async def test_an_upgrade_is_repeated_after_a_deadlock_with_a_replica(
+    empty_postgres_url: str,
+) -> None:
+    """A replica locks tasks before calls, and migration 0006 changes calls first."""
+    await upgrade(empty_postgres_url)
+    await asyncio.to_thread(migrations.downgrade, empty_postgres_url, "0005")
+    replica = await asyncpg.connect(empty_postgres_url)
+    observer = await asyncpg.connect(empty_postgres_url)
+    await replica.execute("SET deadlock_timeout = '1min'")  # the migration notices it first
+    await replica.execute("BEGIN; SELECT FROM agent_paused_tasks")
+    upgrading = asyncio.create_task(upgrade(empty_postgres_url))
+    waiting = (
+        "SELECT FROM pg_locks WHERE NOT granted AND relation = 'agent_paused_tasks'::regclass"
+    )
+    while not await observer.fetch(waiting):
+        assert not upgrading.done()
+    await replica.execute("SELECT FROM agent_peer_sub_tasks; COMMIT")
+    await upgrading
+    await replica.close()
+    await observer.close()
+    assert await differences(empty_postgres_url) == []
+
+
 async def test_an_upgrade_leaves_the_users_own_migrations_untouched(empty_url: str) -> None:
     await execute(
         empty_url,

@@ -130,6 +130,11 @@ def certainly_rolled_back(error: BaseException) -> bool:
     )
 
 
+def is_deadlock(error: BaseException) -> bool:
+    """Whether the database rolled the transaction back to end a deadlock."""
+    return _sqlstate(error) == "40P01"
+
+
 def as_configuration_error(error: BaseException | None) -> ConfigurationError | None:
     """A configuration error if the database refused the URL's user, name or file, else `None`."""
     if error is None:

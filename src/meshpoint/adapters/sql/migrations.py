@@ -10,6 +10,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +22,12 @@ from sqlalchemy import URL, Connection, inspect
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from meshpoint.adapters.sql.engine import async_url, make_files_private
+from meshpoint.adapters.sql.engine import MAX_ATTEMPTS, async_url, make_files_private
 from meshpoint.adapters.sql.failures import (
     as_configuration_error,
     driver_errors,
     is_already_exists,
+    is_deadlock,
     summarize,
 )
 from meshpoint.adapters.sql.tables import metadata, recorded_revision
@@ -232,11 +234,17 @@ def _upgrade(connection: Connection) -> None:
 
 
 def _run(url: str, work: Callable[[Connection], None]) -> None:
-    try:
-        asyncio.run(run_in_transaction(async_url(url), work))
-    except driver_errors() as error:
-        unavailable = StoreUnavailable(str(getattr(error, "orig", None) or error).splitlines()[0])
-        raise as_configuration_error(error) or unavailable from error
+    """Run `work`, again after a deadlock with running replicas, which lock tables in any order."""
+    for attempt in count(1):
+        try:
+            asyncio.run(run_in_transaction(async_url(url), work))
+        except driver_errors() as error:
+            if is_deadlock(error) and attempt < MAX_ATTEMPTS:
+                continue
+            reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+            raise as_configuration_error(error) or StoreUnavailable(reason) from error
+        else:
+            return
 
 
 async def run_in_transaction(url: URL, work: Callable[[Connection], None]) -> None:
