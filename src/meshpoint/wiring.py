@@ -21,6 +21,7 @@ from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchan
 from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.adapters.sqlite_queue import SqliteBroker, queues
+from meshpoint.adapters.sqlite_queue.inspection import SqliteInspection
 from meshpoint.agents.entrypoint import load_versions
 from meshpoint.engine.background import run_with_timeout
 from meshpoint.engine.runtime import build_runtime
@@ -32,6 +33,7 @@ from meshpoint.model.options import Options
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Broker
 from meshpoint.ports.clock import Clock
+from meshpoint.ports.inspection import BrokerInspection, CacheInspection, DatabaseInspection
 from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.observer import Observer
 from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
@@ -128,6 +130,16 @@ def make_worker(
     Raises:
         ConfigurationError: The entrypoint is not an agent, or is an agent with another name.
     """
+    durable_agent = load_configured(agent)
+    return build_worker(durable_agent, agent, namespace, broker, observer, options, isolation)
+
+
+def load_configured(agent: AgentSettings) -> DurableAgent[Any, Any]:
+    """Import the code of an agent.
+
+    Raises:
+        ConfigurationError: The entrypoint is not an agent, or is an agent with another name.
+    """
     durable_agent = load_versions(agent.entrypoints)
     if durable_agent.name != agent.name:
         problem = (
@@ -135,7 +147,7 @@ def make_worker(
             f"but the agent at {agent.entrypoints[0]!r} is {durable_agent.name!r}"
         )
         raise ConfigurationError("agent.name", problem, f"write name: {durable_agent.name}")
-    return build_worker(durable_agent, agent, namespace, broker, observer, options, isolation)
+    return durable_agent
 
 
 def build_worker(
@@ -379,6 +391,46 @@ def schema_sql(store: StoreSettings) -> str:
     from meshpoint.adapters.sql import migrations
 
     return migrations.upgrade_sql(store.url)
+
+
+def inspect_database(
+    store: StoreSettings, namespace: str, timeout: timedelta
+) -> DatabaseInspection:
+    """Create the inspection of a database, not yet open."""
+    from meshpoint.adapters.sql.inspection import SqlInspection
+
+    return SqlInspection(store.url, namespace=namespace, timeout=timeout)
+
+
+def inspect_broker(mesh: MeshSettings, timeout: timedelta) -> BrokerInspection | None:
+    """Create the inspection of the broker of a mesh, not yet open.
+
+    Returns `None` with a `memory://` broker, which lives in each process.
+    """
+    scheme = urlsplit(mesh.broker_url).scheme
+    if scheme == "memory":
+        return None
+    if scheme == "sqlite":
+        file = mesh.broker_url.removeprefix("sqlite:///")
+        return SqliteInspection(file, namespace=mesh.namespace, timeout=timeout)
+    from meshpoint.adapters.rabbitmq.inspection import RabbitInspection
+    from meshpoint.adapters.rabbitmq.topology import Topology
+
+    names = Topology(
+        mesh.namespace, mesh.private_queue_ttl, mesh.delivery_limit, mesh.max_queue_length
+    )
+    return RabbitInspection(mesh.broker_url, names, timeout)
+
+
+def inspect_redis(url: str, setting: str, namespace: str, timeout: timedelta) -> CacheInspection:
+    """Create the inspection of the Redis that `setting` names.
+
+    Raises:
+        ConfigurationError: `url` is not a Redis URL.
+    """
+    from meshpoint.adapters.redis.inspection import RedisInspection
+
+    return RedisInspection(url, setting=setting, namespace=namespace, timeout=timeout)
 
 
 def make_observer() -> Observer:

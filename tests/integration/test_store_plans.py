@@ -105,6 +105,8 @@ TABLES = (*CROWDED, operations, checkpoints, archive, subtask_records, task_log)
 _FOR_PEOPLE = {
     *("LIST_OPERATIONS", "LIST_AGENT_OPERATIONS", "READ_POSITION", "READ_WAITS"),
     *("READ_AGENTS", "READ_REQUEST"),
+    *("COUNT_TASKS", "COUNT_WAITS", "COUNT_DEAD", "COUNT_PARKED", "COUNT_OPERATIONS"),
+    "READ_OWNERS",
 }
 """Statements for people, some of which read and sort many rows."""
 _FOR_DAMAGE = {"POSTPONE_TASK", "POSTPONE_KEEP_ALIVE"}

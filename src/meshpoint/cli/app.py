@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from meshpoint._version import __version__
-from meshpoint.cli import checkpoints, db, exec, run, send, sessions, sources, tasks
+from meshpoint.cli import checkpoints, db, doctor, exec, run, send, sessions, sources, tasks
 from meshpoint.cli.exits import ExitCode, describe_error, exit_code_for
 from meshpoint.cli.output import print_error
 from meshpoint.errors import ConfigurationError, MeshpointError
@@ -34,6 +34,7 @@ app.add_typer(sessions.app, name="sessions")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(db.app, name="db")
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("sweep", epilog=run.SWEEP_EXAMPLES)(run.sweep)
 
 _DEMO_EXAMPLES = """\b
@@ -121,5 +122,6 @@ def _meshpoint(
     Exit codes: 0 success, 1 error, 2 configuration or command line, 3 database or broker
     unavailable, 4 task failed, 5 task cancelled, 6 no answer in time, 7 session in use by another
     process, 10 to 14 operation not resumed (not found, active, completed, no checkpoint, another
-    operation of an exclusive agent active), 130 interrupted.
+    operation of an exclusive agent active), 15 and 16 findings of doctor (warnings, errors), 130
+    interrupted.
     """

@@ -9,6 +9,7 @@ import typer
 from meshpoint.cli import sources
 from meshpoint.cli.exits import ExitCode
 from meshpoint.cli.output import print_either, print_json, print_note, print_text
+from meshpoint.settings.urls import redact_url
 
 app = typer.Typer(help="Create and check the database schema.", no_args_is_help=True)
 
@@ -131,14 +132,3 @@ def sql(config: sources.Config = None, database: sources.Database = None) -> Non
 
     for store in sources.load_databases(config, database):
         print(schema_sql(store))
-
-
-def redact_url(url: str) -> str:
-    """Return `url` without its password and its options, which may also contain one."""
-    scheme, mark, rest = url.partition("://")
-    rest, _, options = rest.partition("?")
-    if "@" in options and "@" not in rest:  # the `?` may be part of the password
-        return f"{scheme}{mark}…"
-    credentials, at, location = rest.rpartition("@")
-    user = credentials.partition(":")[0]
-    return f"{scheme}{mark}{user}{at}{location}"

@@ -38,6 +38,8 @@ class ExitCode(IntEnum):
     COMPLETED = 12
     NO_CHECKPOINT = 13
     OTHER_ACTIVE = 14
+    WARNINGS = 15  # doctor: a person should look at the findings before the deploy
+    UNDEPLOYABLE = 16  # doctor: replicas would not start, or would not work
     INTERRUPTED = 130
 
 

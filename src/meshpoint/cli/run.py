@@ -76,7 +76,7 @@ def run(
     """
     from meshpoint.wiring import logging_to
 
-    level, settings = _parse_log_level(log_level), _load_settings(configs)
+    level, settings = _parse_log_level(log_level), load_agents(configs)
     if replicas > 1 and settings.mesh.broker_url.startswith("memory"):
         raise ConfigurationError(
             "mesh.broker_url", "processes cannot share memory://", "use sqlite:///meshpoint.db"
@@ -99,7 +99,7 @@ def sweep(configs: _Configs, log_level: _LogLevel = "warning", as_json: AsJson =
     """
     from meshpoint.wiring import logging_to, sweep_once
 
-    level, settings = _parse_log_level(log_level), _load_settings(configs)
+    level, settings = _parse_log_level(log_level), load_agents(configs)
     with logging_to(sys.stderr, level):
         done = asyncio.run(sweep_once(settings))
     if as_json:
@@ -110,7 +110,7 @@ def sweep(configs: _Configs, log_level: _LogLevel = "warning", as_json: AsJson =
         print_text("nothing was due")
 
 
-def _load_settings(configs: list[Path]) -> Settings:
+def load_agents(configs: list[Path]) -> Settings:
     """Load the settings of files that must contain an agent.
 
     Adds the working directory to `sys.path`, so that entrypoints can be modules there.

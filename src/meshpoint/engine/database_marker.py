@@ -98,7 +98,5 @@ class DatabaseMarker:
             f"other replicas of {agent!r} store their tasks in a database, "
             "which this replica would not see",
             "use session_service: sql with their session_db_url; if no task is left there, stop "
-            "those replicas and remove the marker by hand (RabbitMQ: rabbitmqadmin delete "
-            f"exchange name=NAMESPACE.{agent}.database; SQLite: the row NAMESPACE.{agent} of "
-            "meshpoint_queue_marker)",
+            f"those replicas and run: meshpoint doctor CONFIG --db URL --remove-marker {agent}",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -168,6 +168,7 @@ def build_runtime(
         isolation: Runs suspect tasks in their own processes.
     """
     replica = _describe_replica(agent, options, replica_id, isolates=isolation is not None)
+    options = replace(options, app_version=replica.version)
     steps = Steps(observer, replica.agent, replica.id)
     retry = Retry(clock, steps)
     grace = partial(StartupGrace, clock, options.settle_time, options.lease)

@@ -385,6 +385,11 @@ def logged_format(state_format: str) -> str:
     return state_format + LOG_SUFFIX
 
 
+def plain_format(stored_format: str) -> str:
+    """The agent's own format of a state that is stored in this format."""
+    return stored_format.removesuffix(LOG_SUFFIX)
+
+
 def has_log(stored_format: str) -> bool:
     """Whether a log continues the state that is stored in this format."""
     return stored_format.endswith(LOG_SUFFIX)

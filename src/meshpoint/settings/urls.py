@@ -57,6 +57,17 @@ def require_driver(url: str, key: str) -> None:
         driver.require(key)
 
 
+def redact_url(url: str) -> str:
+    """Return `url` without its password and its options, which may also contain one."""
+    scheme, mark, rest = url.partition("://")
+    rest, _, options = rest.partition("?")
+    if "@" in options and "@" not in rest:  # the `?` may be part of the password
+        return f"{scheme}{mark}…"
+    credentials, at, location = rest.rpartition("@")
+    user = credentials.partition(":")[0]
+    return f"{scheme}{mark}{user}{at}{location}"
+
+
 def _validate_scheme(url: str, key: str, accepted: tuple[str, ...], fix: str) -> str:
     scheme, colon, _ = url.partition("://")
     if not colon:

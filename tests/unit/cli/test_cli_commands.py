@@ -23,7 +23,6 @@ import meshpoint
 from command_result import Command, run_main
 from meshpoint import wiring
 from meshpoint.adapters.sql.tables import REVISION
-from meshpoint.cli.db import redact_url
 from meshpoint.cli.output import format_duration
 from meshpoint.cli.send import parse_input
 from meshpoint.errors import (
@@ -48,6 +47,7 @@ from meshpoint.model.tasks import (
 from meshpoint.model.transitions import Cancel, CancelRequested, ExistingTask
 from meshpoint.settings import MeshSettings, Settings
 from meshpoint.settings.agent import StoreSettings
+from meshpoint.settings.urls import redact_url
 
 CONFIG = """
 mesh: {namespace: demo, broker_url: 'sqlite:///mesh.db'}

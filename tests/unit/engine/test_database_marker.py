@@ -21,9 +21,8 @@ ASKER = AgentName("asker")
 REFUSAL = (
     "agent.session_service: other replicas of 'asker' store their tasks in a database, "
     "which this replica would not see; use session_service: sql with their session_db_url; "
-    "if no task is left there, stop those replicas and remove the marker by hand (RabbitMQ: "
-    "rabbitmqadmin delete exchange name=NAMESPACE.asker.database; SQLite: the row "
-    "NAMESPACE.asker of meshpoint_queue_marker)"
+    "if no task is left there, stop those replicas and run: "
+    "meshpoint doctor CONFIG --db URL --remove-marker asker"
 )
 
 

@@ -22,6 +22,7 @@ from meshpoint.adapters.rabbitmq.connection import (
     Connection,
     MakeConnection,
     OpenConnection,
+    login_refused,
     translate_errors,
 )
 from meshpoint.adapters.rabbitmq.content import Content
@@ -160,11 +161,7 @@ class RabbitMqBroker:
         except BaseException as error:
             await self.close()
             if isinstance(error.__cause__, AuthenticationError | ProbableAuthenticationError):
-                raise ConfigurationError(
-                    "mesh.broker_url",
-                    "the broker refuses the login",
-                    "check user, password and virtual host",
-                ) from error
+                raise login_refused() from error
             raise
         if self._redeclare_task is None:
             self._redeclare_task = asyncio.create_task(self._redeclare_periodically())

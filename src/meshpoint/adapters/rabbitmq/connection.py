@@ -355,6 +355,13 @@ class Connection:
                 await asyncio.wait([opened.underlay.closing])
 
 
+def login_refused() -> ConfigurationError:
+    """The error for a login that the broker does not accept."""
+    return ConfigurationError(
+        "mesh.broker_url", "the broker refuses the login", "check user, password and virtual host"
+    )
+
+
 def _check_certificates(url: URL) -> None:
     """Reject a URL for which the library would raise `ValueError` at each attempt to connect."""
     try:

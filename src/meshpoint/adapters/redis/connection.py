@@ -43,6 +43,7 @@ _URL_OPTIONS = frozenset(
 """Options that a URL may set. Others of the driver's options take objects, not text."""
 
 _PROBE_SCRIPT = "return redis.call('SET', KEYS[1], '', 'PX', 1)"
+_EMPTY_SCRIPT = "return 1"
 
 # uvloop raises RuntimeError for a transport that was closed between two awaits. The driver raises
 # ValueError if the server is not a Redis.
@@ -132,8 +133,19 @@ class RedisConnection:
             Unavailable: Redis does not answer, or cannot write. The exception has the class
                 `unavailable`.
         """
+        await self._probe(_PROBE_SCRIPT, key)
+
+    async def check_login(self, key: bytes) -> None:
+        """Check that the user may run scripts on keys like `key`. Writes nothing.
+
+        Raises:
+            ConfigurationError, Unavailable: as for `check`.
+        """
+        await self._probe(_EMPTY_SCRIPT, key)
+
+    async def _probe(self, script: str, key: bytes) -> None:
         try:
-            await self.execute(self._setting, lambda redis: redis.eval(_PROBE_SCRIPT, 1, key))
+            await self.execute(self._setting, lambda redis: redis.eval(script, 1, key))
         except Unavailable as error:
             if isinstance(error.__cause__, AuthenticationError | NoPermissionError):
                 problem = f"Redis refuses: {error.__cause__}"

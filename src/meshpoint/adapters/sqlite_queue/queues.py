@@ -192,6 +192,11 @@ class Queues:
         statement = f"DELETE FROM {MARKER_TABLE} WHERE name = ?"
         self._db.execute(statement, (self._queue_name(agent),))
 
+    def replica_holders(self, agent: AgentName) -> list[int]:
+        """The holders of the private queues of `agent`."""
+        query = "SELECT holder FROM meshpoint_queue WHERE private = 1 AND agent = ?"
+        return [holder for (holder,) in self._db.execute(query, (self._queue_name(agent),))]
+
     def drop_unused(self, private_ttl: float) -> None:
         """Delete private queues and their messages `private_ttl` seconds after the holder left."""
         unused, before = (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshpoint.adapters.sql import SqlStore
+from meshpoint.adapters.sql import SqlStore, inspection_statements
 from meshpoint.adapters.sql import catalog_statements as sql
 from meshpoint.adapters.sql.dialect import Dialect
 
@@ -76,6 +76,26 @@ def test_each_filter_has_an_index(
 def test_one_task_is_found_by_its_id(connection: sqlite3.Connection, name: str) -> None:
     plan = explain(connection, getattr(sql, name), task_id="x")
     assert not [step for step in plan if step.startswith("SCAN")], plan
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "COUNT_TASKS",
+        "COUNT_WAITS",
+        "COUNT_DEAD",
+        "COUNT_PARKED",
+        "COUNT_OPERATIONS",
+        "READ_OWNERS",
+    ],
+)
+def test_the_tasks_of_an_agent_are_counted_by_an_index(
+    connection: sqlite3.Connection, name: str
+) -> None:
+    values = {"agent": "test/travel", "states": ["waiting"], "limit": 10}
+    plan = explain(connection, getattr(inspection_statements, name), **values)
+    assert any("due (agent_name=? AND status=?" in step for step in plan), plan
+    assert not [step for step in plan if step.startswith("SCAN") and "json_each" not in step], plan
 
 
 def test_the_names_of_agents_are_read_from_the_index(connection: sqlite3.Connection) -> None:

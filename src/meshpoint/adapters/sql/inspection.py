@@ -1,0 +1,171 @@
+"""What `meshpoint doctor` reads of a database, in transactions that cannot write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Row
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+from sqlalchemy.pool import NullPool
+
+from meshpoint.adapters.sql import catalog_statements, tables
+from meshpoint.adapters.sql import inspection_statements as sql
+from meshpoint.adapters.sql.dialect import Dialect
+from meshpoint.adapters.sql.engine import async_url
+from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors, summarize
+from meshpoint.adapters.sql.rows import AgentNames, instant, tried_versions
+from meshpoint.errors import StoreUnavailable
+from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.tasks import TaskState
+from meshpoint.ports.inspection import (
+    AgentTasks,
+    Owner,
+    ParkedGroup,
+    ReasonCount,
+    SchemaFacts,
+    TaskGroup,
+)
+
+_UNENDED = [state.value for state in TaskState if not state.is_final]
+_WITH_OPERATIONS, _WITH_PARKING = "0003", "0008"
+"""The first revisions with the columns of operations and of parking."""
+_MAX_REASONS = 10
+
+
+class SqlInspection:
+    """`meshpoint.ports.inspection.DatabaseInspection`.
+
+    Args:
+        url: The database.
+        namespace: The namespace of the mesh.
+        timeout: Limit for connecting, and for each statement.
+    """
+
+    def __init__(self, url: str, *, namespace: str, timeout: timedelta) -> None:
+        parsed = async_url(url)
+        self._names = AgentNames(namespace)
+        self._timeout = timeout
+        self._dialect = Dialect(parsed.get_backend_name())
+        self._file = Path(parsed.database or "") if self._dialect.is_sqlite else None
+        self._engine = create_async_engine(
+            parsed, poolclass=NullPool, connect_args={"timeout": timeout.total_seconds()}
+        )
+        self._connection: AsyncConnection | None = None
+        self._revision: str | None = None
+
+    async def open(self) -> None:
+        """Connect, and read the revision. A missing SQLite file is not created."""
+        if self._file is not None and not self._file.exists():
+            return
+        try:
+            self._connection = await self._engine.connect()
+            if self._dialect.is_sqlite:
+                await self._connection.exec_driver_sql("PRAGMA query_only = ON")
+            await self._begin()
+            self._revision = await self._connection.run_sync(tables.recorded_revision)
+        except driver_errors() as error:
+            raise _translate(error) from error
+
+    async def close(self) -> None:
+        """Disconnect."""
+        with suppress(*driver_errors()):
+            if self._connection is not None:
+                await self._connection.close()
+        await self._engine.dispose()
+
+    async def schema(self) -> SchemaFacts:
+        """The schema. Replicas create the tables in a SQLite file without any."""
+        return SchemaFacts(self._revision, tables.REVISION, self._dialect.is_sqlite)
+
+    async def now(self) -> datetime | None:
+        """The database's clock; `None` on SQLite, which uses this host's."""
+        if self._dialect.is_sqlite:
+            return None
+        return instant((await self._fetch(sql.READ_CLOCK))[0].now)
+
+    async def problem(self) -> str | None:
+        """Why the role could not serve tasks; else `None`."""
+        if self._dialect.is_sqlite:
+            return None
+        if (await self._fetch(sql.READ_STANDBY))[0].standby:
+            return "the server is a standby, which cannot write"
+        names = [table.name for table in tables.metadata.sorted_tables]
+        for row in await self._fetch(sql.READ_MISSING_PRIVILEGE, names=names):
+            return f"the role may not {row.privilege} in the table {row.name}"
+        return None
+
+    async def agents(self) -> list[AgentName]:
+        """The agents of this namespace that have tasks."""
+        if self._revision is None:
+            return []
+        rows = await self._fetch(catalog_statements.READ_AGENTS)
+        return [
+            self._names.plain(row.name) for row in rows if row.name.startswith(self._names.prefix)
+        ]
+
+    async def tasks(self, agent: AgentName) -> AgentTasks:
+        """The tasks of an agent, as far as the revision of the tables has them."""
+        if self._revision is None:
+            return AgentTasks()
+        name, revision = self._names.qualified(agent), self._revision
+        groups = await self._fetch(sql.COUNT_TASKS, agent=name, states=_UNENDED)
+        waits = await self._fetch(sql.COUNT_WAITS, agent=name)
+        dead = await self._fetch(sql.COUNT_DEAD, agent=name, limit=_MAX_REASONS)
+        owners = await self._fetch(sql.READ_OWNERS, agent=name)
+        parked: Sequence[Row[Any]] = ()
+        operations = 0
+        if revision >= _WITH_PARKING:
+            parked = await self._fetch(sql.COUNT_PARKED, agent=name)
+        if revision >= _WITH_OPERATIONS:
+            rows = await self._fetch(sql.COUNT_OPERATIONS, agent=name, states=_UNENDED)
+            operations = rows[0].tasks
+        return AgentTasks(
+            tuple(map(_to_group, groups)),
+            tuple(map(_to_parked_group, parked)),
+            tuple(ReasonCount(row.dead_reason, row.tasks) for row in dead),
+            tuple((AgentName(row.peer_agent), row.tasks) for row in waits),
+            tuple(Owner(ReplicaId(row.owner), row.tasks, instant(row.until)) for row in owners),
+            operations,
+        )
+
+    async def _begin(self) -> None:
+        """Begin a transaction that cannot write, unless one is open."""
+        assert self._connection is not None
+        if self._connection.in_transaction():
+            return
+        await self._connection.begin()
+        if not self._dialect.is_sqlite:
+            await self._connection.exec_driver_sql("SET TRANSACTION READ ONLY")
+            limit = math.ceil(self._timeout / timedelta(milliseconds=1))
+            await self._connection.exec_driver_sql(sql.LIMIT_TIME.format(milliseconds=limit))
+
+    async def _fetch(self, template: str, **values: Any) -> Sequence[Row[Any]]:
+        """Return the rows of a statement. Each runs in a transaction of its own."""
+        assert self._connection is not None
+        try:
+            await self._connection.rollback()
+            await self._begin()
+            return (await self._connection.execute(*self._dialect.prepare(template, values))).all()
+        except driver_errors() as error:
+            raise _translate(error) from error
+
+
+def _translate(error: Exception) -> Exception:
+    return as_configuration_error(error) or StoreUnavailable(summarize(error))
+
+
+def _to_group(row: Row[Any]) -> TaskGroup:
+    return TaskGroup(
+        TaskState(row.status), row.state_format, row.app_version, row.tasks, instant(row.oldest)
+    )
+
+
+def _to_parked_group(row: Row[Any]) -> ParkedGroup:
+    return ParkedGroup(
+        row.parked_reason or "unknown", tried_versions(row.tried_versions), row.tasks
+    )

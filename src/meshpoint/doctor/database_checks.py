@@ -1,0 +1,68 @@
+"""Findings about databases and clocks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from meshpoint.doctor.facts import ClockOffset, DatabaseFacts, Facts
+from meshpoint.doctor.findings import Finding, error, note, warning
+from meshpoint.ports.inspection import SchemaFacts
+
+_MAX_OFFSET = timedelta(seconds=1)
+
+
+def check_databases(facts: Facts) -> list[Finding]:
+    """Schemas and privileges of the databases that answered."""
+    findings: list[Finding] = []
+    for database in facts.databases.values():
+        if database.schema is not None:
+            findings += _check_schema(database, database.schema)
+        if database.problem is not None:
+            fix = "grant SELECT, INSERT, UPDATE and DELETE on all tables of Meshpoint to the role"
+            findings.append(error("database.login", database.url, database.problem, fix))
+    return findings
+
+
+def _check_schema(database: DatabaseFacts, schema: SchemaFacts) -> list[Finding]:
+    data = {"revision": schema.revision, "required": schema.required}
+    upgrade = "run: meshpoint db upgrade (with the same --config)"
+    if schema.is_missing and schema.creates_itself:
+        return [note("schema.new", database.url, "has no tables: the first replica creates them")]
+    if schema.is_missing:
+        return [error("schema.missing", database.url, "has no tables", upgrade, **data)]
+    if schema.is_behind:
+        problem = (
+            f"its tables are at revision {schema.revision}, this release needs {schema.required}"
+        )
+        fix = f"{upgrade}; replicas of the earlier release keep running"
+        return [error("schema.behind", database.url, problem, fix, **data)]
+    if schema.is_newer:
+        problem = (
+            f"its tables are at revision {schema.revision} of a later release; "
+            f"this release ({schema.required}) runs on them"
+        )
+        fix = (
+            f"if you need the earlier tables back: run meshpoint db downgrade {schema.required} "
+            "with the later release, after its last replica has stopped"
+        )
+        return [note("schema.newer", database.url, problem, fix, **data)]
+    return []
+
+
+def check_clocks(facts: Facts) -> list[Finding]:
+    """Clocks of servers that differ from this host's by more than a second."""
+    offsets = [(database.url, database.clock) for database in facts.databases.values()]
+    offsets += [(redis.url, redis.clock) for redis in facts.redis]
+    return [
+        _clock_finding(server, clock)
+        for server, clock in offsets
+        if clock is not None and abs(clock.offset) - clock.error > _MAX_OFFSET
+    ]
+
+
+def _clock_finding(server: str, clock: ClockOffset) -> Finding:
+    seconds = clock.offset.total_seconds()
+    direction = "ahead of" if seconds > 0 else "behind"
+    problem = f"its clock is {abs(seconds):.1f} s {direction} this host's"
+    fix = "synchronize both clocks, for example with chrony"
+    return warning("clock.apart", server, problem, fix, seconds=round(seconds, 3))

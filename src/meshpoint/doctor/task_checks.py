@@ -1,0 +1,250 @@
+"""Findings about the tasks in the databases: who can continue them, and what holds them up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pydantic import JsonValue
+
+from meshpoint.doctor.facts import Facts, Release
+from meshpoint.doctor.findings import Finding, note, warning
+from meshpoint.model.error_text import quantity
+from meshpoint.model.ids import AgentName
+from meshpoint.model.secrets import mask_secrets
+from meshpoint.model.tasks import TaskState, plain_format
+from meshpoint.ports.inspection import AgentTasks, TaskGroup
+
+_MAX_REASON = 300
+
+
+def check_formats(facts: Facts) -> list[Finding]:
+    """Tasks that this configuration's code cannot read, or reads with an older version."""
+    findings: list[Finding] = []
+    for release in facts.releases:
+        groups = facts.tasks(release).groups
+        by_format: dict[str, list[TaskGroup]] = {}
+        for group in groups:
+            if group.state_format is not None:
+                by_format.setdefault(group.state_format, []).append(group)
+        for state_format, members in sorted(by_format.items()):
+            if state_format not in release.formats:
+                findings.append(_unread(facts, release, state_format, members))
+            elif plain_format(state_format) != release.newest:
+                findings.append(_older(release, state_format, members))
+    return findings
+
+
+def _unread(facts: Facts, release: Release, state_format: str, groups: list[TaskGroup]) -> Finding:
+    count = _count(groups)
+    running = facts.replicas(release.name)
+    keep = (
+        "keep replicas of the version that reads it until these tasks have ended, or list both: "
+        "entrypoint: [new, old]"
+    )
+    problem = (
+        f"{quantity(count, 'task')} in the format {state_format} (paused by {_versions(groups)}): "
+        f"no entrypoint reads it; new tasks have {release.newest}"
+    )
+    return warning(
+        "tasks.unread", release.name, problem, keep,
+        format=state_format, tasks=count, states=_states(groups),
+        versions=_version_names(groups), replicas=running,
+    )  # fmt: skip
+
+
+def _older(release: Release, state_format: str, groups: list[TaskGroup]) -> Finding:
+    count = _count(groups)
+    problem = (
+        f"{quantity(count, 'task')} in the format {state_format}: an older version in entrypoint, "
+        f"or code that reads older formats, continues them; new tasks have {release.newest}"
+    )
+    fix = "keep it until these tasks have ended"
+    return note(
+        "tasks.older", release.name, problem, fix,
+        format=state_format, tasks=count, states=_states(groups),
+    )  # fmt: skip
+
+
+def check_code(facts: Facts) -> list[Finding]:
+    """Tasks that another version of the code paused: a changed path would park them."""
+    findings: list[Finding] = []
+    for release in facts.releases:
+        tasks = facts.tasks(release)
+        others = [
+            group
+            for group in tasks.groups
+            if group.state_format in release.formats
+            and group.version != release.version
+            and group.state is not TaskState.PARKED
+        ]
+        if not others:
+            continue
+        count = _count(others)
+        recorded = (
+            f"; recorded subtasks ({quantity(tasks.operations, 'task')} with subtasks) "
+            "do not run again"
+            if tasks.operations
+            else ""
+        )
+        problem = (
+            f"{quantity(count, 'task')} paused by {_versions(others)} continue with "
+            f"{release.version}{recorded}"
+        )
+        fix = (
+            "if the code makes other calls before the last recorded one, give it a new version=, "
+            "or these tasks are parked"
+        )
+        findings.append(
+            note(
+                "tasks.other_code", release.name, problem, fix,
+                tasks=count, version=release.version, operations=tasks.operations,
+                versions=_version_names(others),
+            )
+        )  # fmt: skip
+    return findings
+
+
+def check_parked(facts: Facts) -> list[Finding]:
+    """Parked tasks, by reason, and whether this version will try them."""
+    findings: list[Finding] = []
+    for release in facts.releases:
+        for parked in facts.tasks(release).parked:
+            reason = _text(parked.reason, release)
+            start = f"{quantity(parked.count, 'task')} parked: {reason}"
+            tried = ", ".join(parked.tried_versions) or "an earlier release"
+            data: dict[str, JsonValue] = {
+                "reason": reason,
+                "tasks": parked.count,
+                "tried_versions": list(parked.tried_versions),
+            }
+            if release.version in parked.tried_versions:
+                problem = f"{start} (tried by {tried}); {release.version} does not try again"
+                fix = (
+                    "correct the code under another app_version, roll back, or run: "
+                    f"meshpoint tasks resume --state parked --agent {release.name}"
+                )
+                findings.append(warning("tasks.parked", release.name, problem, fix, **data))
+            else:
+                problem = f"{start} (tried by {tried}); {release.version} tries each of them once"
+                findings.append(note("tasks.retried", release.name, problem, "", **data))
+    return findings
+
+
+def check_dead(facts: Facts) -> list[Finding]:
+    """Tasks that ended because they killed their processes, by reason."""
+    return [
+        note(
+            "tasks.dead",
+            release.name,
+            f"{quantity(dead.count, 'task')} dead: {_text(dead.reason, release)}",
+            f"see: meshpoint tasks list --agent {release.name} --state failed",
+            tasks=dead.count,
+            reason=_text(dead.reason, release),
+        )
+        for release in facts.releases
+        for dead in facts.tasks(release).dead
+    ]
+
+
+def check_removed_agents(facts: Facts) -> list[Finding]:
+    """Tasks of agents that neither this configuration nor a running replica serves."""
+    configured = {release.name for release in facts.releases}
+    findings: list[Finding] = []
+    for database in facts.databases.values():
+        for agent, tasks in sorted(database.tasks.items()):
+            if agent in configured or not tasks.count or facts.replicas(agent):
+                continue
+            unknown = " as far as is known" if facts.broker is None else ""
+            problem = (
+                f"{quantity(tasks.count, 'task')} in {database.url} of an agent that this "
+                f"configuration does not contain and no replica serves{unknown}"
+            )
+            fix = (
+                "serve the agent until its tasks have ended, or cancel them: "
+                f"meshpoint tasks list --agent {agent}"
+            )
+            findings.append(warning("tasks.removed_agent", agent, problem, fix, tasks=tasks.count))
+    return findings
+
+
+def check_peers(facts: Facts) -> list[Finding]:
+    """Tasks that wait for a peer without replicas."""
+    if facts.broker is None:
+        return []
+    configured = {release.name for release in facts.releases}
+    waits: Counter[AgentName] = Counter()
+    for database in facts.databases.values():
+        for tasks in database.tasks.values():
+            waits.update(dict(tasks.waits))
+    findings: list[Finding] = []
+    for peer, count in sorted(waits.items()):
+        known = facts.broker.get(peer)
+        if peer in configured or known is None or known.replicas:
+            continue
+        what = "no replica serves it" if known.is_declared else "it never had a replica"
+        problem = f"{quantity(count, 'task')} waiting for this peer: {what}"
+        fix = "start it, or correct its name in the callers"
+        data: dict[str, JsonValue] = {"tasks": count, "is_declared": known.is_declared}
+        findings.append(warning("tasks.missing_peer", peer, problem, fix, **data))
+    return findings
+
+
+def check_replicas(facts: Facts) -> list[Finding]:
+    """The replicas that serve each agent now, as far as the broker and the store know them."""
+    findings: list[Finding] = []
+    for release in facts.releases:
+        count = facts.replicas(release.name)
+        if count is None:
+            continue
+        tasks = facts.tasks(release)
+        running = _running(tasks)
+        findings.append(
+            note(
+                "replicas",
+                release.name,
+                f"{quantity(count, 'replica')} now, {quantity(tasks.count, 'unended task')} "
+                f"in the database{running}; this configuration deploys {release.version}",
+                replicas=count,
+                tasks=tasks.count,
+                owners=[owner.replica for owner in tasks.owners],
+                version=release.version,
+            )
+        )
+    return findings
+
+
+def _running(tasks: AgentTasks) -> str:
+    if not tasks.owners:
+        return ""
+    count = sum(owner.tasks for owner in tasks.owners)
+    return f", {count} of them running in {quantity(len(tasks.owners), 'replica')}"
+
+
+def _count(groups: Iterable[TaskGroup]) -> int:
+    return sum(group.count for group in groups)
+
+
+def _states(groups: Iterable[TaskGroup]) -> dict[str, JsonValue]:
+    counts: Counter[str] = Counter()
+    for group in groups:
+        counts[group.state.value] += group.count
+    return {state: counts[state] for state in sorted(counts)}
+
+
+def _versions(groups: Iterable[TaskGroup]) -> str:
+    names = sorted({group.version or "an unknown version" for group in groups})
+    return ", ".join(names)
+
+
+def _version_names(groups: Iterable[TaskGroup]) -> list[JsonValue]:
+    """The known versions that paused these tasks, "" for unknown ones."""
+    return list[JsonValue](sorted({group.version or "" for group in groups}))
+
+
+def _text(reason: str, release: Release) -> str:
+    """A stored reason on one line, without secrets."""
+    masked = mask_secrets(
+        " ".join(reason.split())[: 2 * _MAX_REASON], release.settings.secret_keys
+    )
+    return masked if len(masked) <= _MAX_REASON else f"{masked[:_MAX_REASON]}…"
