@@ -2,6 +2,7 @@
 #   make demo    the demonstration; installs the runtime dependencies only
 #   make test    the checks, then every test, JOBS=3 at a time; `make test ARGS="-k claim"` runs some
 #   make outages stops the database and the broker for a minute each, under load; the suite has a short form
+#   make deploys replaces replicas under load, with each kind of change and earlier releases; the suite has a short form
 #   make chaos   every fault at random, for MINUTES=20, and a ledger that must balance; the suite has a short form
 #   make fuzz    mutated messages on live replicas for MINUTES=10, with honest traffic next to them; the suite has a minute
 #   make model   the store's model at length, with new seeds; MESHPOINT_MODEL_EXAMPLES=1000 says how long
@@ -30,7 +31,7 @@ MINUTES ?= 20
 # The tests start many interpreters. Without bytecode files, each would recompile every module.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lowest coverage outages simulation chaos fuzz bench since model docs check fmt dist install-check clean
+.PHONY: demo test lowest coverage outages deploys simulation chaos fuzz bench since model docs check fmt dist install-check clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -54,6 +55,9 @@ coverage: $(STAMPS)/dev
 
 outages: $(STAMPS)/dev
 	@MESHPOINT_OUTAGE_SECONDS=60 $(BIN)/python -m pytest tests/acceptance/test_outages.py $(ARGS)
+
+deploys: $(STAMPS)/dev
+	@MESHPOINT_DEPLOYS=1 $(BIN)/python -m pytest tests/acceptance/test_deploy_matrix.py tests/acceptance/test_earlier_releases.py $(ARGS)
 
 bench: $(STAMPS)/benchmarks $(STAMPS)/rivals
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)

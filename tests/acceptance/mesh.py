@@ -130,6 +130,11 @@ class Process:
             self._changed.clear()
             await self._changed.wait()
 
+    async def wait_changed(self) -> None:
+        """Wait for the next event, or for the end of the process."""
+        self._changed.clear()
+        await self._changed.wait()
+
     async def wait_ended(self) -> int:
         code = await self.process.wait()
         assert self._reading is not None

@@ -1,0 +1,66 @@
+"""Versions of one agent, as its author edits it between two deploys.
+
+Each answers with what it did, so that a test sees which code ran. Earlier releases of Meshpoint
+can import this module too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshpoint import Peer, agent
+
+peer, extra = Peer("peer", int, int), Peer("extra", int, int)
+
+
+async def draft(number: int) -> int:
+    return number
+
+
+async def edited_draft(number: int) -> int:
+    return number + 1000
+
+
+@agent("root", version="1")
+async def first(ctx: Any, number: int) -> list[int]:
+    plan = await ctx.subtask("draft", draft, number)
+    return [plan, await ctx.call(peer(number)), await ctx.call(peer(number))]
+
+
+@agent("root", version="1")
+async def edited_subtask(ctx: Any, number: int) -> list[int]:
+    plan = await ctx.subtask("draft", edited_draft, number)
+    return [plan, await ctx.call(peer(number)), await ctx.call(peer(number))]
+
+
+@agent("root", version="1")
+async def edited_path(ctx: Any, number: int) -> list[int]:
+    """Asks another peer before the recorded calls: tasks of `first` are parked."""
+    plan = await ctx.subtask("draft", draft, number)
+    before = await ctx.call(extra(number))
+    return [plan, before, await ctx.call(peer(number)), await ctx.call(peer(number))]
+
+
+@agent("root", version="1")
+async def fixed_path(ctx: Any, number: int) -> list[int]:
+    """Asks the other peer after the recorded calls: continues tasks of `first`."""
+    plan = await ctx.subtask("draft", draft, number)
+    recorded = [await ctx.call(peer(number)), await ctx.call(peer(number))]
+    return [plan, *recorded, await ctx.call(extra(number))]
+
+
+@agent("root", version="2")
+async def second(ctx: Any, number: int) -> list[int]:
+    return [await ctx.call(extra(number)), await ctx.call(peer(number))]
+
+
+def results(name: str, number: int) -> list[int]:
+    """What an agent of this module answers, if peers answer ten times their input."""
+    answer = 10 * number
+    return {
+        "first": [number, answer, answer],
+        "edited_subtask": [number + 1000, answer, answer],
+        "edited_path": [number, answer, answer, answer],
+        "fixed_path": [number, answer, answer, answer],
+        "second": [answer, answer],
+    }[name]

@@ -1,0 +1,175 @@
+"""Earlier releases of Meshpoint next to this one, under steady load: `make deploys`.
+
+Each is taken from the history of the repository, with its own migrations, and runs on the
+libraries of this environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from meshpoint.adapters.sql import migrations
+from meshpoint.adapters.sql.tables import REVISION
+from meshpoint.cli.exits import ExitCode
+from meshpoint.model.outcomes import Ok
+
+from . import deploy_agents
+from .mesh import HERE, Mesh, Process
+from .test_deploy_matrix import LONG, Load, Release, run_doctor, steady_load
+
+pytestmark = pytest.mark.skipif(not LONG, reason="`make deploys` runs it")
+ROOT = HERE.parents[1]
+RELEASES = {"e09230b": "0005", "821818e": "0004"}
+"""Commits, and the revision of their tables."""
+
+
+@dataclass
+class EarlierReplica:
+    """A replica of an earlier release: `meshpoint run` with its sources."""
+
+    process: asyncio.subprocess.Process
+    lines: list[str] = field(default_factory=list)
+    _reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, sources: Path, config: Path) -> Self:
+        """Start a replica and wait until it consumes."""
+        command = ("-m", "meshpoint.cli", "run", str(config), "--log-json")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            env={**os.environ, "PYTHONPATH": f"{sources / 'src'}{os.pathsep}{HERE}"},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        replica = cls(process)
+        assert process.stderr is not None
+        async for line in process.stderr:
+            replica.lines.append(line.decode())
+            if json.loads(line).get("step") == "started":
+                replica._reading = asyncio.create_task(replica._read())
+                return replica
+        raise AssertionError("".join(replica.lines))
+
+    async def _read(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.lines.append(line.decode())
+
+    async def stop(self) -> None:
+        """Let it drain."""
+        if self.process.returncode is None:
+            self.process.terminate()
+        await self.process.wait()
+        if self._reading is not None:
+            await self._reading
+
+
+@pytest.fixture(params=RELEASES)
+def revision(request: pytest.FixtureRequest) -> str:
+    """The commit of an earlier release."""
+    commit: str = request.param
+    return commit
+
+
+@pytest.fixture
+def sources(revision: str, tmp_path: Path) -> Path:
+    """A folder with the sources and migrations of an earlier release."""
+    folder = tmp_path / revision
+    archived = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", revision, "src", "alembic"],
+        check=True,
+        capture_output=True,
+    )
+    with tarfile.open(fileobj=BytesIO(archived.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture
+async def earlier(sources: Path) -> AsyncIterator[list[EarlierReplica]]:
+    """The running replicas of the earlier release, all of which end with the test."""
+    replicas: list[EarlierReplica] = []
+    yield replicas
+    for replica in replicas:
+        await replica.stop()
+
+
+async def test_upgrade_and_roll_back_lose_nothing(
+    mesh: Mesh,
+    revision: str,
+    sources: Path,
+    earlier: list[EarlierReplica],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tables first, then the replicas; and back in the reverse order."""
+    monkeypatch.syspath_prepend(str(HERE))
+    # What an earlier release cannot continue on the newer tables, it soon tries again.
+    release = Release(options={"incompatible_pause_seconds": 1})
+    db_url, config = mesh.backends.db_url, release.config(mesh)
+    if db_url.startswith("sqlite"):
+        await asyncio.to_thread(migrations.upgrade, db_url)
+    await asyncio.to_thread(migrations.downgrade, db_url, RELEASES[revision])
+    for _ in range(2):
+        earlier.append(await EarlierReplica.start(sources, config))
+    async with steady_load(mesh) as load:
+        await load.hold()
+        await check(config, ExitCode.UNDEPLOYABLE, {"schema.behind", "marker.new"})
+        await asyncio.to_thread(migrations.upgrade, db_url)
+        await check(config, ExitCode.WARNINGS, {"marker.new"})
+        await load.release()
+        await load.hold()
+        current = [await swap(mesh, config, earlier) for _ in range(2)]
+        await check(config, ExitCode.OK, set())
+        await load.release()
+        await load.hold()
+        await roll_back(current, sources, config, earlier)
+        await load.release()
+        await load.hold()
+        await asyncio.to_thread(migrations.downgrade, db_url, RELEASES[revision])
+        await load.finish()
+    check_outcomes(load)
+    for process in mesh.processes:
+        assert process.matching_events("dead_letter:info") == []
+        assert process.matching_events("parked") == []
+    await asyncio.to_thread(migrations.upgrade, db_url)
+    assert (await mesh.row_counts())["open"] == 0
+    assert (await asyncio.to_thread(migrations.check, db_url))[0] == REVISION
+
+
+async def check(config: Path, code: ExitCode, warnings: set[str]) -> None:
+    report = await asyncio.to_thread(run_doctor, config)
+    found = {each["check"] for each in report["findings"] if each["severity"] != "note"}
+    assert (report["exit_code"], found) == (code, warnings), report
+
+
+async def swap(mesh: Mesh, config: Path, earlier: list[EarlierReplica]) -> Process:
+    started = await mesh.replica(config)
+    await earlier.pop().stop()
+    return started
+
+
+async def roll_back(
+    current: list[Process], sources: Path, config: Path, earlier: list[EarlierReplica]
+) -> None:
+    for replica in current:
+        earlier.append(await EarlierReplica.start(sources, config))
+        replica.process.send_signal(signal.SIGTERM)
+        await replica.wait_ended()
+
+
+def check_outcomes(load: Load) -> None:
+    for number, outcome in load.outcomes.items():
+        assert outcome == Ok(deploy_agents.results("first", number))
