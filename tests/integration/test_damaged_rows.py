@@ -14,7 +14,7 @@ from meshpoint.adapters.inprocess.rows import TaskRow
 from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.ids import TaskId
-from meshpoint.model.tasks import CallState, Resumable, TaskState, logged_format
+from meshpoint.model.tasks import CallState, Requester, Resumable, TaskState, logged_format
 from meshpoint.model.transitions import CancelRequested, EndCommitted
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
@@ -22,6 +22,7 @@ from meshpoint.testing.conformance.build import (
     FORMAT,
     HERE,
     HOUR,
+    REQUESTER,
     SECOND,
     THERE,
     TIMINGS,
@@ -272,7 +273,7 @@ async def test_a_cancelled_task_with_damaged_content_is_given_to_be_ended(
     await check_end(store, task, caplog)
 
 
-async def test_an_overdue_task_with_a_damaged_requester_stops_no_other(
+async def test_an_overdue_task_with_a_damaged_requester_ends_without_a_reply(
     store: SqlStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, good = await parked(store), await parked(store)
@@ -280,11 +281,16 @@ async def test_an_overdue_task_with_a_damaged_requester_stops_no_other(
         store, f"{TASK} idle_timeout = 1e300 WHERE logical_task_id = :id", id=bad.task_id
     )
     clock.advance(timedelta(days=30))
-    overdue = one(await store.acquire_overdue(HERE, 10))
-    assert overdue.task.run.task_id == good.task_id
-    assert f"task {bad.task_id}: cannot decode its row; parking it" in caplog.text
-    assert await state_of(store, bad.task_id) is TaskState.PARKED
-    assert await store.acquire_overdue(HERE, 10) == []
+    overdue = {each.task.run.task_id: each for each in await store.acquire_overdue(HERE, 10)}
+    assert overdue.keys() == {bad.task_id, good.task_id}
+    assert f"task {bad.task_id}: it ends without a reply" in caplog.text
+    unanswered = overdue[bad.task_id]
+    assert unanswered.parked_reason == "call 1"
+    assert unanswered.task.requester == Requester(app_id=REQUESTER, parent_task_id="parent")
+    for each in overdue.values():
+        result = one(await store.end([an_end(each.task.run, TaskState.FAILED)]))
+        assert isinstance(result, EndCommitted)
+        assert result.reply.requester == each.task.requester
 
 
 async def test_a_repaired_row_is_processed(store: SqlStore, clock: FakeClock) -> None:

@@ -109,7 +109,7 @@ _FOR_PEOPLE = {
     "READ_OWNERS",
 }
 """Statements for people, some of which read and sort many rows."""
-_FOR_DAMAGE = {"POSTPONE_TASK", "POSTPONE_KEEP_ALIVE"}
+_FOR_DAMAGE = {"POSTPONE_TASK", "POSTPONE_KEEP_ALIVE", "UPDATE_UNANSWERABLE"}
 """Statements on one task with a damaged row: see `test_damaged_rows`."""
 
 
@@ -435,6 +435,11 @@ class StatementRun:
         await self._store.release([a_release(task.run, parked="call 1") for task in tried])
         assert await self._store.unread(STRANGER, HOUR) is not None
         assert await self._store.acquire_overdue(HERE, 100) == []
+        expired = await self._store.acquire_parked(replace(_EXPIRED, version="1.6"), 100)
+        unread = replace(_EXPIRED, formats=STRANGER.formats)
+        assert await self._store.release_unread(unread, 100) == [
+            task.run.task_id for task in expired
+        ]
         assert all(await self._store.unpark([task.run.task_id for task in tried]))
 
     async def _cancel(self) -> None:

@@ -206,6 +206,13 @@ class LockstepStore:
         self._pair_run_ids(actual, reference)
         return _assert_equal(actual, reference, any_order=True)
 
+    async def release_unread(self, replica: Replica, limit: int) -> list[TaskId]:
+        return _assert_equal(
+            await self._store.release_unread(replica, limit),
+            await self._reference.release_unread(replica, limit),
+            any_order=True,
+        )
+
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
         lost = await self._store.renew(runs, replica)
         return _assert_equal(

@@ -463,6 +463,22 @@ class StoreMachine(StoreMachineBase):
             touched_ids, sweeper_checks.check_rescued, self.ledger, replica, limit, suspects, tasks
         )
 
+    @precondition(lambda self: self.ledger.in_state(TaskState.RUNNING))
+    @rule(replica=replicas, after=st.sampled_from([0, 16, 31]))
+    def release_unread(self, replica: Replica, after: int) -> None:
+        """Release tasks with a lost owner that the replica does not read."""
+        self.wait(after)
+        due = sweeper_checks.lost_unread(self.ledger, replica)
+        assert self.run_step(self.store.due(replica, BATCH_LIMIT)).lost_unread == len(due)
+        released = self.run_step(self.store.release_unread(replica, BATCH_LIMIT))
+        self.check_answer(
+            [model.task_id for model in due],
+            sweeper_checks.check_unread_released,
+            self.ledger,
+            replica,
+            released,
+        )
+
     @rule(after=st.sampled_from([0, 11]))
     def keep_alives(self, after: int) -> None:
         """Send keep-alives to the requesters."""

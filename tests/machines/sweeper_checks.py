@@ -147,6 +147,32 @@ def check_rescued(
             model.make_ready(ledger.now, None)
 
 
+def lost_unread(ledger: Ledger, replica: Replica) -> list[TaskModel]:
+    """Running tasks that nobody has rescued for a lease, in formats that `replica` cannot read."""
+    return [
+        model
+        for model in ledger.in_state(TaskState.RUNNING)
+        if not model.is_readable_by(replica)
+        and model.due_at is not None
+        and model.due_at <= ledger.now - replica.lease
+    ]
+
+
+def check_unread_released(ledger: Ledger, replica: Replica, released: Sequence[TaskId]) -> None:
+    """Check that the lost tasks without a reader became ready, or parked if they had been."""
+    due = lost_unread(ledger, replica)
+    assert sorted(released) == sorted(model.task_id for model in due)
+    for model in due:
+        model.rescues += 1
+        model.attempt += not replica.isolates
+        model.make_ready(ledger.now, None)
+        if model.parked_since is not None:
+            model.state, model.due_at = (
+                TaskState.PARKED,
+                model.parked_until(model.parked_since),
+            )
+
+
 def _check_owned(
     ledger: Ledger, replica: Replica, due: Sequence[TaskModel], tasks: Sequence[Resumable]
 ) -> None:

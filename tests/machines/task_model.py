@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome
@@ -158,8 +158,10 @@ class TaskModel:
 
     def is_readable_by(self, replica: Replica) -> bool:
         """Whether `replica` may take the task."""
-        return self.generation == 0 or (
-            self.pause is not None and self.stored_format in replica.formats
+        return (
+            self.generation == 0
+            or self.cancel_requested
+            or (self.pause is not None and self.stored_format in replica.formats)
         )
 
     def overdue_calls(self, now: datetime) -> list[CallModel]:
@@ -200,9 +202,12 @@ class TaskModel:
         self.parked_since = self.parked_since or now
         tried = [each for each in self.tried_versions if each != version]
         self.tried_versions = (*tried, version)
-        limit_at = self.parked_since + TIMINGS.parked_limit
-        due_at = min(limit_at, self.requester.deadline or limit_at)
-        self.due_at = due_at if due_at > now else now + timedelta(minutes=1)
+        self.due_at = self.parked_until(self.parked_since)
+
+    def parked_until(self, since: datetime) -> datetime:
+        """When the task ends if it is parked `since` then."""
+        limit_at = since + TIMINGS.parked_limit
+        return min(limit_at, self.requester.deadline or limit_at)
 
     def forget_parking(self) -> None:
         """Forget which versions have tried the task."""

@@ -91,6 +91,17 @@ async def rescue_expired(backend: Backend, runtime: ReplicaRuntime, count: int) 
     return await _acquire(backend.store.rescue, Step.RESCUE, runtime, count)
 
 
+async def release_unread(backend: Backend, runtime: ReplicaRuntime) -> int:
+    """Release tasks with a lost owner in formats that this replica does not read."""
+    with runtime.steps.search(Step.RESCUE) as search_result:
+        released = await backend.store.release_unread(runtime.replica, runtime.options.sweep_batch)
+        search_result.task_ids = tuple(released)
+        if released:
+            reason = "no replica that reads their format has rescued them"
+            search_result.detail = {"reason": reason}
+    return len(released)
+
+
 async def _acquire(
     acquire: Callable[[Replica, int, int], Awaitable[list[Resumable]]],
     step: Step,

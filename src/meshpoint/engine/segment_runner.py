@@ -133,7 +133,7 @@ class SegmentRunner:
             message = f"the task's deadline has passed while it was {state}{why}"
             failed = Failed(FailureKind.TIMEOUT, message)
         else:
-            failed = Failed(FailureKind.ERROR, f"no release continued the parked task{why}")
+            failed = Failed(FailureKind.ERROR, f"no version continued the parked task{why}")
         self._runtime.slots.release(-1)  # takes a slot without waiting, for `resume` to inherit
         self.resume(backend, overdue.task, failed=failed)
 

@@ -98,14 +98,17 @@ class Sweeper:
         """
         due = await self._count_due(backend)
         limit = self._runtime.options.sweep_batch
-        counts = due or DueCounts(limit, limit, limit, limit, limit, limit, 1)
+        counts = due or DueCounts(limit, limit, limit, limit, limit, limit, 1, limit)
+        is_search = self._searches_parked or self._sweeps % _SWEEPS_PER_PARKED_SEARCH == 0
+        parked = counts.parked if is_search else 0
         more = False
         for step, count in (
-            (self._end_overdue, counts.overdue),
+            (self._end_overdue, max(counts.overdue, limit * parked)),
             (self._acquire_ready, counts.ready),
-            (self._acquire_parked, counts.parked),
+            (self._acquire_parked, parked),
             (self._expire, counts.expired),
             (self._rescue, counts.lapsed),
+            (self._release_unread, counts.lost_unread),
             (self._send, counts.unsent),
             (self._send_keep_alives, counts.keep_alives),
             (self._send_first_keep_alives, 0),
@@ -146,7 +149,7 @@ class Sweeper:
 
     async def _acquire_parked(self, backend: Backend, parked: int) -> bool:
         """Try parked tasks that no replica with this version has tried."""
-        if not parked or (self._sweeps % _SWEEPS_PER_PARKED_SEARCH and not self._searches_parked):
+        if not parked:
             return False
         count = min(self._runtime.options.sweep_batch, self._runtime.slots.free)
         acquired = await claim.acquire_parked(backend, self._runtime, count)
@@ -159,6 +162,11 @@ class Sweeper:
             rescued = await claim.rescue_expired(backend, self._runtime, count)
             self._resume(backend, rescued, rescued=True)
             return self._is_full(len(rescued))
+        return False
+
+    async def _release_unread(self, backend: Backend, count: int) -> bool:
+        if count and backend.may_rescue:
+            return self._is_full(await claim.release_unread(backend, self._runtime))
         return False
 
     async def _send(self, backend: Backend, count: int) -> bool:

@@ -215,9 +215,18 @@ class DueWork(Protocol):
 
         They get fence + 1 and rescues + 1, and are owned by `replica`. If `replica` does not
         isolate suspects, they also get attempt + 1, because otherwise no crash would be counted.
-        In generation 0 any replica of the agent may rescue them; later, only replicas that read
-        the format. Suspects (rescued at least `SUSPECT_AFTER_RESCUES` times) beyond the limit
-        `suspect_slots` become `ready` without an owner and are not returned.
+        In generation 0, or once a cancel was requested, any replica of the agent may rescue them;
+        otherwise only replicas that read the format. Suspects (rescued at least
+        `SUSPECT_AFTER_RESCUES` times) beyond the limit `suspect_slots` become `ready` without an
+        owner and are not returned.
+        """
+
+    async def release_unread(self, replica: Replica, limit: int) -> list[TaskId]:
+        """Take tasks whose format `replica` does not read from their lost owners.
+
+        These are `running` tasks that no replica has rescued since their lease expired, for as
+        long as another lease. They get rescues + 1, and attempt + 1 as in `rescue`. A task that
+        was parked since its last pause is `parked` again, and any other becomes `ready`.
         """
 
     async def find_owned(self, run: Run) -> Resumable | None:

@@ -342,6 +342,36 @@ async def test_a_ready_task_that_no_replica_reads_ends_at_its_deadline(
     )
 
 
+async def test_a_lost_task_that_no_replica_reads_ends_at_its_deadline(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    gate = Gate()
+
+    @agent("agent", version="1")
+    async def hang(ctx: TaskExecutionContext, topic: str) -> str:
+        answer = await ctx.call(_text_peer(topic))
+        await gate()
+        return answer
+
+    old = await mesh.replica(hang)
+    task_id = await client.ask("agent", "rome", deadline=mesh.deadline_in(120))
+    await peer.respond(await peer.wait_for_request(), "yes")
+    await gate.wait_reached()
+    await old.crash()
+    await mesh.replica(answering("2", "new"))
+    await mesh.advance(60)
+    assert await mesh.state(task_id) is TaskState.READY
+    (rescue,) = mesh.events.matching(Step.RESCUE, Phase.AFTER)
+    assert rescue.task_ids == (task_id,)
+    await mesh.advance(61)
+    reply = await client.reply(task_id)
+    assert isinstance(reply, Failed)
+    assert (reply.kind, reply.message) == (
+        FailureKind.TIMEOUT,
+        "the task's deadline has passed while it was ready",
+    )
+
+
 async def test_an_overdue_task_ends_although_all_slots_are_taken(
     mesh: Mesh, client: FakePeer, peer: FakePeer
 ) -> None:
@@ -380,7 +410,7 @@ async def test_a_parked_task_fails_after_the_limit(
     assert isinstance(reply, Failed)
     assert (reply.kind, reply.message) == (
         FailureKind.ERROR,
-        f"no release continued the parked task: {_OTHER_PATH}",
+        f"no version continued the parked task: {_OTHER_PATH}",
     )
     assert await mesh.state(task_id) is TaskState.FAILED
 

@@ -58,6 +58,7 @@ class InProcessDueWork:
             unsent=min(limit, sum(map(count_due_sends, sending, repeat(now)))),
             overdue=min(limit, sum(_is_overdue(row, now) for row in own_rows)),
             parked=int(any(row.state is TaskState.PARKED for row in own_rows)),
+            lost_unread=min(limit, len(self._lost_unread(replica))),
         )
 
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[ExpiryResult]:
@@ -155,17 +156,43 @@ class InProcessDueWork:
         readable = [row for row in self._live_rows(replica) if row.readable_by(replica)]
         owned: list[Resumable] = []
         for row in self._due_rows(TaskState.RUNNING, limit, readable):
-            row.rescues += 1
-            row.attempt += not replica.isolates
-            if row.rescues < SUSPECT_AFTER_RESCUES or suspect_slots > 0:
+            if row.rescues + 1 < SUSPECT_AFTER_RESCUES or suspect_slots > 0:
+                row.rescues += 1
+                row.attempt += not replica.isolates
                 suspect_slots -= row.rescues >= SUSPECT_AFTER_RESCUES
                 with _skip_damaged(row):
                     owned.append(self._tables.assign_owner(row, replica, RunId(new_id())))
             else:
-                row.state, row.owner, row.run_id = TaskState.READY, None, RunId(new_id())
-                row.due_at = self._tables.clock.now()
-                self._tables.put(row)
+                self._leave(row, replica)
         return owned
+
+    def _leave(self, row: TaskRow, replica: Replica) -> None:
+        """Take a task from its lost owner, and leave it to any replica."""
+        row.rescues += 1
+        row.attempt += not replica.isolates
+        row.state, row.owner, row.run_id = TaskState.READY, None, RunId(new_id())
+        row.due_at = self._tables.clock.now()
+        self._tables.put(row)
+
+    async def release_unread(self, replica: Replica, limit: int) -> list[TaskId]:
+        """Release tasks that no replica has rescued, in formats that `replica` does not read."""
+        released = self._lost_unread(replica)[:limit]
+        for row in released:
+            self._leave(row, replica)
+            if row.parked_since is not None:
+                row.state = TaskState.PARKED
+                row.due_at = row.parked_until(row.parked_since, self._tables.timings.parked_limit)
+        return [row.task_id for row in released]
+
+    def _lost_unread(self, replica: Replica) -> list[TaskRow]:
+        expired_before = self._tables.clock.now() - replica.lease
+        return [
+            row
+            for row in self._live_rows(replica)
+            if row.state is TaskState.RUNNING
+            and row.due_at <= expired_before
+            and not row.readable_by(replica)
+        ]
 
     async def find_owned(self, run: Run) -> Resumable | None:
         """The task owned by exactly this run, or `None` if the run lost it."""

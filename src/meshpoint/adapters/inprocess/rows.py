@@ -48,8 +48,6 @@ _MAX_BACKOFF = 64
 _MAX_STALE_ENTRIES = 1_000
 """Outdated entries tolerated in the tombstone heap before it is rebuilt."""
 _MAX_TRIED_VERSIONS = 20
-_PARKED_RETRY = timedelta(minutes=1)
-"""Retry delay for a parked task that was due to end but could not be read."""
 _MAX_RESUMABLE = 100
 """Limit on failed operations, and on archived ones, that a process keeps with checkpoints."""
 
@@ -252,9 +250,12 @@ class TaskRow:
         return Run(self.task_id, self.agent, self.run_id, self.fence, self.generation)
 
     def readable_by(self, replica: Replica) -> bool:
-        """Whether `replica` may run the task. Before its first pause, it has no state to read."""
+        """Whether `replica` may run the task, or cancel it.
+
+        Before its first pause, it has no state to read. A cancel reads none.
+        """
         return self.agent == replica.agent and (
-            self.generation == 0 or self.state_format in replica.formats
+            self.generation == 0 or self.cancel_requested or self.state_format in replica.formats
         )
 
     def park(self, reason: str, version: str, now: datetime, limit: timedelta) -> None:
@@ -263,10 +264,10 @@ class TaskRow:
         self.parked_since = self.parked_since or now
         tried = [each for each in self.tried_versions if each != version]
         self.tried_versions = (*tried, version)[-_MAX_TRIED_VERSIONS:]
-        due_at = self._parked_until(self.parked_since, limit)
-        self.due_at = due_at if due_at > now else now + _PARKED_RETRY
+        self.due_at = self.parked_until(self.parked_since, limit)
 
-    def _parked_until(self, since: datetime, limit: timedelta) -> datetime:
+    def parked_until(self, since: datetime, limit: timedelta) -> datetime:
+        """When the task must be ended if it is parked `since` then."""
         deadline = self.requester.deadline
         return since + limit if deadline is None else min(since + limit, deadline)
 
@@ -274,7 +275,7 @@ class TaskRow:
         """Let the task continue for `requester`, whose deadline also limits its parking."""
         self.requester, self.keep_alive_at = requester, next_keep_alive_at(requester, now)
         if self.state is TaskState.PARKED and self.parked_since is not None:
-            self.due_at = self._parked_until(self.parked_since, parked_limit)
+            self.due_at = self.parked_until(self.parked_since, parked_limit)
 
     def forget_parking(self) -> None:
         """Forget which versions of the agent's code could not continue the task."""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 from sqlalchemy import Row
@@ -30,6 +31,7 @@ from meshpoint.adapters.sql.rows import (
     AgentNames,
     Columns,
     endable_from_row,
+    parked_until,
     requester_from_row,
     resumable_from_row,
     run_from_row,
@@ -72,6 +74,7 @@ class SqlDueWork:
             sql.COUNT_DUE,
             agent=self._database.options.names.qualified(replica.agent),
             formats=sorted(replica.formats),
+            lease=replica.lease.total_seconds(),
             limit=limit,
         )
         unsent = min(row.unsent, limit)
@@ -83,6 +86,7 @@ class SqlDueWork:
             unsent,
             overdue=min(row.overdue, limit),
             parked=row.parked,
+            lost_unread=row.lost_unread,
         )
 
     def _query(self, template: str, agent: AgentName, limit: int, **values: Any) -> DueQuery:
@@ -136,26 +140,23 @@ class SqlDueWork:
 
     async def acquire_overdue(self, replica: Replica, limit: int) -> list[Overdue]:
         """Acquire tasks in any format that only need to be ended."""
+        parked_limit = self._database.options.parked_limit
         queries = [
-            self._query(pick, replica.agent, limit)
-            for pick in (sql.PICK_PARKED_TOO_LONG, sql.PICK_READY_TOO_LATE)
+            self._query(sql.PICK_PARKED_TOO_LONG, replica.agent, limit, parked_limit=parked_limit),
+            self._query(sql.PICK_READY_TOO_LATE, replica.agent, limit),
         ]
 
-        async def body(tx: Transaction, only: str | None) -> list[tuple[Row[Any], Columns]]:
+        async def body(tx: Transaction, only: str | None) -> list[Overdue]:
             due = [row for query in queries for row in await query.fetch(tx, only)]
             owners = [_acquired_columns(replica, row) for row in due]
             await tx.execute_many(sql.UPDATE_OWNER, owners)
-            return list(zip(due, owners, strict=True))
+            return [
+                await _overdue(tx, row, _new_run(row, owner, tx.options.names))
+                for row, owner in zip(due, owners, strict=True)
+            ]
 
         acquired = process_due(self._database, queries, [sql.POSTPONE_TASK], body)
-        found: list[Overdue] = []
-        for row, owner in [*chain.from_iterable([each async for each in acquired])]:
-            run = _new_run(row, owner, self._database.options.names)
-            try:
-                found.append(_overdue(row, run))
-            except Exception as error:  # one damaged row must not stop the other tasks
-                await self._park_damaged(run, error, replica)
-        return found
+        return [*chain.from_iterable([each async for each in acquired])]
 
     async def unread(self, replica: Replica, age: timedelta) -> dict[str, int]:
         """Count ready tasks that were due `age` ago, by the formats `replica` cannot read."""
@@ -185,6 +186,26 @@ class SqlDueWork:
         formats = sorted(replica.formats)
         query = self._query(sql.PICK_LOST, replica.agent, limit, formats=formats)
         return await self._acquire_due(query, replica, suspect_slots, _rescue)
+
+    async def release_unread(self, replica: Replica, limit: int) -> list[TaskId]:
+        """Release tasks that no replica has rescued, in formats that `replica` does not read."""
+        query = self._query(
+            sql.PICK_LOST_UNREAD,
+            replica.agent,
+            limit,
+            formats=sorted(replica.formats),
+            lease=replica.lease.total_seconds(),
+        )
+        parked_limit = self._database.options.parked_limit
+
+        async def body(tx: Transaction, only: str | None) -> list[TaskId]:
+            rows = await query.fetch(tx, only)
+            released = [_unread_columns(replica, row, parked_limit) for row in rows]
+            await tx.execute_many(sql.UPDATE_RESCUED, released)
+            return [TaskId(row.logical_task_id) for row in rows]
+
+        due = process_due(self._database, [query], [sql.POSTPONE_TASK], body)
+        return [*chain.from_iterable([each async for each in due])]
 
     async def _acquire_due(
         self,
@@ -391,20 +412,50 @@ async def _rescue(
     tx: Transaction, due: Sequence[Row[Any]], replica: Replica, suspects: int
 ) -> OwnedTasks:
     mine, others = _split_suspects(due, suspects, lambda row: row.rescues + 1)
-    # A replica that does not isolate suspects cannot count deaths, so each lost owner counts as an
-    # attempt.
-    attempts = {row.logical_task_id: max(row.attempt, 1) + (not replica.isolates) for row in due}
-    acquired = [_acquired_columns(replica, row) for row in mine]
-    left = [ready_columns(row, new_id(), row.now) for row in others]
-    rescued = [{**each, "attempt": attempts[each["task_id"]]} for each in (*acquired, *left)]
+    rescued = [
+        *({**_acquired_columns(replica, row), **_lost_attempt(replica, row)} for row in mine),
+        *(_left_columns(replica, row) for row in others),
+    ]
     await tx.execute_many(sql.UPDATE_RESCUED, rescued)
     return await read_owned(tx, [row.logical_task_id for row in mine])
 
 
-def _overdue(picked: Row[Any], run: Run) -> Overdue:
-    deadline = picked.task_deadline
-    past_deadline = deadline is not None and deadline <= picked.now
-    return Overdue(endable_from_row(picked, run), past_deadline, picked.parked_reason)
+def _left_columns(replica: Replica, row: Row[Any]) -> Columns:
+    """The columns that take a task from its lost owner and leave it to any replica."""
+    return {**ready_columns(row, new_id(), row.now), **_lost_attempt(replica, row)}
+
+
+def _lost_attempt(replica: Replica, row: Row[Any]) -> Columns:
+    # A replica that does not isolate suspects cannot count deaths, so each lost owner counts as an
+    # attempt.
+    return {"attempt": max(row.attempt, 1) + (not replica.isolates)}
+
+
+def _unread_columns(replica: Replica, row: Row[Any], parked_limit: float) -> Columns:
+    """Like `_left_columns`, but a task that was parked since its last pause is parked again."""
+    left = _left_columns(replica, row)
+    if row.incompatible_since is None:
+        return left
+    due_at = parked_until(row.incompatible_since, row.task_deadline, parked_limit)
+    return {**left, "status": TaskState.PARKED.value, "wake_at": due_at}
+
+
+async def _overdue(tx: Transaction, picked: Row[Any], run: Run) -> Overdue:
+    """Build a task to end. If its requester cannot be read, its end is not answered."""
+    try:
+        deadline = picked.task_deadline
+        past_deadline = deadline is not None and deadline <= picked.now
+        return Overdue(endable_from_row(picked, run), past_deadline, picked.parked_reason)
+    except Exception as error:
+        _log.error(
+            "task %s: it ends without a reply, because its requester cannot be read: %s",
+            run.task_id,
+            error,
+        )
+        await tx.execute(sql.UPDATE_UNANSWERABLE, task_id=run.task_id)
+        unknown = {"reply_to": None, "task_deadline": None, "idle_timeout": None}
+        row = SimpleNamespace(**{**picked._mapping, **unknown})
+        return Overdue(endable_from_row(row, run), False, picked.parked_reason)
 
 
 def _new_run(row: Row[Any], owner: Columns, names: AgentNames) -> Run:

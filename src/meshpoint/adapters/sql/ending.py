@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from math import inf
 from typing import Any
 
 from sqlalchemy import Row
@@ -18,6 +17,7 @@ from meshpoint.adapters.sql.rows import (
     Columns,
     add_version,
     is_early_cancel,
+    parked_until,
     reply_from_row,
     requester_from_row,
 )
@@ -48,8 +48,6 @@ from meshpoint.model.transitions import (
     TaskLocked,
 )
 
-_RETRY_SECONDS = 60.0
-"""Retry delay, in seconds, for a parked task that was due to end but could not be read."""
 _IDLE_STATES = frozenset({TaskState.WAITING, TaskState.READY, TaskState.PARKED})
 
 
@@ -219,12 +217,13 @@ def _release_columns(tx: Transaction, command: Release, row: Row[Any], now: floa
     if command.parked_reason is None or row.cancel_requested:
         return columns
     since = row.incompatible_since or now
-    due_at = min(since + tx.options.parked_limit, row.task_deadline or inf)
+    # The previous release forgets only `incompatible_since` when it pauses a task.
+    tried = None if row.incompatible_since is None else row.tried_versions
     return columns | {
         "status": TaskState.PARKED.value,
-        "wake_at": due_at if due_at > now else now + _RETRY_SECONDS,
+        "wake_at": parked_until(since, row.task_deadline, tx.options.parked_limit),
         "incompatible_since": since,
-        "tried_versions": add_version(row.tried_versions, command.version),
+        "tried_versions": add_version(tried, command.version),
         "parked_reason": command.parked_reason,
     }
 

@@ -17,6 +17,7 @@ from meshpoint.adapters.sql.rows import (
     instant,
     is_early_cancel,
     keep_alive_at,
+    parked_until,
     requester_columns,
     requester_from_row,
 )
@@ -102,9 +103,8 @@ def _parked_until(tx: Transaction, row: Row[Any], requester: Requester) -> float
     """When a parked task is due to be ended for `requester`, or `None` if it is not parked."""
     if row.status != TaskState.PARKED or row.incompatible_since is None:
         return None
-    limit: float = row.incompatible_since + tx.options.parked_limit
     deadline = epoch_seconds(requester.deadline)
-    return limit if deadline is None else min(limit, deadline)
+    return parked_until(row.incompatible_since, deadline, tx.options.parked_limit)
 
 
 def _requester(command: Revive, row: Row[Any], details: Row[Any]) -> Requester:

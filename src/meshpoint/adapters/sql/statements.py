@@ -221,7 +221,8 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
-# Assign a task with an expired lease to a run, or make it ready. Either counts as a rescue.
+# Assign a task with an expired lease to a run, make it ready, or park it again. Each counts as a
+# rescue.
 UPDATE_RESCUED = """
 UPDATE agent_paused_tasks SET
   status = :status, fence = :fence, run_id = :run_id, owner = :owner, wake_at = :wake_at,
@@ -311,12 +312,17 @@ UPDATE_LEASES = """
 UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id {one_of:ids}
 """
 
-# Conditions for due rows.
-_READABLE = "AND (generation = 0 OR state_format {one_of:formats})"
+# Conditions for due rows. Without its first pause, or only to be cancelled, a task has no state to
+# read.
+_IS_READABLE = "(generation = 0 OR cancel_requested OR state_format {one_of:formats})"
+_READABLE = f"AND {_IS_READABLE}"
 _DUE_TASKS = """FROM agent_paused_tasks
  WHERE agent_name = :agent AND wake_at <= {instant} AND status"""
 _READY = f"{_DUE_TASKS} = 'ready' {_READABLE}"
 _LOST = f"{_DUE_TASKS} = 'running' {_READABLE}"
+_LOST_UNREAD = f"""FROM agent_paused_tasks
+ WHERE agent_name = :agent AND wake_at <= {{instant}} - :lease AND status = 'running'
+   AND NOT {_IS_READABLE}"""
 _EXPIRED = f"{_DUE_TASKS} = 'waiting'"
 _PARKED_TOO_LONG = f"{_DUE_TASKS} = 'parked'"
 _READY_TOO_LATE = """FROM agent_paused_tasks
@@ -337,7 +343,8 @@ def _count(due: str, order: str = "wake_at") -> str:
 
 # Count due work, each kind up to a limit, without locks.
 COUNT_DUE = f"""
-SELECT {_count(_READY)} AS ready, {_count(_LOST)} AS lapsed, {_count(_EXPIRED)} AS expired,
+SELECT {_count(_READY)} AS ready, {_count(_LOST)} AS lapsed,
+       {_count(_LOST_UNREAD)} AS lost_unread, {_count(_EXPIRED)} AS expired,
        {_count(_KEEP_ALIVES, "keep_alive_at")} AS keep_alives,
        {_count(_PARKED_TOO_LONG)} + {_count(_READY_TOO_LATE, "task_deadline")} AS overdue,
        CASE WHEN EXISTS (SELECT 1 FROM agent_paused_tasks
@@ -397,16 +404,27 @@ SELECT {_ACQUIRED}, {{instant}} AS now
  ORDER BY wake_at LIMIT :limit {{skip_locked}}
 """
 
-# Pick parked tasks past their deadline or `parked_limit`, to end them.
+# Pick parked tasks past their deadline or `parked_limit`, to end them. `wake_at` alone does not
+# show them all: the previous release does not set it when it parks a task or changes its deadline.
 PICK_PARKED_TOO_LONG = f"""
-SELECT {_ENDABLE}, parked_reason, {{instant}} AS now
-  {_PARKED_TOO_LONG} ORDER BY wake_at LIMIT :limit {{skip_locked}}
+SELECT {_ENDABLE}, coalesce(parked_reason, dead_reason) AS parked_reason, {{instant}} AS now
+  FROM agent_paused_tasks
+ WHERE agent_name = :agent AND status = 'parked'
+   AND (wake_at <= {{instant}} OR task_deadline <= {{instant}}
+        OR coalesce(incompatible_since, checkpointed_at) <= {{instant}} - :parked_limit)
+ ORDER BY wake_at LIMIT :limit {{skip_locked}}
 """
 
 # Pick ready tasks past their deadline, to end them.
 PICK_READY_TOO_LATE = f"""
 SELECT {_ENDABLE}, NULL AS parked_reason, {{instant}} AS now
   {_READY_TOO_LATE} ORDER BY task_deadline LIMIT :limit {{skip_locked}}
+"""
+
+# Forget the requester of a running task that cannot be read, but not who it is.
+UPDATE_UNANSWERABLE = """
+UPDATE agent_paused_tasks SET reply_to = NULL, task_deadline = NULL, idle_timeout = NULL
+WHERE logical_task_id = :task_id
 """
 
 # Count ready tasks that have been due for a while, by the formats that a replica cannot read.
@@ -427,6 +445,13 @@ WHERE logical_task_id = :task_id
 PICK_LOST = f"""
 SELECT {_ACQUIRED}, {{instant}} AS now
   {_LOST} ORDER BY wake_at LIMIT :limit {{skip_locked}}
+"""
+
+# Pick running tasks whose lease expired at least one lease ago, in formats that a replica does not
+# read.
+PICK_LOST_UNREAD = f"""
+SELECT {_ACQUIRED}, incompatible_since, task_deadline, {{instant}} AS now
+  {_LOST_UNREAD} ORDER BY wake_at LIMIT :limit {{skip_locked}}
 """
 
 # Pick tasks that are due to send a keep-alive to their requester.

@@ -26,6 +26,7 @@ from meshpoint.testing.conformance.build import (
     a_release,
     a_replica,
     a_requester,
+    a_revive,
     an_end,
     begun,
     one,
@@ -221,17 +222,25 @@ class ParkingSuite:
         assert overdue.task.run.task_id == late.run.task_id
         assert (overdue.past_deadline, overdue.parked_reason) == (True, None)
 
-    async def test_a_task_parked_after_its_limit_is_due_later(
+    async def test_a_task_parked_after_its_limit_is_due_at_once(
         self, store: CheckpointStore, clock: FakeClock
     ) -> None:
-        """It could not be read when it was due to be ended."""
         await parked(store)
-        clock.advance(TIMINGS.parked_limit)
-        run = one(await store.acquire_overdue(HERE, 10)).task.run
-        await store.release([a_release(run, parked="damaged")])
-        assert await store.acquire_overdue(HERE, 10) == []
-        clock.advance(60 * SECOND)
+        clock.advance(TIMINGS.parked_limit - SECOND)
+        run = one(await store.acquire_parked(NEWER, 10)).run
+        clock.advance(2 * SECOND)
+        await store.release([a_release(run, parked="call 1", version=NEWER.version)])
+        assert (await store.due(HERE, 10)).overdue == 1
         assert len(await store.acquire_overdue(HERE, 10)) == 1
+
+    async def test_a_deadline_that_was_moved_ends_a_parked_task(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = await parked(store)
+        requester = a_requester(deadline=clock.now() + HOUR)
+        await store.revive(a_revive(run.task_id, requester=requester, adopt=True))
+        clock.advance(HOUR)
+        assert one(await store.acquire_overdue(HERE, 10)).past_deadline
 
     async def test_other_agents_are_left_alone(
         self, store: CheckpointStore, clock: FakeClock
@@ -262,6 +271,67 @@ class ParkingSuite:
         assert await store.unread(STRANGER, MINUTE) == {FORMAT: 2}
         assert await store.unread(HERE, MINUTE) == {}
         assert await store.unread(a_replica(agent=ELSEWHERE, formats=["x"]), MINUTE) == {}
+
+    async def test_a_lost_task_without_a_reader_becomes_ready(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        requester = a_requester(deadline=clock.now() + HOUR)
+        task = await resumed(store, await paused(store, requester=requester))
+        await begun(store)  # any replica can rescue it
+        clock.advance(2 * LEASE - SECOND)
+        assert (await store.due(STRANGER, 10)).lost_unread == 0
+        assert await store.release_unread(STRANGER, 10) == []
+        clock.advance(SECOND)
+        assert await store.release_unread(HERE, 10) == []  # reads it, and rescues it
+        assert (await store.due(STRANGER, 10)).lost_unread == 1
+        assert await store.release_unread(STRANGER, 10) == [task.run.task_id]
+        assert await store.release_unread(STRANGER, 10) == []
+        assert (await store.due(STRANGER, 10)).lost_unread == 0
+        assert await store.renew([task.run], HERE) == [task.run]
+        assert await store.unread(STRANGER, timedelta()) == {FORMAT: 1}
+        again = one(await store.acquire(HERE, 10))
+        assert (again.run.task_id, again.rescues, again.attempt) == (task.run.task_id, 1, 2)
+        assert again.run.fence > task.run.fence
+
+    async def test_a_lost_task_without_a_reader_keeps_its_deadline(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        requester = a_requester(deadline=clock.now() + 3 * LEASE)
+        run = (await resumed(store, await paused(store, requester=requester))).run
+        clock.advance(2 * LEASE)
+        await store.release_unread(STRANGER, 10)
+        assert await store.acquire_overdue(STRANGER, 10) == []
+        clock.advance(LEASE)
+        overdue = one(await store.acquire_overdue(STRANGER, 10))
+        assert (overdue.task.run.task_id, overdue.past_deadline) == (run.task_id, True)
+
+    async def test_a_parked_task_that_is_lost_without_a_reader_is_parked_again(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = await parked(store)
+        await store.acquire_parked(NEWER, 10)
+        clock.advance(2 * LEASE)
+        assert await store.release_unread(STRANGER, 10) == [run.task_id]
+        summary, _ = await row(store, run.task_id)
+        assert (summary.state, summary.parked_reason) == (TaskState.PARKED, "call 1")
+        assert summary.owner is None
+        clock.advance(TIMINGS.parked_limit - 2 * LEASE - SECOND)
+        assert await store.acquire_overdue(STRANGER, 10) == []
+        clock.advance(SECOND)
+        overdue = one(await store.acquire_overdue(STRANGER, 10))
+        assert (overdue.past_deadline, overdue.parked_reason) == (False, "call 1")
+
+    async def test_a_cancelled_task_needs_no_reader(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = (await resumed(store)).run
+        assert await store.cancel([a_cancel(run.task_id)]) == [CancelRequested(HERE.id)]
+        clock.advance(LEASE)
+        assert (await store.due(STRANGER, 10)).lapsed == 1
+        task = one(await store.rescue(STRANGER, 10))
+        assert (task.run.task_id, task.cancel_requested) == (run.task_id, True)
+        await store.release([a_release(task.run)])
+        assert one(await store.acquire(STRANGER, 10)).cancel_requested
 
     async def test_a_zombie_parks_nothing(self, store: CheckpointStore, clock: FakeClock) -> None:
         zombie = (await resumed(store)).run
