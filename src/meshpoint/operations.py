@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +22,7 @@ from meshpoint.wiring import make_store
 
 _POLL_INTERVAL = 0.2  # seconds
 _UNPARK_BATCH = 100  # tasks per transaction
+_PARKED_PAGE = 1000  # tasks per read
 
 
 class Operations:
@@ -97,12 +98,18 @@ class Operations:
         return await resume_operation(self._store, task_id, resume_from=resume_from)
 
     async def parked(
-        self, *, agent: str | None = None, reason: str = "", limit: int = 100_000
-    ) -> list[TaskSummary]:
-        """Return parked tasks whose reason contains `reason`, newest first."""
+        self, *, agent: str | None = None, reason: str = ""
+    ) -> AsyncGenerator[list[TaskSummary], None]:
+        """Yield all parked tasks whose reason contains `reason`, newest first, in batches."""
         name = None if agent is None else validate_agent_name(agent)
-        tasks = await self._store.tasks(agent=name, states=[TaskState.PARKED], limit=limit)
-        return [task for task in tasks if reason in (task.parked_reason or "")]
+        page: list[TaskSummary] = []
+        while page := await self._store.tasks(
+            agent=name,
+            states=[TaskState.PARKED],
+            limit=_PARKED_PAGE,
+            after=page[-1].task_id if page else None,
+        ):
+            yield [task for task in page if reason in (task.parked_reason or "")]
 
     async def unpark(self, ids: Sequence[str]) -> list[str]:
         """Offer parked tasks to every version again, even if it has tried them.

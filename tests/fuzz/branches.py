@@ -25,7 +25,7 @@ MODULES = (
 )
 SWEEPS = {
     ("meshpoint.engine.claim", name)
-    for name in ("rescue_expired", "acquire_parked", "acquire_overdue")
+    for name in ("rescue_expired", "release_unread", "acquire_parked", "acquire_overdue")
 }
 """Functions of these modules that only the sweeper calls, for work that time alone makes due."""
 

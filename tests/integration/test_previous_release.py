@@ -17,6 +17,7 @@ from meshpoint import FailureKind, Outcomes, Paused, Peer, TaskExecutionContext,
 from meshpoint.adapters.redis.checkpoint_cache import encode_checkpoint
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.adapters.sql.engine import async_url
+from meshpoint.adapters.sql.rows import FAR_FUTURE
 from meshpoint.model.context import A2AContext
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.messages import Address
@@ -25,12 +26,23 @@ from meshpoint.model.subtasks import AgentCheckpoint, Child, MemoryWrite, Subtas
 from meshpoint.model.tasks import CallState, Run, TaskState
 from meshpoint.model.transitions import Save
 from meshpoint.model.usage import Tokens
+from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
+    HOUR,
+    NEWER,
+    SECOND,
+    STRANGER,
     a_checkpoint,
     a_pause,
     a_record,
+    a_release,
+    a_requester,
     an_end,
+    one,
     operating,
+    parked,
+    paused,
+    row,
     write_end,
     write_pause,
 )
@@ -55,8 +67,13 @@ RECORDS = (
 
 
 @pytest.fixture
-async def store(database_url: str) -> AsyncIterator[SqlStore]:
-    store = SqlStore(database_url, namespace="test", checkpoint_archive=True)
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+async def store(database_url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
+    store = SqlStore(database_url, namespace="test", clock=clock, checkpoint_archive=True)
     await store.open()
     yield store
     await store.close()
@@ -68,6 +85,13 @@ async def fetch(url: str, query: str) -> list[Any]:
         rows = (await connection.execute(text(query))).all()
     await engine.dispose()
     return list(rows)
+
+
+async def execute(url: str, statement: str, **values: Any) -> None:
+    engine = create_async_engine(async_url(url))
+    async with engine.begin() as connection:
+        await connection.execute(text(statement), values)
+    await engine.dispose()
 
 
 async def everything_saved(store: SqlStore) -> tuple[Run, AgentCheckpoint]:
@@ -203,6 +227,38 @@ async def test_it_reads_journals() -> None:
     assert isinstance(second, Paused)
     for state in (first.state, second.state):
         previous_release.Journal.model_validate_json(state)
+
+
+@pytest.mark.parametrize("deadline", [HOUR, None])
+async def test_a_task_that_it_has_parked_ends_in_time(
+    store: SqlStore, database_url: str, clock: FakeClock, deadline: timedelta | None
+) -> None:
+    """It parks a task without a time at which the task is due."""
+    requester = a_requester(deadline=None if deadline is None else clock.now() + deadline)
+    run = await parked(store, await paused(store, requester=requester))
+    await execute(
+        database_url,
+        "UPDATE agent_paused_tasks SET wake_at = :never, parked_reason = NULL, "
+        "tried_versions = NULL, dead_reason = 'no reader'",
+        never=FAR_FUTURE,
+    )
+    clock.advance((deadline or timedelta(days=30)) - SECOND)
+    assert await store.acquire_overdue(STRANGER, 10) == []
+    clock.advance(SECOND)
+    overdue = one(await store.acquire_overdue(STRANGER, 10))
+    assert overdue.task.run.task_id == run.task_id
+    assert (overdue.past_deadline, overdue.parked_reason) == (deadline is not None, "no reader")
+
+
+async def test_a_pause_of_its_replicas_forgets_which_versions_have_tried(
+    store: SqlStore, database_url: str
+) -> None:
+    await parked(store)
+    run = one(await store.acquire_parked(NEWER, 10)).run
+    await execute(database_url, "UPDATE agent_paused_tasks SET incompatible_since = NULL")
+    await store.release([a_release(run, parked="call 2", version=NEWER.version)])
+    summary, _ = await row(store, run.task_id)
+    assert summary.tried_versions == (NEWER.version,)
 
 
 @pytest.mark.parametrize(

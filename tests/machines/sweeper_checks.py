@@ -148,7 +148,7 @@ def check_rescued(
 
 
 def lost_unread(ledger: Ledger, replica: Replica) -> list[TaskModel]:
-    """Running tasks that nobody has rescued for a lease, in formats that `replica` cannot read."""
+    """Running tasks that were not rescued for a lease, in formats that `replica` cannot read."""
     return [
         model
         for model in ledger.in_state(TaskState.RUNNING)

@@ -85,14 +85,16 @@ def downgrade(
     revision: Annotated[
         str | None,
         typer.Argument(
-            metavar="REVISION", help="The earlier revision; without one, the previous one."
+            metavar="REVISION", help="The earlier revision. Default: the previous one."
         ),
     ] = None,
     *,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     lose_data: Annotated[
         bool,
-        typer.Option("--lose-data", help="Also delete data that tasks need and it cannot keep."),
+        typer.Option(
+            "--lose-data", help="Delete data that tasks need and the earlier schema cannot keep."
+        ),
     ] = False,
     as_sql: Annotated[
         bool, typer.Option("--sql", help="Print the SQL instead. Changes nothing.")
@@ -101,10 +103,10 @@ def downgrade(
     database: sources.Database = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Return the schema to an earlier revision. First replace all replicas by the earlier release.
+    """Return the schema to an earlier revision. Replace all replicas with that release first.
 
-    An earlier release also runs on newer tables, so this is seldom needed. It is refused, with
-    exit code 2, if tasks need data that the earlier schema cannot keep.
+    An earlier release also runs on newer tables, so this is rarely needed. The command exits with
+    2 and changes nothing if tasks need data that the earlier schema cannot keep.
     """
     from meshpoint.wiring import downgrade_schema, downgrade_sql, plan_downgrade
 
@@ -127,7 +129,7 @@ def downgrade(
 
 @app.command("sql", epilog=_examples("sql"))
 def sql(config: sources.Config = None, database: sources.Database = None) -> None:
-    """Print the SQL that creates the schema, to be run manually. Changes nothing."""
+    """Print the SQL that creates the schema, to run by hand. Changes nothing."""
     from meshpoint.wiring import schema_sql
 
     for store in sources.load_databases(config, database):

@@ -49,7 +49,7 @@ def print_offered(task_ids: Sequence[str], *, as_json: bool) -> None:
         print_json({"task_ids": list(task_ids), "status": "offered"})
     elif task_ids:
         print_text(
-            "\n".join(f"{task_id} is offered to every release again" for task_id in task_ids)
+            "\n".join(f"{task_id} is offered to every version again" for task_id in task_ids)
         )
     else:
         print_text("no such task is parked")
@@ -79,9 +79,9 @@ async def _offer_all(
     databases = sources.open_each(config, database, namespace, sources.open_operations)
     async with aclosing(databases) as opened:
         async for operations in opened:
-            tasks = await operations.parked(agent=agent, reason=reason)
-            if not dry_run:
-                offered = set(await operations.unpark([task.task_id for task in tasks]))
-                tasks = [task for task in tasks if task.task_id in offered]
-            chosen += tasks
+            async with aclosing(operations.parked(agent=agent, reason=reason)) as pages:
+                async for tasks in pages:
+                    ids = [task.task_id for task in tasks]
+                    offered = set(ids if dry_run else await operations.unpark(ids))
+                    chosen += [task for task in tasks if task.task_id in offered]
     return chosen

@@ -84,14 +84,15 @@ def list_tasks(
         typer.Option("--state", metavar="STATE", help="Only tasks in this state; repeatable."),
     ] = None,
     subject: Annotated[
-        str | None, typer.Option("--subject", metavar="TEXT", help="Only operations on this.")
+        str | None,
+        typer.Option("--subject", metavar="TEXT", help="Only operations with this subject."),
     ] = None,
     requester: Annotated[
         str | None, typer.Option("--requester", metavar="NAME", help="Only tasks of this sender.")
     ] = None,
     user: Annotated[
         str | None,
-        typer.Option("--user", metavar="ID", help="Only tasks for this user that have not ended."),
+        typer.Option("--user", metavar="ID", help="Only tasks of this user that have not ended."),
     ] = None,
     since: Annotated[
         str | None,
@@ -111,12 +112,12 @@ def list_tasks(
     ] = None,
     after: Annotated[
         str | None,
-        typer.Option("--after", metavar="TASK_ID", help="Only tasks that follow this one."),
+        typer.Option("--after", metavar="TASK_ID", help="Only tasks after this one in the list."),
     ] = None,
     limit: sources.Limit = 100,
     as_json: sources.AsJson = False,
 ) -> None:
-    """List tasks, newest first: by the time when they last paused, or began.
+    """List tasks by the time when they last paused, or began, newest first.
 
     WHEN is an age such as 90s, 15min, 2h or 7d, or a time such as 2026-01-31T12:00+01:00.
     """
@@ -210,7 +211,7 @@ def resume_task(
     state: Annotated[
         str | None,
         typer.Option(
-            "--state", metavar="STATE", help="Instead of one task, all in this state: parked."
+            "--state", metavar="STATE", help="All tasks in this state instead of one: parked."
         ),
     ] = None,
     agent: Annotated[
@@ -218,7 +219,7 @@ def resume_task(
     ] = None,
     reason: Annotated[
         str,
-        typer.Option("--reason", metavar="TEXT", help="Only tasks parked for a reason with TEXT."),
+        typer.Option("--reason", metavar="TEXT", help="Only tasks whose reason contains TEXT."),
     ] = "",
     from_: Annotated[
         str | None,
@@ -229,7 +230,7 @@ def resume_task(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the tasks, and resume none.")
+        bool, typer.Option("--dry-run", help="List the tasks without resuming them.")
     ] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the task to end and print its result.")
@@ -244,8 +245,8 @@ def resume_task(
     From its start, it skips recorded subtasks. From its last pause, it reuses steps and results
     too, and makes calls that failed again, under new ids.
 
-    Any replica of its agent can resume it. A parked task is tried again also by releases that
-    could not continue it.
+    Any replica of its agent can resume it. Versions of the code that could not continue a parked
+    task try it again.
 
     Exit codes of a task that cannot be resumed, checked in this order: 10 not found, 11 active, 12
     completed, 13 no checkpoint, 14 another operation of its exclusive agent is active. Of two

@@ -277,7 +277,7 @@ class DueCounts:
     unsent: int = 0
     overdue: int = 0  # ready and parked tasks that only need to be ended
     parked: int = 0  # 1 if any task of the agent is parked
-    lost_unread: int = 0  # running tasks in other formats that nobody has rescued for a lease
+    lost_unread: int = 0  # running tasks in other formats, not rescued in time
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,8 +149,8 @@ class AgentOptions(Section):
     )
     max_join_bytes: Bytes = Field(
         default=_DEFAULTS.max_join_bytes,
-        description="maximum bytes of all outcomes of one pause, which are in memory together; "
-        "a task above it fails",
+        description="maximum bytes of all outcomes of one pause, which are in memory at once; a "
+        "task with more fails",
     )
     peer_timeout_seconds: Seconds = Field(
         default=_DEFAULTS.peer_timeout.total_seconds(),
@@ -159,7 +159,7 @@ class AgentOptions(Section):
     )
     deadline_margin_seconds: SecondsOrZero = Field(
         default=_DEFAULTS.deadline_margin.total_seconds(),
-        description="how much earlier than its caller's deadline a peer's deadline is",
+        description="how much earlier a peer's deadline is than its caller's",
     )
     lease_seconds: Seconds = Field(
         default=_DEFAULTS.lease.total_seconds(),
@@ -230,7 +230,7 @@ class AgentOptions(Section):
     )
     begin_at_delivery: Count = Field(
         default=_DEFAULTS.begin_at_delivery,
-        description="from this delivery of a request on, its row is written before it runs; "
+        description="number of the delivery from which a request's row is written before it runs; "
         "less than delivery_limit",
     )
     tombstone_ttl_seconds: Seconds = Field(
@@ -240,8 +240,8 @@ class AgentOptions(Section):
     )
     parked_limit_seconds: SecondsOrZero = Field(
         default=_DEFAULT_TIMINGS.parked_limit.total_seconds(),
-        description="how long a task that no release continues is parked before it fails "
-        "(default: 30 days); 0: it fails at once",
+        description="how long a task that no version of the code can continue is parked before "
+        "it fails (default: 30 days); 0: it fails at once",
     )
     incompatible_pause_seconds: Seconds = Field(
         default=_DEFAULTS.incompatible_pause.total_seconds(),
@@ -326,7 +326,7 @@ class AgentOptions(Section):
     app_version: str | None = Field(
         default=_DEFAULTS.app_version,
         description="version of the agent's code, stored with each checkpoint; each version tries "
-        "parked tasks once; unset: a digest of the agent's module",
+        "a parked task once; unset: a digest of the agent's module",
     )
 
     @field_validator("session_db_url")

@@ -273,14 +273,16 @@ def test_a_parked_task_shows_the_reason(run_command: Command, write: Any) -> Non
 
 def test_a_parked_task_is_offered_again(run_command: Command, write: Any) -> None:
     task_id = write(_park)
-    assert "is offered to every release again" in run_command("resume", task_id).out
+    assert "is offered to every version again" in run_command("resume", task_id).out
     assert facts(run_command("show", task_id))["state"] == "ready"
 
 
+@pytest.mark.parametrize("page", [1, 2, 1000])
 def test_parked_tasks_are_offered_again_by_agent_and_reason(
-    run_command: Command, write: Any
+    run_command: Command, write: Any, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task_ids = {write(_park), write(_park)}
+    monkeypatch.setattr("meshpoint.operations._PARKED_PAGE", page)
+    task_ids = {write(_park), write(_park), write(_park)}
     parked = ("resume", "--state", "parked", "--agent", "travel", "--reason")
     listed = run_command(*parked, "call 3", "--dry-run", "--json").json
     assert set(listed["task_ids"]) == task_ids
