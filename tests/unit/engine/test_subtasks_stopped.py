@@ -258,7 +258,7 @@ async def test_a_subtask_that_outlives_its_segment_records_nothing(
     mesh: Mesh, client: FakePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory that its checkpoint would name has been left."""
-    monkeypatch.setattr("meshpoint.subtasks.runner._STOP_TIMEOUT", 0)
+    monkeypatch.setattr("meshpoint.engine.segment._STOP_TIMEOUT", 0)
     gate = Gate()
     leftover_tasks: list[asyncio.Task[int]] = []
 

@@ -81,6 +81,7 @@ PUBLIC_NAMES = {
     "save_progress",
     "saved_progress",
     "status",
+    "step",
     "subject",
     "subtask",
     "to_checkpoint_dict",
