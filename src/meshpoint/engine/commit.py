@@ -164,7 +164,7 @@ class Commits:
         match stop_reason:
             case StopReason.CANCELLED:
                 self._runtime.steps.emit(Step.CODE_CANCELLED, segment.run.task_id)
-                return await self._commit_end(segment, segment.with_usage(CANCELLED))
+                return await self._commit_end(segment, CANCELLED)
             case StopReason.OVERDUE:
                 return await self._time_out(segment)
             case StopReason.DRAINING:
@@ -218,7 +218,7 @@ class Commits:
                 # send.
                 segment.backend = backend if owned_run else None
                 segment.run = owned_run or segment.run
-                return await self._commit_end(segment, segment.with_usage(CANCELLED))
+                return await self._commit_end(segment, CANCELLED)
             case PastDeadline():
                 return await self._time_out(segment)
             case _:
@@ -237,7 +237,8 @@ class Commits:
         return operation.children if operation is not None else ()
 
     async def _commit_end(self, segment: Segment, outcome: Outcome) -> Committed:
-        outcome = end.with_usage(segment, outcome)
+        if isinstance(outcome, Failed):
+            outcome = segment.with_usage(outcome)
         reply, sent = end.build_reply(segment, outcome, self._runtime.options)
         backend = segment.backend
         if backend is None:
@@ -263,7 +264,7 @@ class Commits:
                 return TaskLost()
 
     async def _time_out(self, segment: Segment) -> Committed:
-        return await self._commit_end(segment, segment.with_usage(OVERDUE))
+        return await self._commit_end(segment, OVERDUE)
 
     async def _hand_over(self, segment: Segment) -> Committed:
         """Let another replica run the task: from its row, or else from its request."""

@@ -29,13 +29,6 @@ def build_refusal(segment: RequestedSegment, failure: Failed) -> Reply:
     return Reply(run.agent, run.task_id, _final_state_of(failure), body, segment.requester)
 
 
-def with_usage(segment: Segment, outcome: Outcome) -> Outcome:
-    """Return `outcome` with the tokens of the segment's code, unless it has some already."""
-    if segment.workspace is None or not outcome.usage.is_empty:
-        return outcome
-    return replace(outcome, usage=segment.workspace.context.token_usage.snapshot())
-
-
 def build_reply(segment: Segment, outcome: Outcome, options: Options) -> tuple[Reply, Outcome]:
     """Build the reply with `outcome`, and return both.
 

@@ -106,10 +106,10 @@ class Segment:
         return self.backend if self.backend is not None and self.backend.is_shared else None
 
     def with_usage(self, failure: Failed) -> Failed:
-        """Add the tokens that the code has used to `failure`."""
-        if self.workspace is None:
+        """Add the tokens that the code has used to `failure`, unless it has some already."""
+        if self.workspace is None or not failure.usage.is_empty:
             return failure
-        return replace(failure, usage=self.workspace.context.token_usage)
+        return replace(failure, usage=self.workspace.context.token_usage.snapshot())
 
     def may_run_elsewhere(self) -> bool:
         """Whether its request was redelivered or requeued, so another replica may run it too."""
