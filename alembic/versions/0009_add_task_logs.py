@@ -17,11 +17,18 @@ depends_on = None
 
 TASKS, LOG = "agent_paused_tasks", "agent_task_log"
 
-# Rows that `meshpoint db downgrade` must not delete: a query that counts them, by description.
+# Rows that `meshpoint db downgrade` must not delete: a query that counts them, by description. A
+# log may have ended with the state that it continued. Until the first pause, it has step records,
+# or the writes of an operation that runs again from its request.
 NEEDED_BY_TASKS = {
-    "tasks whose state has a log": """
-    SELECT count(*) FROM agent_paused_tasks
-     WHERE log_seq > 0 AND status NOT IN ('completed', 'failed', 'cancelled')""",
+    "tasks that need their log": """
+    SELECT count(*) FROM agent_paused_tasks AS t
+     WHERE EXISTS (SELECT 1 FROM agent_task_log AS l
+                    WHERE l.logical_task_id = t.logical_task_id)
+       AND CASE WHEN status = 'completed' THEN false
+                WHEN status IN ('failed', 'cancelled') THEN checkpoint_seq IS NOT NULL
+                WHEN generation = 0 THEN true
+                ELSE substr(state_format, length(state_format) - 3) = '+log' END""",
 }
 
 

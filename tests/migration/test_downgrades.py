@@ -13,14 +13,23 @@ from meshpoint.adapters.sql import migrations
 from meshpoint.adapters.sql.tables import REVISION, VERSION_TABLE
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.tasks import TaskState
+from meshpoint.model.transitions import Append, LogChange
 from meshpoint.testing.conformance.build import (
+    a_cancel,
     a_checkpoint,
+    a_pause,
     an_end,
+    begun,
     operating,
     paused,
+    resumed,
+    revived,
     save,
     saved,
+    write_end,
+    write_pause,
 )
+from meshpoint.testing.conformance.store_logs import READER, logged_pause
 from meshpoint.testing.conformance.store_records import (
     FETCHED,
     WEIGHED,
@@ -135,6 +144,35 @@ async def test_checkpoints_get_their_records_back(empty_url: str) -> None:
         (WRITTEN, known_earlier, FETCHED),
     ]
     assert [each.records_from for each in history] == 3 * [None]
+
+
+async def log_losses(url: str) -> tuple[str, ...]:
+    """What a downgrade of the migration that added logs would lose."""
+    return (await asyncio.to_thread(migrations.plan_downgrade, url, "0008")).losses
+
+
+async def test_a_log_keeps_its_table_while_a_task_needs_it(empty_url: str) -> None:
+    await upgrade(empty_url)
+    async with open_store(empty_url) as store:
+        waiting = logged_pause(b"a", b"b")
+        await write_pause(store, waiting)
+        assert await log_losses(empty_url) == ("tasks that need their log (1)",)
+        run = (await resumed(store, waiting, replica=READER)).run
+        await write_pause(store, a_pause(run=run))  # its state stands alone
+        assert await log_losses(empty_url) == ()
+        first = await begun(store)
+        await store.append([Append(first, LogChange((b"step",)))])
+        assert await log_losses(empty_url) == ("tasks that need their log (1)",)
+        await write_end(store, an_end(first))
+        assert await log_losses(empty_url) == ()
+        operation = logged_pause(b"a", run=await operating(store))
+        await write_pause(store, operation)
+        await store.cancel([a_cancel(operation.run.task_id)])
+        assert await log_losses(empty_url) == ("tasks that need their log (1)",)
+        await revived(store, operation.run.task_id, without_checkpoint=True)
+        assert await log_losses(empty_url) == ("tasks that need their log (1)",)
+    with pytest.raises(ConfigurationError, match=r"tasks that need their log \(1\)"):
+        await downgrade(empty_url, "0008")
 
 
 @pytest.mark.parametrize("target", ["9999", REVISION, "nonsense"])

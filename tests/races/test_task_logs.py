@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ from sqlalchemy import text
 from meshpoint.adapters.sql import SqlStore, batcher, checkpointing, fast_path, owning
 from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.ids import TaskId
+from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import Resumable, TaskState
-from meshpoint.model.transitions import Fenced, LogChange, Pause, TaskReady
+from meshpoint.model.transitions import Append, Fenced, LogChange, Pause, TaskReady
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
     FORMAT,
@@ -26,6 +29,7 @@ from meshpoint.testing.conformance.build import (
     a_claim,
     a_pause,
     a_revive,
+    a_run,
     an_end,
     answered,
     one,
@@ -135,6 +139,32 @@ async def test_entries_of_an_unknown_run_fence_a_pause(store: SqlStore) -> None:
         assert await store.pause([pause]) == [Fenced()]
     assert await row(store, run.task_id) == before
     assert len(await stored_entries(store, run.task_id)) == 2
+
+
+@pytest.mark.parametrize("change", ["first pause", "second pause", "append"])
+async def test_the_log_of_an_earlier_task_with_the_same_id_is_deleted(
+    tmp_path: Path, change: str
+) -> None:
+    """The previous release enforces no foreign keys in SQLite, and purges tasks without logs."""
+    store = SqlStore(f"sqlite:///{tmp_path}/tasks.db", namespace="test")
+    await store.open()
+    try:
+        task_id = (await with_log(store, b"old", b"older")).run.task_id
+        with closing(sqlite3.connect(tmp_path / "tasks.db")) as connection, connection:
+            for table in ("peer_sub_tasks", "parallel_invocations", "paused_tasks"):
+                connection.execute(f"DELETE FROM agent_{table}")
+        assert len(await stored_entries(store, task_id)) == 2
+        run = a_run(task_id)
+        if change != "first pause":
+            run = (await continued(store, a_pause(run=run))).run
+        if change == "append":
+            assert one(await store.append([Append(run, LogChange((b"new",)))])) == SaveCommitted()
+        else:
+            task = await continued(store, logged_pause(b"new", run=run))
+            assert (task.log, task.log_seq) == ((b"new",), 1)
+        assert len(await stored_entries(store, task_id)) == 1
+    finally:
+        await store.close()
 
 
 async def test_a_reader_ignores_entries_after_the_last_one_in_the_row(store: SqlStore) -> None:

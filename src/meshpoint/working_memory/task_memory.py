@@ -413,11 +413,20 @@ class TaskMemory:
         return self._with_writes(order).unreadable(order, version)
 
     async def final_ref(self, order: int, finished_subtasks: Collection[str] = ()) -> MemoryRef:
-        """Prepare the memory for the checkpoint of a failed task, as far as it can be read."""
+        """Prepare the memory for the checkpoint of a failed task, as far as it can be read.
+
+        It has all writes, so that a release without logs can resume the task.
+        """
+        self._write_log.take_over_log()
         try:
-            return await self.prepare_ref(order, durable=True, finished_subtasks=finished_subtasks)
+            ref = await self.prepare_ref(order, durable=True, finished_subtasks=finished_subtasks)
         except (MemoryLost, MemoryRefused) as error:
-            return self._unreadable_ref(order, str(error))
+            ref = self._unreadable_ref(order, str(error))
+        writes = self._write_log.for_checkpoint(order, finished_subtasks)
+        replaces = self._write_log.replaces_log
+        return replace(
+            ref, writes=writes, writes_replace_log=replaces, finished_in_log=frozenset()
+        )
 
     async def on_stored(self, ref: MemoryRef) -> None:
         """Called when the checkpoint with `ref` is durable."""

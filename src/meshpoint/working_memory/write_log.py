@@ -124,6 +124,12 @@ class MemoryWriteLog:
                 self._writes[index] = write.model_copy(update={"seq": seq})
         return tuple(self._writes)
 
+    def take_over_log(self) -> None:
+        """Put the writes in the log into the checkpoints, until a pause replaces those in it."""
+        if self._logged or self.finished_in_log:
+            self._writes, self._logged = [*self._logged, *self._writes], []
+            self.replaces_log, self.finished_in_log = True, set()
+
     def _drop_finished(self, finished: Collection[str]) -> None:
         self.finished_in_log |= {
             write.subtasks

@@ -11,11 +11,13 @@ import pytest
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.errors import MemoryUnavailable
 from meshpoint.model.memory import Command, Item, MemoryContents, MemoryRecovery, Owner
+from meshpoint.model.subtasks import MemoryWrite
 from meshpoint.model.tasks import L1Snapshot
 from meshpoint.testing.clock import FakeClock
 from meshpoint.working_memory.digests import EMPTY_FINGERPRINT, fingerprint
 from meshpoint.working_memory.memory_ref import MemoryRef
 from meshpoint.working_memory.task_memory import MemoryServices, TaskMemory
+from meshpoint.working_memory.write_log import encode_writes
 
 from .items import AGENT_ID, ITEMS, create_owner
 
@@ -70,7 +72,9 @@ class Replica:
         return create_memory(lambda: self.services, ref)
 
 
-def create_memory(services: Callable[[], MemoryServices], ref: MemoryRef) -> TaskMemory:
+def create_memory(
+    services: Callable[[], MemoryServices], ref: MemoryRef, notes: Sequence[bytes] = ()
+) -> TaskMemory:
     async def nothing() -> None:
         pass
 
@@ -86,6 +90,7 @@ def create_memory(services: Callable[[], MemoryServices], ref: MemoryRef) -> Tas
     return TaskMemory(
         services,
         ref,
+        notes,
         owner=lambda: OWNER,
         position=lambda: (0, 0),
         ensure_operation=nothing,
@@ -109,6 +114,25 @@ async def stored_memory(replica: Replica) -> MemoryRef:
     contents = await replica.l1.replace(create_owner("earlier", 1), ITEMS)
     digest = fingerprint(contents.items)
     return MemoryRef(digest, digest, order=1)
+
+
+@pytest.mark.parametrize("used", [True, False])
+async def test_the_last_checkpoint_of_a_failed_task_has_the_writes_of_its_log(
+    replica: Replica, used: bool
+) -> None:
+    logged = MemoryWrite(digest="d", calls=1, subtasks=0, seq=1)
+    ref = await stored_memory(replica)
+    memory = create_memory(lambda: replica.services, ref, [encode_writes([logged])])
+    if used:
+        await memory.execute(SET)
+        assert len((await memory.prepare_ref(2, durable=True)).writes) == 1, "the log has the rest"
+    final = await memory.final_ref(3)
+    assert final.writes[0] == logged
+    assert len(final.writes) == 1 + used
+    resumed = create_memory(lambda: replica.services, final, [encode_writes([logged])])
+    again = await resumed.final_ref(4)
+    assert again.writes == final.writes, "the writes in the log no longer count"
+    assert (final.writes_replace_log, final.finished_in_log) == (True, frozenset())
 
 
 async def test_an_unused_memory_uses_no_services() -> None:

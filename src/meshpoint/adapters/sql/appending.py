@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,8 @@ async def append(
     """Append entries. A repeated append finds its own entries."""
 
     async def process_round(batch: list[PackedAppend], locked: LockedTasks) -> list[SaveResult]:
-        unknown = await tasks_with_unknown_entries(tx, locked)
+        logs = [(each.command.run.task_id, each.command.log) for each in batch]
+        unknown = await tasks_with_unknown_entries(tx, locked, logs)
         checked = [(each, await _check(tx, each.command, locked, unknown)) for each in batch]
         fresh = [each for each, result in checked if result is None]
         await tx.execute_many(
@@ -93,11 +94,15 @@ async def _is_repeated(tx: Transaction, command: Append, row: Row[Any]) -> bool:
 
 
 async def tasks_with_unknown_entries(
-    tx: Transaction, locked: LockedTasks, among: set[TaskId] | None = None
+    tx: Transaction, locked: LockedTasks, changes: Iterable[tuple[TaskId, LogChange | None]]
 ) -> set[str]:
-    """The tasks that have log entries of an unknown run."""
-    ids = sorted(locked.rows if among is None else locked.rows.keys() & among)
-    if not ids:
+    """The tasks that have log entries of an unknown run, among those with a log to change.
+
+    What is found before the first entry belongs to an earlier task with the same id, which the
+    previous release has deleted without its log. `write_logs` deletes it.
+    """
+    logged = {task_id for task_id, log in changes if log is not None and log.after}
+    if not (ids := sorted(locked.rows.keys() & logged)):
         return set()
     return {row.logical_task_id for row in await tx.fetch(sql.READ_UNKNOWN_ENTRIES, ids=ids)}
 
@@ -106,7 +111,11 @@ async def write_logs(
     tx: Transaction, changes: Sequence[tuple[TaskId, RunId, LogChange, Sequence[Packed]]]
 ) -> None:
     """Delete replaced entries from the logs of tasks, and append the packed new ones."""
-    replaced = [task_id for task_id, _, log, _ in changes if log.replaces]
+    replaced = [
+        task_id
+        for task_id, _, log, packed in changes
+        if log.replaces or (packed and not log.after)
+    ]
     if replaced:
         await tx.execute(sql.DELETE_LOGS, ids=replaced)
     entries: list[Columns] = [

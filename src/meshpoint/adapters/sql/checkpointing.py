@@ -277,8 +277,8 @@ async def pause(tx: Transaction, pauses: Sequence[PackedPause]) -> list[PauseRes
     async def process_round(batch: list[PackedPause], locked: LockedTasks) -> list[PauseResult]:
         first_runs = [(packed.pause.run, packed.pause.requester) for packed in batch]
         await _delete_unrelated_early_cancels(tx, first_runs, locked)
-        changing = {packed.pause.run.task_id for packed in batch if packed.pause.log is not None}
-        unknown = await tasks_with_unknown_entries(tx, locked, changing)
+        logs = [(packed.pause.run.task_id, packed.pause.log) for packed in batch]
+        unknown = await tasks_with_unknown_entries(tx, locked, logs)
         results = {
             packed.pause.run.task_id: _check_pause(tx, packed.pause, locked, unknown)
             for packed in batch

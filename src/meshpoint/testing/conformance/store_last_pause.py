@@ -36,6 +36,7 @@ from meshpoint.testing.conformance.build import (
     TIMINGS,
     a_call,
     a_cancel,
+    a_checkpoint,
     a_claim,
     a_pause,
     a_requester,
@@ -265,7 +266,8 @@ class LastPauseSuite:
         await write_pause(store, pause)
         arrival = one(await store.claim([a_claim(pause)], READER, 1))
         assert isinstance(arrival, JoinCompleted)
-        await write_end(store, an_end(arrival.task.run, FAILED, reason="no"))
+        run = arrival.task.run
+        await write_end(store, an_end(run, FAILED, reason="no", checkpoint=a_checkpoint(run, 1)))
         await resume_at_pause(store, pause.run.task_id)
         task = one(await store.acquire(READER, 10))
         assert (task.log, task.log_seq, task.state_format) == ((b"entry",), 1, LOGGED)
