@@ -423,7 +423,8 @@ async def test_servers_that_do_not_answer_hide_no_other(
             memory_url=f"redis://127.0.0.1:{port}/0",
             memory_snapshot_url=redis_url,
         )
-        findings = await diagnose(settings, timeout=timedelta(seconds=0.3))
+        # Long enough for a busy machine: the other Redis must answer in time.
+        findings = await diagnose(settings, timeout=timedelta(seconds=2))
         failed = [each for each in findings if each.severity is Severity.UNAVAILABLE]
         assert [each.check for each in failed] == [
             "database.unavailable",
@@ -432,7 +433,7 @@ async def test_servers_that_do_not_answer_hide_no_other(
         ]
         assert "secret" not in str(failed)
         assert worst(findings) is Severity.UNAVAILABLE
-        assert named(await diagnose(settings, timeout=timedelta(seconds=0.3)), "replicas") == []
+        assert named(findings, "replicas") == []
 
 
 async def of_redis(settings: Settings) -> list[Finding]:
