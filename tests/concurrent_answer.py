@@ -20,9 +20,14 @@ _LOCK_WAITERS_QUERY = (
 
 
 async def wait_for_lock_waiter(observer: asyncpg.Connection) -> None:
-    """Wait until a session of the observer's database waits for a lock."""
-    while not await observer.fetchval(_LOCK_WAITERS_QUERY):  # noqa: ASYNC110  no event for it
+    """Wait until a session of the observer's database waits for a lock.
+
+    The observer may be inside a transaction, which would otherwise see the activity of its first
+    look for ever.
+    """
+    while not await observer.fetchval(_LOCK_WAITERS_QUERY):
         await asyncio.sleep(0.01)
+        await observer.execute("SELECT pg_stat_clear_snapshot()")
 
 
 @asynccontextmanager
