@@ -343,8 +343,10 @@ class Workspace:
         if self._step_log is not None:
             self._step_log.has_ended = True
         for runner in (self.subtasks, self.steps):
-            if runner is not None:
-                await runner.cancel_running(_STOP_TIMEOUT)
+            if runner is not None and (unawaited := runner.running):
+                for task in unawaited:
+                    task.cancel()
+                await asyncio.wait(unawaited, timeout=_STOP_TIMEOUT)
 
     async def flush_steps(self) -> None:
         """Wait until all step records are durable."""

@@ -395,13 +395,10 @@ class Subtasks:
         ended = {"status": status, "seconds": seconds, "context": context, **fields}
         self._records.by_name[started.name] = started.model_copy(update=ended)
 
-    async def cancel_running(self, timeout: float) -> None:
-        """Cancel subtasks that the agent's code did not await, since nothing would record them."""
-        if self._running:
-            unawaited = set(self._running.values())
-            for task in unawaited:
-                task.cancel()
-            await asyncio.wait(unawaited, timeout=timeout)
+    @property
+    def running(self) -> set[asyncio.Task[Any]]:
+        """The asyncio tasks in which subtasks run."""
+        return set(self._running.values())
 
     async def save_progress(self, subtask: str, state: object) -> None:
         """Store intermediate state of a running subtask."""

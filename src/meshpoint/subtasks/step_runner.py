@@ -222,13 +222,10 @@ class StepRunner:
         message = mask_secrets(failure.message, self._secret_keys)
         return StepFailed(failure.step, failure.error_type, message, failure.kind)
 
-    async def cancel_running(self, timeout: float) -> None:
-        """Cancel steps that the agent's code did not await. Nothing records them."""
-        if self._running:
-            unawaited = set(self._running.values())
-            for task in unawaited:
-                task.cancel()
-            await asyncio.wait(unawaited, timeout=timeout)
+    @property
+    def running(self) -> set[asyncio.Task[Any]]:
+        """The asyncio tasks in which steps run."""
+        return set(self._running.values())
 
 
 async def _refuse(problem: str) -> Any:
