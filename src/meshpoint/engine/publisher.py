@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import TypeAlias
 
 from pydantic import JsonValue
 
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.backoff import AddressBackoff
-from meshpoint.engine.nested_routes import NestedRoutes
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.errors import ConfigurationError, Unavailable
 from meshpoint.model.envelopes import (
@@ -23,7 +23,7 @@ from meshpoint.model.envelopes import (
 )
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
-from meshpoint.model.messages import Address
+from meshpoint.model.messages import Address, fallback_for_nested
 from meshpoint.model.tasks import OutboxItem, Requester
 from meshpoint.ports.broker import PublishResult
 
@@ -33,6 +33,16 @@ _MAX_CONCURRENT_ADDRESSES = 32
 """Addresses that one batch publishes to concurrently."""
 _SLOW_PUBLISH_SECONDS = 1.0
 """Seconds after which a publish counts as slow."""
+_MAX_BATCH_SIZE = 200
+"""Maximum messages published together, so that messages of other tasks are interleaved."""
+_NESTED_QUEUE_RETRY_SECONDS = 60.0
+"""Seconds until a peer without a nested-request queue is retried.
+
+It may have been upgraded.
+"""
+_MAX_MISSING_QUEUES = 10_000
+
+_Publish: TypeAlias = Callable[[Sequence[Envelope]], Awaitable[list[PublishResult]]]
 
 
 class Publisher:
@@ -40,7 +50,7 @@ class Publisher:
 
     def __init__(self, runtime: ReplicaRuntime) -> None:
         self._runtime = runtime
-        self._nested_routes = NestedRoutes()
+        self._nested_routes = _NestedRoutes()
         self.backoff = AddressBackoff(runtime.clock)
 
     async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[PublishResult | None]:
@@ -180,3 +190,63 @@ class Publisher:
             else "the broker does not accept that many"
         )
         return f"the {subject} has {size} bytes; {limit_text}"
+
+
+class _NestedRoutes:
+    """Sends calls to peers' nested-request queues, and remembers which peers have none.
+
+    Peers on an older release have a single request queue, which receives the calls instead.
+    """
+
+    def __init__(self) -> None:
+        self._missing_until: dict[Address, float] = {}
+
+    async def publish(
+        self, envelopes: Sequence[Envelope], publish: _Publish
+    ) -> list[PublishResult]:
+        """Publish messages.
+
+        Calls to a peer without a nested-request queue go to its ordinary queue.
+        """
+        results: list[PublishResult] = []
+        for start in range(0, len(envelopes), _MAX_BATCH_SIZE):
+            try:
+                results += await self._publish(envelopes[start : start + _MAX_BATCH_SIZE], publish)
+            except Unavailable:
+                if not results:
+                    raise
+                # The remaining messages stay due.
+                return results + [PublishResult.OVERLOADED] * (len(envelopes) - len(results))
+        return results
+
+    async def _publish(
+        self, envelopes: Sequence[Envelope], publish: _Publish
+    ) -> list[PublishResult]:
+        now = asyncio.get_running_loop().time()
+        if self._missing_until:
+            envelopes = [(self._route(address, now), message) for address, message in envelopes]
+        results = await publish(envelopes)
+        if PublishResult.UNROUTABLE not in results:
+            return results
+        rerouted = {
+            index: (fallback, envelopes[index][1])
+            for index, result in enumerate(results)
+            if result is PublishResult.UNROUTABLE
+            and (fallback := fallback_for_nested(envelopes[index][0])) is not None
+        }
+        if rerouted:
+            for number, word in zip(rerouted, await publish(list(rerouted.values())), strict=True):
+                results[number] = word
+                if word is not PublishResult.UNROUTABLE:
+                    self._mark_missing(envelopes[number][0], now + _NESTED_QUEUE_RETRY_SECONDS)
+        return results
+
+    def _route(self, address: Address, now: float) -> Address:
+        if self._missing_until.get(address, now) <= now:
+            return address
+        return fallback_for_nested(address) or address
+
+    def _mark_missing(self, address: Address, until: float) -> None:
+        if len(self._missing_until) >= _MAX_MISSING_QUEUES:
+            self._missing_until.clear()
+        self._missing_until[address] = until
