@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from datetime import timedelta
 from itertools import chain
 from typing import TypeVar
 
@@ -11,7 +12,6 @@ from meshpoint.engine.backend import Backend
 from meshpoint.engine.publisher import Publisher
 from meshpoint.engine.replies import Replies
 from meshpoint.engine.runtime import ReplicaRuntime
-from meshpoint.engine.unroutable import UnroutableCalls
 from meshpoint.errors import Unavailable
 from meshpoint.model.envelopes import (
     Envelope,
@@ -20,15 +20,22 @@ from meshpoint.model.envelopes import (
     request_envelope,
 )
 from meshpoint.model.events import Step
-from meshpoint.model.ids import RunId, TaskId, new_id
+from meshpoint.model.ids import AgentName, RunId, TaskId, new_id
+from meshpoint.model.messages import is_agent_name
 from meshpoint.model.outcomes import Failed, FailureKind, peer_missing
 from meshpoint.model.tasks import CancelNotice, Dispatch, OutboxItem, Reply
-from meshpoint.model.transitions import Claim, ExistingTask
+from meshpoint.model.transitions import Claim, ExistingTask, UnroutableCall
 from meshpoint.ports.broker import PublishResult
 
 _T = TypeVar("_T")
 
 _STEP_BY_KIND = {Dispatch: Step.DISPATCH, CancelNotice: Step.CANCEL_NOTICE, Reply: Step.REPLY}
+_MIN_RETRY_DELAY, _MAX_RETRY_DELAY = timedelta(seconds=1), timedelta(seconds=10)
+"""The first and the longest delay before a returned request is sent again."""
+_REPORT_INTERVAL = 60.0
+"""Minimum seconds between two `peer_missing` events for one peer."""
+_MAX_REPORTED_PEERS = 1_000
+"""Maximum peers reported within one interval, since agent code chooses their names."""
 
 
 class Dispatcher:
@@ -41,7 +48,7 @@ class Dispatcher:
         self._runtime = runtime
         self.publisher = Publisher(runtime)
         self.replies = Replies(runtime, self.publisher)
-        self._unroutable = UnroutableCalls(runtime)
+        self._unroutable = _UnroutableCalls(runtime)
 
     async def send(
         self, backend: Backend, items: Sequence[OutboxItem], *, overdue: bool = False
@@ -210,6 +217,76 @@ class Dispatcher:
             failed = peer_missing(call.peer)
             self._runtime.steps.emit(Step.UNDELIVERABLE, call.task_id, peer=call.peer)
         return Claim(RunId(new_id()), call.task_id, call.sub_task_id, failed, None)
+
+
+class _UnroutableCalls:
+    """Calls whose peers have no queue yet, and how long each waits for it.
+
+    Agents may be deployed in any order: a call to a peer that never had a replica stays due in the
+    outbox until `undeliverable_after` has passed since the broker first returned it. The call's
+    row stores that instant, so it survives this replica. After an outage of the broker the time
+    starts over, because the peer's replicas could not declare their queue during the outage. An
+    outage that no replica survived is found by its effect: the next attempt comes too late.
+    """
+
+    def __init__(self, runtime: ReplicaRuntime) -> None:
+        self._runtime = runtime
+        self._limit = runtime.options.undeliverable_after
+        self._reported_at: dict[AgentName, float] = {}  # oldest first
+
+    def is_overdue(self, call: Dispatch) -> bool:
+        """Whether the call is undeliverable if the broker returns it now.
+
+        A peer with an invalid name can never start, so a call to it does not wait.
+        """
+        waited = self._waited(call) or timedelta()
+        return waited >= self._limit or not is_agent_name(call.peer)
+
+    async def keep_due(self, backend: Backend, calls: Sequence[Dispatch]) -> None:
+        """Keep returned requests due in their backend, which sends them again with a back-off."""
+        if not calls:
+            return
+        try:
+            await backend.store.record_unroutable([self._plan_retry(call) for call in calls])
+        except Unavailable as error:  # the time then starts when the broker returns it again
+            self._runtime.retry.record_outage(error)
+        self._report_missing(calls)
+
+    def _plan_retry(self, call: Dispatch) -> UnroutableCall:
+        waited = self._waited(call)
+        so_far = waited or timedelta()
+        delay = min(so_far + _MIN_RETRY_DELAY, _MAX_RETRY_DELAY, self._limit - so_far)
+        return UnroutableCall(
+            call.task_id, call.generation, call.sub_task_id, waited is None, delay
+        )
+
+    def _waited(self, call: Dispatch) -> timedelta | None:
+        """Time since the broker first returned it; `None` if never since its last outage."""
+        waited = call.unroutable_for
+        if waited is None or waited.total_seconds() > self._runtime.retry.broker_uptime:
+            return None
+        return waited
+
+    def _report_missing(self, calls: Sequence[Dispatch]) -> None:
+        task_ids_by_peer: dict[AgentName, list[TaskId]] = {}
+        for call in calls:
+            if call.unroutable_for is None:
+                task_ids_by_peer.setdefault(call.peer, []).append(call.task_id)
+        for peer, task_ids in task_ids_by_peer.items():
+            if self._may_report(peer):
+                self._runtime.steps.emit(
+                    Step.PEER_MISSING, *task_ids, peer=peer, seconds=self._limit.total_seconds()
+                )
+
+    def _may_report(self, peer: AgentName) -> bool:
+        """Whether this replica has not reported `peer` within the last interval. Records it."""
+        now, reported_at = self._runtime.clock.monotonic(), self._reported_at
+        while reported_at and now - next(iter(reported_at.values())) >= _REPORT_INTERVAL:
+            del reported_at[next(iter(reported_at))]
+        if peer in reported_at or len(reported_at) >= _MAX_REPORTED_PEERS:
+            return False
+        reported_at[peer] = now
+        return True
 
 
 def _is_current_reply(reply: Reply, existing: ExistingTask | None) -> bool:

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from fake_peer import FakePeer
-from meshpoint.engine import unroutable
+from meshpoint.engine import dispatch
 from meshpoint.model.calls import Call
 from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName
@@ -63,7 +63,7 @@ async def test_only_so_many_missing_peers_are_reported_within_a_minute(
     mesh: Mesh, client: FakePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Agent code chooses the names of its peers."""
-    monkeypatch.setattr(unroutable, "_MAX_REPORTED_PEERS", 2)
+    monkeypatch.setattr(dispatch, "_MAX_REPORTED_PEERS", 2)
     await mesh.replica(asker("asker", "first", "second", "third"))
     await client.ask("asker", 1)
     await mesh.advance(5)
