@@ -13,10 +13,9 @@ from meshpoint.engine.backend import Backend
 from meshpoint.engine.begin import commit_begin, commit_redelivered
 from meshpoint.engine.cancels import CANCELLED
 from meshpoint.engine.dispatch import Dispatcher
-from meshpoint.engine.existing_tasks import find_existing
 from meshpoint.engine.postponed_requests import PostponedRequests
 from meshpoint.engine.refusals import Refusals, find_refusal
-from meshpoint.engine.request_answers import RequestAnswers
+from meshpoint.engine.request_answers import RequestAnswers, find_existing
 from meshpoint.engine.request_consumer import RequestConsumer
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment import RequestedSegment, Segment
