@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshpoint.engine.backend import Backend
-from meshpoint.engine.failed_ends import report_failure
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.model.envelopes import encode_reply
 from meshpoint.model.events import Step
@@ -48,5 +47,5 @@ async def cancel_tasks(
         results = await runtime.retry.until_available(lambda: backend.store.cancel(cancels))
     for command, result in zip(commands, results, strict=True):
         if isinstance(result, CancelCommitted):
-            report_failure(command.task_id, CANCELLED, runtime)
+            runtime.report_failure(command.task_id, CANCELLED)
     return results

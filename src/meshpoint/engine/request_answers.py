@@ -12,7 +12,6 @@ from typing import assert_never
 
 from meshpoint.engine import end, parsing
 from meshpoint.engine.backend import Backend
-from meshpoint.engine.failed_ends import report_failure
 from meshpoint.engine.live_tasks import LiveTasks
 from meshpoint.engine.refusals import ID_IN_USE, Refusals
 from meshpoint.engine.replies import Replies
@@ -267,7 +266,7 @@ class RequestAnswers:
     async def refuse(self, segment: RequestedSegment, failure: Failed) -> None:
         """Answer a request with the failure of its task, which does not run."""
         reply = end.build_refusal(segment, failure)
-        report_failure(segment.run.task_id, failure, self._runtime, refused=True)
+        self._runtime.report_failure(segment.run.task_id, failure, refused=True)
         await self._answer(
             segment,
             reply,

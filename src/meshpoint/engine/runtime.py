@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +22,8 @@ from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
 from meshpoint.model.memory import MemoryRecovery, task_id_of
 from meshpoint.model.messages import private_queue, response_queue
 from meshpoint.model.options import Options
+from meshpoint.model.outcomes import Failed
+from meshpoint.model.secrets import mask_reason
 from meshpoint.model.tasks import Replica, Run
 from meshpoint.ports.agent import DurableAgent, list_versions, readable_formats
 from meshpoint.ports.broker import Broker
@@ -104,6 +106,28 @@ class ReplicaRuntime:
         """Stop renewing the lease of `run`, if it was renewed."""
         if self.database is not None and self.database.leases is not None:
             self.database.leases.stop_renewing(run)
+
+    def report_failure(
+        self,
+        task_id: TaskId,
+        failure: Failed,
+        raised: Mapping[str, JsonValue] | None = None,
+        *,
+        refused: bool = False,
+    ) -> None:
+        """Report that a task has ended without a result, and why, to logs and observers.
+
+        Called once the end is committed. `raised` describes the exception of its code, with
+        secrets masked. `refused`: the request ran no code here, because it had expired, for
+        example.
+        """
+        reason = mask_reason(failure.message, self.options.secret_keys)
+        detail: dict[str, JsonValue] = {"refused": True} if refused else {}
+        if raised is not None:
+            detail |= {"error_type": raised["type"], "traceback": raised["traceback"]}
+        self.steps.emit(
+            Step.TASK_FAILED, task_id, kind=failure.kind.value, reason=reason, **detail
+        )
 
     async def write_first(
         self,

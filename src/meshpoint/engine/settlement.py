@@ -32,7 +32,6 @@ from meshpoint.engine.commit import (
 )
 from meshpoint.engine.containment import is_defect
 from meshpoint.engine.dispatch import Dispatcher
-from meshpoint.engine.failed_ends import report_failure
 from meshpoint.engine.live_tasks import LiveTasks
 from meshpoint.engine.refusals import ID_IN_USE, internal_error_text
 from meshpoint.engine.running import SegmentResult
@@ -148,7 +147,7 @@ class Settlement:
     def _report_failure(self, segment: Segment, outcome: Outcome) -> None:
         if isinstance(outcome, Failed):
             raised = None if segment.workspace is None else segment.workspace.failure
-            report_failure(segment.run.task_id, outcome, self._runtime, raised)
+            self._runtime.report_failure(segment.run.task_id, outcome, raised)
 
     async def _answer(self, segment: Segment, reply: Reply, outcome: Outcome) -> None:
         """Answer a task without a row: ack its request once its reply is confirmed or stored.
