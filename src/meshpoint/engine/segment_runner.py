@@ -18,7 +18,6 @@ from meshpoint.engine.backend import Backend
 from meshpoint.engine.begin import commit_begin, commit_operation
 from meshpoint.engine.commit import Commits, release
 from meshpoint.engine.containment import is_defect
-from meshpoint.engine.deadlines import overdue_outcome, run_until_deadline
 from meshpoint.engine.dispatch import Dispatcher
 from meshpoint.engine.isolated_segment import (
     IsolationImpossible,
@@ -27,7 +26,7 @@ from meshpoint.engine.isolated_segment import (
 )
 from meshpoint.engine.live_tasks import LiveTasks
 from meshpoint.engine.refusals import find_refusal, internal_error_text
-from meshpoint.engine.running import AgentCode
+from meshpoint.engine.running import AgentCode, overdue_outcome, run_until_deadline
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment import (
     Agent,
