@@ -13,7 +13,7 @@ from meshpoint.engine.backend import Backend
 from meshpoint.engine.begin import commit_begin, commit_redelivered
 from meshpoint.engine.cancels import CANCELLED
 from meshpoint.engine.dispatch import Dispatcher
-from meshpoint.engine.postponed_requests import PostponedRequests
+from meshpoint.engine.postponed import PostponedRequests
 from meshpoint.engine.refusals import Refusals, find_refusal
 from meshpoint.engine.request_answers import RequestAnswers, find_existing
 from meshpoint.engine.request_consumer import RequestConsumer

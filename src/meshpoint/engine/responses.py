@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from meshpoint.engine import parsing
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.cancels import CancelCommand, cancel_tasks
-from meshpoint.engine.postponed_messages import PostponedMessages, ReceivedMessage
+from meshpoint.engine.postponed import PostponedMessages, ReceivedMessage
 from meshpoint.engine.publisher import Publisher
 from meshpoint.engine.refusals import Refusals
 from meshpoint.engine.runtime import ReplicaRuntime

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fake_peer import FakePeer
-from meshpoint.engine.postponed_messages import PostponedMessages
+from meshpoint.engine.postponed import PostponedMessages
 from meshpoint.errors import BrokerUnavailable, ConfigurationError, RowLocked
 from meshpoint.model.calls import Done
 from meshpoint.model.events import Phase, Step
