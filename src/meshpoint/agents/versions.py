@@ -1,8 +1,11 @@
-"""Several versions of one agent in one process."""
+"""Versions of an agent: several in one process, and the name of the version of its source."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from meshpoint.errors import ConfigurationError
@@ -10,8 +13,10 @@ from meshpoint.model.calls import Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Outcomes
 from meshpoint.ports.agent import DurableAgent, Plan, get_plan, readable_formats
+from meshpoint.subtasks.versions import version_of
 
 _Agent = DurableAgent[Any, Any]
+_KEY = "agent.entrypoint"
 
 
 class AgentVersions:
@@ -81,4 +86,21 @@ class AgentVersions:
         return await self.newest.resume(ctx, state, outcomes)
 
 
-_KEY = "agent.entrypoint"
+def source_version(agents: Iterable[DurableAgent[Any, Any]]) -> str:
+    """Return a digest of the modules that define `agents`, the same in every process.
+
+    It is their version if no `app_version` is set. Modules that they import do not count.
+    """
+    parts = "\0".join(map(_describe_source, agents))
+    digest = blake2b(parts.encode("utf-8", "surrogatepass"), digest_size=6)
+    return f"src:{digest.hexdigest()}"
+
+
+def _describe_source(agent: DurableAgent[Any, Any]) -> str:
+    function = getattr(agent, "function", None)  # of a function agent
+    code = function if inspect.isfunction(function) else type(agent)
+    try:
+        text = inspect.getsource(sys.modules[code.__module__])
+    except (KeyError, OSError, TypeError):  # typed into a shell, or without its source file
+        text = ""
+    return "\0".join([agent.state_format, version_of(code), text])

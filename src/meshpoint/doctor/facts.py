@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
 from meshpoint import wiring
-from meshpoint.agents.source import source_version
+from meshpoint.agents.versions import source_version
 from meshpoint.doctor.findings import Finding, refused, unavailable
 from meshpoint.errors import ConfigurationError, Unavailable
 from meshpoint.model.ids import AgentName

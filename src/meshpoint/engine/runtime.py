@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import JsonValue
 
-from meshpoint.agents.source import source_version
+from meshpoint.agents.versions import source_version
 from meshpoint.engine.backend import Backend, DatabaseBackend, StartupGrace
 from meshpoint.engine.background import BackgroundTasks
 from meshpoint.engine.lease_renewer import LeaseRenewer

@@ -7,8 +7,7 @@ from agent_samples import double_peer
 
 from meshpoint import Done, Paused, StatefulAgent, TaskExecutionContext, agent
 from meshpoint.agents.entrypoint import load_versions
-from meshpoint.agents.source import source_version
-from meshpoint.agents.versions import AgentVersions
+from meshpoint.agents.versions import AgentVersions, source_version
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.ids import TaskId
 from meshpoint.ports.agent import get_plan, list_versions, readable_formats, select_version
