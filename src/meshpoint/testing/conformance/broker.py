@@ -32,9 +32,14 @@ import pytest
 
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import ReplicaId, new_id
-from meshpoint.model.messages import Header, dead_letter_queue, private_queue, response_queue
-from meshpoint.ports.broker import Broker
-from meshpoint.testing.conformance.broker_markers import MarkerSuite
+from meshpoint.model.messages import (
+    Address,
+    Header,
+    dead_letter_queue,
+    private_queue,
+    response_queue,
+)
+from meshpoint.ports.broker import Broker, PublishResult
 from meshpoint.testing.conformance.broker_messages import (
     AGENT,
     REQUESTS,
@@ -61,7 +66,7 @@ __all__ = [
 ]
 
 
-class BrokerSuite(MarkerSuite, MessageSuite):
+class BrokerSuite(MessageSuite):
     """Conformance tests for a `Broker`. Subclass it in a test module, where pytest collects it."""
 
     async def test_each_message_to_one_consumer(self, broker: Broker, other: Broker) -> None:
@@ -401,3 +406,34 @@ class BrokerSuite(MarkerSuite, MessageSuite):
         assert await again.ack()
         await self.nothing_is_left(other, two)
         assert await other.depth(dead_letter_queue(AGENT)) == 0
+
+    async def test_a_database_marker_is_seen(self, broker: Broker, other: Broker) -> None:
+        assert not await other.has_database_marker(AGENT)
+        assert await broker.mark_database(AGENT)
+        assert await other.has_database_marker(AGENT)
+        assert not await other.has_database_marker(STRANGER)
+        assert not await other.mark_database(AGENT)
+
+    async def test_a_database_marker_outlives_its_broker(
+        self, broker: Broker, other: Broker
+    ) -> None:
+        await broker.mark_database(AGENT)
+        await broker.close()
+        assert await other.has_database_marker(AGENT)
+
+    async def test_a_database_marker_can_be_removed(self, broker: Broker, other: Broker) -> None:
+        await broker.mark_database(AGENT)
+        for _ in range(2):  # the second time without effect
+            await other.remove_database_marker(AGENT)
+            assert not await broker.has_database_marker(AGENT)
+        assert await broker.mark_database(AGENT)
+
+    async def test_a_database_marker_receives_nothing(self, broker: Broker, other: Broker) -> None:
+        await broker.mark_database(AGENT)
+        assert await other.publish([(Address(f"{AGENT}.database"), a_message())]) == [
+            PublishResult.UNROUTABLE
+        ]
+
+    async def test_marking_at_the_same_time(self, broker: Broker, other: Broker) -> None:
+        await asyncio.gather(*(each.mark_database(AGENT) for each in (broker, other) * 3))
+        assert await other.has_database_marker(AGENT)
