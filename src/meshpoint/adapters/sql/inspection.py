@@ -13,8 +13,8 @@ from sqlalchemy import Row
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from meshpoint.adapters.sql import catalog_statements, tables
-from meshpoint.adapters.sql import inspection_statements as sql
+from meshpoint.adapters.sql import catalog_statements as sql
+from meshpoint.adapters.sql import tables
 from meshpoint.adapters.sql.dialect import Dialect
 from meshpoint.adapters.sql.engine import async_url
 from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors, summarize
@@ -103,7 +103,7 @@ class SqlInspection:
         """The agents of this namespace that have tasks."""
         if self._revision is None:
             return []
-        rows = await self._fetch(catalog_statements.READ_AGENTS)
+        rows = await self._fetch(sql.READ_AGENTS)
         return [
             self._names.plain(row.name) for row in rows if row.name.startswith(self._names.prefix)
         ]

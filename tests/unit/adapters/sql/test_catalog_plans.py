@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshpoint.adapters.sql import SqlStore, inspection_statements
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.adapters.sql import catalog_statements as sql
 from meshpoint.adapters.sql.dialect import Dialect
 
@@ -93,7 +93,7 @@ def test_the_tasks_of_an_agent_are_counted_by_an_index(
     connection: sqlite3.Connection, name: str
 ) -> None:
     values = {"agent": "test/travel", "states": ["waiting"], "limit": 10}
-    plan = explain(connection, getattr(inspection_statements, name), **values)
+    plan = explain(connection, getattr(sql, name), **values)
     assert any("due (agent_name=? AND status=?" in step for step in plan), plan
     assert not [step for step in plan if step.startswith("SCAN") and "json_each" not in step], plan
 
