@@ -13,10 +13,9 @@ from collections.abc import Callable
 from meshpoint.client import Client, Reply
 from meshpoint.demo.agents import Trip
 from meshpoint.demo.environment import CLIENT, DemoEnvironment, demo_environment
-from meshpoint.demo.kills import Kill, KillPlanner
 from meshpoint.demo.replica import ReplicaFailed, ReplicaProcess
 from meshpoint.demo.screen import open_screen, print_ledger
-from meshpoint.demo.tracker import ROOT, Ledger, ReplicaState, TaskTracker
+from meshpoint.demo.tracker import ROOT, Kill, KillPlanner, Ledger, ReplicaState, TaskTracker
 from meshpoint.model.error_text import quantity
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.outcomes import Failed

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from meshpoint.demo import run
-from meshpoint.demo.kills import KillPlanner
 from meshpoint.demo.screen import render
-from meshpoint.demo.tracker import Ledger, ReplicaState, TaskTracker
+from meshpoint.demo.tracker import KillPlanner, Ledger, ReplicaState, TaskTracker
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 
