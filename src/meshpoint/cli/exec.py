@@ -244,7 +244,7 @@ def _load(
 ) -> tuple[ExecConfig, SessionSpec]:
     from meshpoint.agents.entrypoint import load_agent
     from meshpoint.exec.embedded import ExecConfig
-    from meshpoint.exec.flow_sources import read_sources
+    from meshpoint.exec.flows import read_sources
     from meshpoint.exec.session import NO_EXPIRY, SessionSpec
     from meshpoint.ports.agent import get_plan
 

@@ -21,7 +21,7 @@ from meshpoint.cli.output import (
 from meshpoint.errors import OperationNotFound
 
 if TYPE_CHECKING:
-    from meshpoint.exec.flow_versions import FlowVersions
+    from meshpoint.exec.flows import FlowVersions
     from meshpoint.exec.session import AttemptRecord, Session
     from meshpoint.exec.sessions import SessionStore
 
@@ -114,7 +114,7 @@ def show_flow(
     as_json: sources.AsJson = False,
 ) -> None:
     """Show a version of the flow that attempts of a session ran."""
-    from meshpoint.exec.flow_versions import diff_sources
+    from meshpoint.exec.flows import diff_sources
     from meshpoint.exec.sessions import SessionStore
 
     sessions = SessionStore(home_dir)

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from meshpoint.errors import SessionLocked
 from meshpoint.exec.checkpoint_file import CheckpointDocument
 from meshpoint.exec.embedded import ExecConfig
-from meshpoint.exec.flow_sources import StepFunctions
+from meshpoint.exec.flows import StepFunctions
 from meshpoint.exec.importing import restore_records
 from meshpoint.exec.session import AttemptStatus, Session, SessionSpec
 from meshpoint.exec.sessions import SessionStore, check_entrypoint

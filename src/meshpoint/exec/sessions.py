@@ -24,7 +24,7 @@ from meshpoint.errors import (
     OperationNotFound,
     SessionLocked,
 )
-from meshpoint.exec.flow_versions import FlowSources, FlowVersions
+from meshpoint.exec.flows import FlowSources, FlowVersions
 from meshpoint.exec.locks import FileLock, read_holder
 from meshpoint.exec.report import StepReport
 from meshpoint.exec.session import (

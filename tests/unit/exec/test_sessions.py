@@ -19,7 +19,7 @@ from meshpoint.errors import (
     OperationNotFound,
     SessionLocked,
 )
-from meshpoint.exec.flow_versions import FlowVersions
+from meshpoint.exec.flows import FlowVersions
 from meshpoint.exec.locks import FileLock, read_holder
 from meshpoint.exec.report import StepReport, StepStatus
 from meshpoint.exec.session import AttemptStatus, ExecInput, Session, SessionSpec
