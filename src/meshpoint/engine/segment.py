@@ -42,7 +42,7 @@ from meshpoint.ports.broker import Delivery
 from meshpoint.subtasks.migrating import migrate_checkpoint
 from meshpoint.subtasks.runner import AWAIT_HINT, ClosedTools, OperationAttempt, Subtasks
 from meshpoint.subtasks.step_runner import StepRunner
-from meshpoint.working_memory.memory_ref import MemoryRef
+from meshpoint.working_memory.snapshots import MemoryRef
 from meshpoint.working_memory.task_memory import TaskMemory
 
 log = logging.getLogger("meshpoint.run")

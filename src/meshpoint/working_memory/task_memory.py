@@ -22,14 +22,13 @@ from meshpoint.model.memory import Answer, Command, MemoryRecovery, Owner
 from meshpoint.model.steps import current_step
 from meshpoint.ports.working_memory import ReportProblem, SnapshotStore, WorkingMemory
 from meshpoint.working_memory.digests import EMPTY_FINGERPRINT
-from meshpoint.working_memory.memory_ref import MemoryRef
 from meshpoint.working_memory.recovery import (
     UNRECOVERABLE,
     DualRecoveryStrategy,
     FetchSnapshot,
     RecoveredMemory,
 )
-from meshpoint.working_memory.snapshots import L1CacheSnapshotter, Snapshot
+from meshpoint.working_memory.snapshots import L1CacheSnapshotter, MemoryRef, Snapshot
 from meshpoint.working_memory.states import (
     Clearing,
     InDoubt,

@@ -15,7 +15,7 @@ from meshpoint.model.subtasks import MemoryWrite
 from meshpoint.model.tasks import L1Snapshot
 from meshpoint.testing.clock import FakeClock
 from meshpoint.working_memory.digests import EMPTY_FINGERPRINT, fingerprint
-from meshpoint.working_memory.memory_ref import MemoryRef
+from meshpoint.working_memory.snapshots import MemoryRef
 from meshpoint.working_memory.task_memory import MemoryServices, TaskMemory
 from meshpoint.working_memory.write_log import encode_writes
 

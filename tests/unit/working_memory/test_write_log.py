@@ -7,7 +7,7 @@ import pytest
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.memory import Answer, Command
 from meshpoint.model.subtasks import AgentCheckpoint
-from meshpoint.working_memory.memory_ref import MemoryRef
+from meshpoint.working_memory.snapshots import MemoryRef
 from meshpoint.working_memory.write_log import (
     MemoryWriteLog,
     WritePosition,
