@@ -37,9 +37,9 @@ from meshpoint.model.context import A2AContext, TaskExecutionContext
 from meshpoint.model.log_context import LogContextFilter
 from meshpoint.model.memory import MemoryRecovery, MemorySource
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
+from meshpoint.model.recorded_work import step
 from meshpoint.model.retry_policy import Duration, RetryPolicy
 from meshpoint.model.secrets import Secret
-from meshpoint.model.steps import step
 from meshpoint.model.subtasks import SubtaskProgress
 from meshpoint.model.usage import Tokens, TokenUsage
 from meshpoint.ports.agent import DurableAgent

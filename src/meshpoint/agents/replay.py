@@ -12,8 +12,8 @@ from meshpoint.model.calls import Join, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.context_runtime import UnsentCall
 from meshpoint.model.outcomes import Failed, Ok
+from meshpoint.model.recorded_work import current_subtask
 from meshpoint.model.snapshot import rewind, set_usage, snapshot
-from meshpoint.model.subtask_mixin import current_subtask
 from meshpoint.model.tasks import CheckpointDict
 
 

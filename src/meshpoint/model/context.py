@@ -27,8 +27,7 @@ from meshpoint.model.ids import TaskId
 from meshpoint.model.json_values import JsonDict, JsonList, check_json
 from meshpoint.model.messages import Address
 from meshpoint.model.peer_calls_mixin import PeerCallsMixin
-from meshpoint.model.steps import StepMixin
-from meshpoint.model.subtask_mixin import SubtaskMixin
+from meshpoint.model.recorded_work import RecordedWorkMixin
 from meshpoint.model.tasks import CheckpointDict
 from meshpoint.model.usage import TokenUsage
 
@@ -109,7 +108,7 @@ def _to_storable(text: str | None, *, name: str) -> str | None:
     return None if text is None else make_storable(text)
 
 
-class TaskExecutionContext(PeerCallsMixin, StepMixin, SubtaskMixin, MemoryMixin):
+class TaskExecutionContext(PeerCallsMixin, RecordedWorkMixin, MemoryMixin):
     """One task's execution context.
 
     A pause keeps what `to_checkpoint_dict` returns. `cancelled` and the status reporter are

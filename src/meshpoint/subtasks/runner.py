@@ -23,8 +23,8 @@ from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.context_runtime import ContextRuntime
 from meshpoint.model.events import Step
 from meshpoint.model.json_values import check_json
+from meshpoint.model.recorded_work import current_subtask, subtask_scope
 from meshpoint.model.secrets import remove_secrets
-from meshpoint.model.subtask_mixin import current_subtask, subtask_scope
 from meshpoint.model.subtasks import (
     AgentCheckpoint,
     Child,

@@ -23,10 +23,9 @@ from meshpoint.model.context_runtime import ContextRuntime
 from meshpoint.model.declared_type import TypeMismatch
 from meshpoint.model.error_text import exception_message
 from meshpoint.model.events import Step
+from meshpoint.model.recorded_work import current_subtask, nesting_problem, run_step, step_scope
 from meshpoint.model.secrets import mask_secrets
 from meshpoint.model.snapshot import apply_diff
-from meshpoint.model.steps import nesting_problem, run_step, step_scope
-from meshpoint.model.subtask_mixin import current_subtask
 from meshpoint.ports.observer import Steps
 from meshpoint.subtasks.deliverable import DeliverableCodec
 from meshpoint.subtasks.records import ContextChanges

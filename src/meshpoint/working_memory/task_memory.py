@@ -19,7 +19,7 @@ from meshpoint.errors import (
     MemoryUnavailable,
 )
 from meshpoint.model.memory import Answer, Command, MemoryRecovery, Owner
-from meshpoint.model.steps import current_step
+from meshpoint.model.recorded_work import current_step
 from meshpoint.ports.working_memory import ReportProblem, SnapshotStore, WorkingMemory
 from meshpoint.working_memory.digests import EMPTY_FINGERPRINT
 from meshpoint.working_memory.recovery import (

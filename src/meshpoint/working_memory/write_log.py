@@ -19,7 +19,7 @@ from typing import TypeAlias, cast
 from pydantic_core import from_json, to_json
 
 from meshpoint.model.memory import Answer, Command
-from meshpoint.model.subtask_mixin import current_subtask
+from meshpoint.model.recorded_work import current_subtask
 from meshpoint.model.subtasks import MemoryWrite
 
 WritePosition: TypeAlias = tuple[int, int | str, str]

@@ -12,8 +12,8 @@ from meshpoint.errors import AgentMisbehaved, ConfigurationError, MemoryUnavaila
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import FailureKind
+from meshpoint.model.recorded_work import step
 from meshpoint.model.retry_policy import RetryPolicy
-from meshpoint.model.steps import step
 
 AT_ONCE = RetryPolicy(max_attempts=3, initial_interval=0)
 
