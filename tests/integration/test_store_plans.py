@@ -277,6 +277,7 @@ def _create_store(url: str, *, fast_path: bool = True) -> SqlStore:
         checkpoint_history=1,
         checkpoint_archive=True,
         pool_size=1,
+        transaction_timeout=HOUR,  # reading the plans takes time within transactions
         fast_path=fast_path,
     )
 
