@@ -23,8 +23,9 @@ from meshpoint.exec.session import AttemptStatus, Session, SessionSpec
 from meshpoint.exec.sessions import SessionStore, check_entrypoint
 from meshpoint.model.operations import OperationStatus
 from meshpoint.model.subtasks import SubtaskRecord, SubtaskStatus
-from meshpoint.subtasks.dependencies import describe_change, version_with_uses
+from meshpoint.subtasks.dependencies import version_with_uses
 from meshpoint.subtasks.migrating import migrate_checkpoint
+from meshpoint.subtasks.validity import describe_change
 
 _INPUT_CHANGED = "unless an argument differs: the input has changed"
 _FLOW_CHANGED = "unless an argument differs: the flow has changed"

@@ -32,6 +32,8 @@ COMPUTED_VERSIONS = ("src:", "code:")
 """How the version of a function begins if it was computed from its code."""
 USES = " uses "
 """In a computed version, follows the function's own and precedes digests of what it uses."""
+ALL_USES = "*"
+"""The name of a digest of everything that a function with many uses uses."""
 
 MAX_OPEN_PROGRESS = 99.0
 """Percentage of an operation whose subtasks are all completed, but which has not ended yet."""

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
-from meshpoint.model.subtasks import COMPUTED_VERSIONS, USES, split_uses
+from meshpoint.model.subtasks import ALL_USES, COMPUTED_VERSIONS, USES
 from meshpoint.subtasks.inputs import try_digest
 from meshpoint.subtasks.module_source import ModuleSource, read_module
 from meshpoint.subtasks.versions import (
@@ -46,8 +46,6 @@ _MAX_NAMES = 12
 _DIGEST_LENGTH = 8
 _MAX_LAYERS = 50
 """Maximum wrappers to follow, because an object may claim to wrap others endlessly."""
-_ALL = "*"
-_FUNCTION_CHANGED = "its function has changed"
 
 
 def version_with_uses(function: Callable[..., Any]) -> str:
@@ -57,41 +55,9 @@ def version_with_uses(function: Callable[..., Any]) -> str:
         return own
     uses = _find_uses(function)
     if len(uses) > _MAX_NAMES:
-        uses = {_ALL: digest_text(repr(sorted(uses.items())))}
+        uses = {ALL_USES: digest_text(repr(sorted(uses.items())))}
     listed = (f"{name}={digest[:_DIGEST_LENGTH]}" for name, digest in sorted(uses.items()))
     return f"{own}{USES}{' '.join(listed)}"
-
-
-def describe_change(recorded: str, current: str) -> str | None:
-    """Describe how two results of `version_with_uses` differ; `None` if they count as equal.
-
-    The previous release did not record what a function uses. Such a record counts as equal.
-    """
-    if recorded == current:
-        return None
-    (own, uses), (current_own, current_uses) = split_uses(recorded), split_uses(current)
-    if own != current_own:
-        return _FUNCTION_CHANGED
-    if uses is None:
-        return None
-    before, after = _parse_uses(uses), _parse_uses(current_uses or "")
-    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    if not changed:
-        return _FUNCTION_CHANGED
-    if _ALL in changed:
-        return "a helper or a constant that it uses has changed"
-    *first, last = map(repr, sorted(changed))
-    return (
-        f"{', '.join(first)} and {last}, which it uses, have changed"
-        if first
-        else f"{last}, which it uses, has changed"
-    )
-
-
-def _parse_uses(text: str) -> dict[str, str]:
-    """Return the digest of each name. Accepts any text, because a record may hold anything."""
-    parts = (item.partition("=") for item in text.split())
-    return {name: digest for name, _, digest in parts}
 
 
 def _find_uses(function: Callable[..., Any]) -> dict[str, str]:

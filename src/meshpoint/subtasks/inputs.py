@@ -105,28 +105,6 @@ def try_digest(value: object) -> str | None:
         return None
 
 
-def describe_difference(recorded: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """Describe how two results of `input_digests` differ; `None` if they are equal."""
-    changes = (
-        (
-            [key for key in recorded if key in now and recorded[key] != now[key]],
-            "differs",
-            "differ",
-        ),
-        ([key for key in now if key not in recorded], "is new", "are new"),
-        ([key for key in recorded if key not in now], "is gone", "are gone"),
-    )
-    parts = [_format_change(keys, one, several) for keys, one, several in changes if keys]
-    return "; ".join(parts) or None
-
-
-def _format_change(keys: list[str], singular: str, plural: str) -> str:
-    *first, last = map(repr, keys)
-    return (
-        f"inputs {', '.join(first)} and {last} {plural}" if first else f"input {last} {singular}"
-    )
-
-
 def _bound_arguments(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, bool]]:

@@ -16,12 +16,17 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from meshpoint.model.declared_type import TypeMismatch
-from meshpoint.model.subtasks import Child, SubtaskRecord, SubtaskStatus
-from meshpoint.subtasks.dependencies import describe_change
-from meshpoint.subtasks.inputs import describe_difference
+from meshpoint.model.subtasks import (
+    ALL_USES,
+    Child,
+    SubtaskRecord,
+    SubtaskStatus,
+    split_uses,
+)
 
 MAX_NAME_LENGTH = 100
 """Characters."""
+_FUNCTION_CHANGED = "its function has changed"
 
 Records: TypeAlias = Mapping[str, SubtaskRecord]
 """A task's records by name, in the order in which the subtasks first began."""
@@ -250,6 +255,60 @@ def _find_input_difference(record: SubtaskRecord, requested: SubtaskRecord) -> s
     if record.function is None and not record.inputs:
         return None  # a migration has accepted it
     return describe_difference(record.inputs, requested.inputs)
+
+
+def describe_change(recorded: str, current: str) -> str | None:
+    """Describe how two results of `version_with_uses` differ; `None` if they count as equal.
+
+    The previous release did not record what a function uses. Such a record counts as equal.
+    """
+    if recorded == current:
+        return None
+    (own, uses), (current_own, current_uses) = split_uses(recorded), split_uses(current)
+    if own != current_own:
+        return _FUNCTION_CHANGED
+    if uses is None:
+        return None
+    before, after = _parse_uses(uses), _parse_uses(current_uses or "")
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if not changed:
+        return _FUNCTION_CHANGED
+    if ALL_USES in changed:
+        return "a helper or a constant that it uses has changed"
+    *first, last = map(repr, sorted(changed))
+    return (
+        f"{', '.join(first)} and {last}, which it uses, have changed"
+        if first
+        else f"{last}, which it uses, has changed"
+    )
+
+
+def _parse_uses(text: str) -> dict[str, str]:
+    """Return the digest of each name. Accepts any text, because a record may hold anything."""
+    parts = (item.partition("=") for item in text.split())
+    return {name: digest for name, _, digest in parts}
+
+
+def describe_difference(recorded: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """Describe how two results of `input_digests` differ; `None` if they are equal."""
+    changes = (
+        (
+            [key for key in recorded if key in now and recorded[key] != now[key]],
+            "differs",
+            "differ",
+        ),
+        ([key for key in now if key not in recorded], "is new", "are new"),
+        ([key for key in recorded if key not in now], "is gone", "are gone"),
+    )
+    parts = [_format_change(keys, one, several) for keys, one, several in changes if keys]
+    return "; ".join(parts) or None
+
+
+def _format_change(keys: list[str], singular: str, plural: str) -> str:
+    *first, last = map(repr, keys)
+    return (
+        f"inputs {', '.join(first)} and {last} {plural}" if first else f"input {last} {singular}"
+    )
 
 
 def _judge_held(

@@ -26,7 +26,8 @@ from meshpoint.errors import SubtaskRefused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import TaskId
 from meshpoint.model.json_values import MAX_DEPTH, check_json
-from meshpoint.subtasks.inputs import describe_difference, input_digests
+from meshpoint.subtasks.inputs import input_digests
+from meshpoint.subtasks.validity import describe_difference
 
 
 def digest_of(value: object) -> str:

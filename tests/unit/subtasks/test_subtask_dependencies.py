@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from meshpoint.subtasks import module_source
-from meshpoint.subtasks.dependencies import describe_change, version_with_uses
+from meshpoint.subtasks.dependencies import version_with_uses
+from meshpoint.subtasks.validity import describe_change
 from meshpoint.subtasks.versions import version_of
 
 MODULE = '''
