@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from pydantic import JsonValue
 
@@ -14,8 +14,10 @@ from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.outcomes import Outcome
 from meshpoint.model.subtasks import Child
 from meshpoint.model.tasks import CheckpointDict, PlannedCall, Requester, Run
-from meshpoint.model.transitions import Pause
 from meshpoint.model.usage import TokenUsage
+
+if TYPE_CHECKING:
+    from meshpoint.model.transitions import Pause
 
 DIFFERENT_REQUESTER = "it was requested by another agent"
 DIFFERENT_INPUT = "it was requested with a different input"
