@@ -18,7 +18,7 @@ from meshpoint.model.tasks import Run
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.subtasks.checkpointer import AgentCheckpointer
-from meshpoint.working_memory.task_memory import MemoryServices
+from meshpoint.working_memory.snapshots import MemoryServices
 
 
 class StartupGrace:

@@ -33,7 +33,7 @@ from meshpoint.ports.observer import Observer, Steps
 from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.subtasks.checkpointer import AgentCheckpointer
-from meshpoint.working_memory.task_memory import MemoryServices
+from meshpoint.working_memory.snapshots import MemoryServices
 
 _T = TypeVar("_T")
 

@@ -1,7 +1,11 @@
-"""Read L1 for each checkpoint, store snapshots of it, and refer to them from the checkpoint."""
+"""Snapshots of L1: taken and stored with each checkpoint, which refers to them.
+
+`MemoryServices` has all that the memories of one replica share.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -12,12 +16,12 @@ from meshpoint.errors import (
     MemoryRefused,
     MemoryUnavailable,
 )
-from meshpoint.model.memory import Item, MemoryContents, Owner, PackedSnapshot
+from meshpoint.model.memory import Item, MemoryContents, MemoryRecovery, Owner, PackedSnapshot
 from meshpoint.model.subtasks import AgentCheckpoint, MemoryWrite
 from meshpoint.own_threads import run_in_own_thread
 from meshpoint.ports.working_memory import ReportProblem, SnapshotStore, WorkingMemory
 from meshpoint.working_memory.packing import pack, size_of, to_bytes
-from meshpoint.working_memory.recovery import UNREADABLE_PREFIX
+from meshpoint.working_memory.recovery import UNREADABLE_PREFIX, DualRecoveryStrategy
 from meshpoint.working_memory.write_log import encode_writes
 
 _MIN_THREAD_BYTES = 256 * 1024
@@ -192,6 +196,50 @@ class L1CacheSnapshotter:
             self._report_problem(agent_id, "not_kept", str(error))
             return False
         return True
+
+
+class L1TTLManager:
+    """Extends the TTL of a paused task's memory: two weeks by default, instead of one day.
+
+    An expired memory is restored from its snapshot, so a failure is only reported.
+    """
+
+    def __init__(self, l1: WorkingMemory, report_problem: ReportProblem) -> None:
+        self._l1, self._report_problem = l1, report_problem
+
+    async def extend_ttl_on_pause(self, owner: Owner) -> None:
+        """Extend the TTL of a paused task's memory.
+
+        The next segment sets the normal TTL again when it adopts the memory.
+        """
+        try:
+            await self._l1.retain(owner, paused=True)
+        except (MemoryUnavailable, MemoryFenced) as error:
+            self._report_problem(owner.agent_id, "not_retained", str(error))
+
+
+class MemoryServices:
+    """What the memories of all tasks of one replica share.
+
+    `keep_completed` keeps the memory of completed tasks until it expires. `on_recovered` is called
+    for each recovery.
+    """
+
+    def __init__(
+        self,
+        l1: WorkingMemory,
+        snapshots: SnapshotStore | None,
+        *,
+        max_bytes: int,
+        keep_completed: bool,
+        report_problem: ReportProblem,
+        on_recovered: Callable[[str, MemoryRecovery], None],
+    ) -> None:
+        self.l1, self.snapshots, self.keep_completed = l1, snapshots, keep_completed
+        self.report_problem, self.on_recovered = report_problem, on_recovered
+        self.recovery = DualRecoveryStrategy(l1, snapshots, report_problem)
+        self.snapshotter = L1CacheSnapshotter(l1, snapshots, max_bytes, report_problem)
+        self.ttl = L1TTLManager(l1, report_problem)
 
 
 def _check_complete(contents: MemoryContents, owner: Owner, seen: int) -> None:

@@ -20,15 +20,14 @@ from meshpoint.errors import (
 )
 from meshpoint.model.memory import Answer, Command, MemoryRecovery, Owner
 from meshpoint.model.recorded_work import current_step
-from meshpoint.ports.working_memory import ReportProblem, SnapshotStore, WorkingMemory
+from meshpoint.ports.working_memory import WorkingMemory
 from meshpoint.working_memory.digests import EMPTY_FINGERPRINT
 from meshpoint.working_memory.recovery import (
     UNRECOVERABLE,
-    DualRecoveryStrategy,
     FetchSnapshot,
     RecoveredMemory,
 )
-from meshpoint.working_memory.snapshots import L1CacheSnapshotter, MemoryRef, Snapshot
+from meshpoint.working_memory.snapshots import MemoryRef, MemoryServices, Snapshot
 from meshpoint.working_memory.states import (
     Clearing,
     InDoubt,
@@ -51,50 +50,6 @@ from meshpoint.working_memory.write_log import (
 T = TypeVar("T")
 
 _CLEAR = (Command("CLEAR", ""),)
-
-
-class L1TTLManager:
-    """Extends the TTL of a paused task's memory: two weeks by default, instead of one day.
-
-    An expired memory is restored from its snapshot, so a failure is only reported.
-    """
-
-    def __init__(self, l1: WorkingMemory, report_problem: ReportProblem) -> None:
-        self._l1, self._report_problem = l1, report_problem
-
-    async def extend_ttl_on_pause(self, owner: Owner) -> None:
-        """Extend the TTL of a paused task's memory.
-
-        The next segment sets the normal TTL again when it adopts the memory.
-        """
-        try:
-            await self._l1.retain(owner, paused=True)
-        except (MemoryUnavailable, MemoryFenced) as error:
-            self._report_problem(owner.agent_id, "not_retained", str(error))
-
-
-class MemoryServices:
-    """What the memories of all tasks of one replica share.
-
-    `keep_completed` keeps the memory of completed tasks until it expires. `on_recovered` is called
-    for each recovery.
-    """
-
-    def __init__(
-        self,
-        l1: WorkingMemory,
-        snapshots: SnapshotStore | None,
-        *,
-        max_bytes: int,
-        keep_completed: bool,
-        report_problem: ReportProblem,
-        on_recovered: Callable[[str, MemoryRecovery], None],
-    ) -> None:
-        self.l1, self.snapshots, self.keep_completed = l1, snapshots, keep_completed
-        self.report_problem, self.on_recovered = report_problem, on_recovered
-        self.recovery = DualRecoveryStrategy(l1, snapshots, report_problem)
-        self.snapshotter = L1CacheSnapshotter(l1, snapshots, max_bytes, report_problem)
-        self.ttl = L1TTLManager(l1, report_problem)
 
 
 class TaskMemory:

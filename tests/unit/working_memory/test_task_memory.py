@@ -15,8 +15,8 @@ from meshpoint.model.subtasks import MemoryWrite
 from meshpoint.model.tasks import L1Snapshot
 from meshpoint.testing.clock import FakeClock
 from meshpoint.working_memory.digests import EMPTY_FINGERPRINT, fingerprint
-from meshpoint.working_memory.snapshots import MemoryRef
-from meshpoint.working_memory.task_memory import MemoryServices, TaskMemory
+from meshpoint.working_memory.snapshots import MemoryRef, MemoryServices
+from meshpoint.working_memory.task_memory import TaskMemory
 from meshpoint.working_memory.write_log import encode_writes
 
 from .items import AGENT_ID, ITEMS, create_owner
