@@ -5,17 +5,15 @@ A copy is a format marker byte and the checkpoint as JSON, sealed by `seal`.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Unpack
 
 import zstandard
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from meshpoint.adapters.redis.connection import RedisConnection
+from meshpoint.adapters.redis.connection import RedisConnection, RequestLimits
 from meshpoint.adapters.redis.seal import Seal, Secret
 from meshpoint.errors import CheckpointError
 from meshpoint.model.ids import AgentName, TaskId
@@ -24,6 +22,7 @@ from meshpoint.own_threads import run_in_own_thread
 from meshpoint.ports.task_store import CacheUnavailable
 
 _MAX_CONNECTIONS = 4
+_TIMEOUT = timedelta(milliseconds=500)
 _PLAIN, _ZSTD = b"\x02", b"\x03"
 """The previous release writes 0 and 1, and its copies lack a part of the checkpoint.
 
@@ -46,11 +45,7 @@ class RedisCheckpointCache:
     Args:
         secret: returns the key that authenticates copies. A copy written without it is never used.
         ttl: how long a copy is kept after it was written.
-        timeout: limit for one request.
-        retry_after: after a failed request, how long Redis is not used. Then one request tries it
-            while all others are still refused.
-        clock: returns seconds.
-        make_timeout: limits a request, in seconds.
+        limits: when requests to Redis fail.
 
     Raises:
         ConfigurationError: `url` is not a Redis URL.
@@ -63,20 +58,14 @@ class RedisCheckpointCache:
         namespace: str,
         secret: Secret,
         ttl: timedelta = timedelta(days=7),
-        timeout: timedelta = timedelta(milliseconds=500),
-        retry_after: timedelta = timedelta(seconds=5),
-        clock: Callable[[], float] = time.monotonic,
-        make_timeout: Callable[[float], asyncio.Timeout] = asyncio.timeout,
+        **limits: Unpack[RequestLimits],
     ) -> None:
         self._connection = RedisConnection(
             url,
             setting="agent.checkpoint_cache_url",
             unavailable=CacheUnavailable,
-            timeout=timeout,
-            retry_after=retry_after,
-            clock=clock,
             connections=_MAX_CONNECTIONS,
-            make_timeout=make_timeout,
+            **(RequestLimits(timeout=_TIMEOUT) | limits),
         )
         self._namespace = namespace
         self._seal = Seal(secret, CacheUnavailable)

@@ -6,10 +6,11 @@ A caller waits for at most one timeout. After a failure, further callers fail at
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 from urllib.parse import parse_qs, urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -42,12 +43,30 @@ _URL_OPTIONS = frozenset(
 )  # fmt: skip
 """Options that a URL may set. Others of the driver's options take objects, not text."""
 
+_DEFAULT_LIMIT = timedelta(seconds=5)
 _PROBE_SCRIPT = "return redis.call('SET', KEYS[1], '', 'PX', 1)"
 _EMPTY_SCRIPT = "return 1"
 
 # uvloop raises RuntimeError for a transport that was closed between two awaits. The driver raises
 # ValueError if the server is not a Redis.
 _DRIVER_ERRORS = (RedisError, OSError, RuntimeError, ValueError, EOFError)
+
+
+class RequestLimits(TypedDict, total=False):
+    """When requests to a Redis fail.
+
+    Attributes:
+        timeout: limit for one request; 5 seconds unless the caller says otherwise.
+        retry_after: after a failed request, how long Redis is not used, by default 5 seconds. Then
+            one request tries it while all others are still refused.
+        clock: returns seconds.
+        make_timeout: limits a request, in seconds.
+    """
+
+    timeout: timedelta
+    retry_after: timedelta
+    clock: Callable[[], float]
+    make_timeout: Callable[[float], asyncio.Timeout]
 
 
 class RedisConnection:
@@ -58,11 +77,8 @@ class RedisConnection:
     Args:
         setting: configuration key of the URL, named in errors.
         unavailable: exception class to raise if Redis does not answer.
-        timeout: limit for one request.
-        retry_after: after a failed request, how long Redis is not used. Then one request tries it
-            while all others are still refused.
-        clock: returns seconds.
-        make_timeout: limits a request, in seconds.
+        connections: maximum number of connections.
+        limits: when requests fail.
 
     Raises:
         ConfigurationError: `url` is not a Redis URL.
@@ -74,19 +90,16 @@ class RedisConnection:
         *,
         setting: str,
         unavailable: type[Unavailable],
-        timeout: timedelta,
-        retry_after: timedelta,
-        clock: Callable[[], float],
         connections: int,
-        make_timeout: Callable[[float], asyncio.Timeout] = asyncio.timeout,
+        **limits: Unpack[RequestLimits],
     ) -> None:
         self._redis = Redis.from_pool(_pool(url, setting, connections))
         self._setting = setting
         self._unavailable = unavailable
-        self._timeout = timeout.total_seconds()
-        self._retry_after = retry_after.total_seconds()
-        self._clock = clock
-        self._make_timeout = make_timeout
+        self._timeout = limits.get("timeout", _DEFAULT_LIMIT).total_seconds()
+        self._retry_after = limits.get("retry_after", _DEFAULT_LIMIT).total_seconds()
+        self._clock = limits.get("clock", time.monotonic)
+        self._make_timeout = limits.get("make_timeout", asyncio.timeout)
         self._retry_at: float | None = None  # set while the circuit is open
         self._last_error = ""  # the failure that opened it
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from time import monotonic
 from typing import Any
 
 from redis.asyncio import Redis
@@ -32,7 +31,6 @@ class RedisInspection:
             unavailable=Unavailable,
             timeout=timeout,
             retry_after=timedelta(),
-            clock=monotonic,
             connections=1,
         )
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, Unpack
 
 from redis.exceptions import NoScriptError
 
 from meshpoint.adapters.redis import script_calls
-from meshpoint.adapters.redis.connection import RedisConnection
+from meshpoint.adapters.redis.connection import RedisConnection, RequestLimits
 from meshpoint.adapters.redis.script_calls import ScriptCall, ScriptReply, decode_name
 from meshpoint.adapters.redis.scripts import APPEND_CHUNKS, GET_DIGEST, GET_SNAPSHOT, PUT_SNAPSHOT
 from meshpoint.adapters.redis.seal import CODE_BYTES, Seal, Secret
@@ -49,10 +47,7 @@ class RedisSnapshotStore:
             never used.
         max_bytes: maximum size of a snapshot.
         ttl: how long a snapshot is kept after it was written.
-        timeout: limit for one request.
-        retry_after: after a failed request, how long Redis is not used.
-        clock: returns seconds.
-        make_timeout: limits a request, in seconds.
+        limits: when requests to Redis fail.
 
     Raises:
         ConfigurationError: `url` is not a Redis URL.
@@ -66,20 +61,14 @@ class RedisSnapshotStore:
         secret: Secret,
         max_bytes: int = _MAX_SNAPSHOT_BYTES,
         ttl: timedelta = timedelta(days=14),
-        timeout: timedelta = timedelta(seconds=5),
-        retry_after: timedelta = timedelta(seconds=5),
-        clock: Callable[[], float] = time.monotonic,
-        make_timeout: Callable[[float], asyncio.Timeout] = asyncio.timeout,
+        **limits: Unpack[RequestLimits],
     ) -> None:
         self._connection = RedisConnection(
             url,
             setting="agent.memory_snapshot_url",
             unavailable=MemoryUnavailable,
-            timeout=timeout,
-            retry_after=retry_after,
-            clock=clock,
             connections=_MAX_CONNECTIONS,
-            make_timeout=make_timeout,
+            **limits,
         )
         self._namespace = namespace
         self._seal = Seal(secret, MemoryUnavailable)

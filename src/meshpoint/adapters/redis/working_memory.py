@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeAlias
+from typing import TypeAlias, Unpack
 
 from redis.exceptions import NoScriptError
 
 from meshpoint.adapters.redis import script_calls
-from meshpoint.adapters.redis.connection import RedisConnection
+from meshpoint.adapters.redis.connection import RedisConnection, RequestLimits
 from meshpoint.adapters.redis.script_calls import (
     ScriptCall,
     ScriptReply,
@@ -104,10 +102,7 @@ class RedisWorkingMemory:
 
     Args:
         max_bytes: maximum bytes of a memory to read at once, counting eight extra per element.
-        timeout: limit for one request.
-        retry_after: after a failed request, how long Redis is not used.
-        clock: returns seconds.
-        make_timeout: limits a request, in seconds.
+        limits: when requests to Redis fail.
 
     Raises:
         ConfigurationError: `url` is not a Redis URL.
@@ -121,20 +116,14 @@ class RedisWorkingMemory:
         max_bytes: int = _MAX_MEMORY_BYTES,
         active_ttl: timedelta = timedelta(hours=24),
         paused_ttl: timedelta = timedelta(days=14),
-        timeout: timedelta = timedelta(seconds=5),
-        retry_after: timedelta = timedelta(seconds=5),
-        clock: Callable[[], float] = time.monotonic,
-        make_timeout: Callable[[float], asyncio.Timeout] = asyncio.timeout,
+        **limits: Unpack[RequestLimits],
     ) -> None:
         self._connection = RedisConnection(
             url,
             setting="agent.memory_url",
             unavailable=MemoryUnavailable,
-            timeout=timeout,
-            retry_after=retry_after,
-            clock=clock,
             connections=_MAX_CONNECTIONS,
-            make_timeout=make_timeout,
+            **limits,
         )
         self._namespace = namespace
         self._max_bytes = max_bytes
