@@ -79,17 +79,13 @@ class TaskHasNoRow:
 
 @dataclass(frozen=True, slots=True)
 class TaskReleased:
-    """Any replica may acquire the task."""
+    """Any replica may acquire the task.
+
+    With `parked_reason`, only another version of the agent may, unless a person offers it again.
+    """
 
     backend: Backend
-
-
-@dataclass(frozen=True, slots=True)
-class TaskParked:
-    """Only another version of the agent may acquire the task, unless a person offers it again."""
-
-    backend: Backend
-    reason: str
+    parked_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +110,6 @@ Committed: TypeAlias = (
     | TaskEnded
     | TaskHasNoRow
     | TaskReleased
-    | TaskParked
     | TaskRescheduled
     | TaskNotStored
     | TaskLost
@@ -291,7 +286,7 @@ class Commits:
         command = Release(segment.run, parked_reason=reason, version=self._runtime.replica.version)
         if not await release(backend, command, reason, self._runtime):
             return TaskLost()
-        return TaskParked(backend, reason)
+        return TaskReleased(backend, reason)
 
     def _is_past_deadline(self, segment: Segment) -> bool:
         return segment.requester.is_overdue(self._runtime.clock.now())

@@ -149,30 +149,28 @@ class _ContainingTaskFactory:
         return asyncio.Task(coro, loop=loop, **options)
 
 
-class Containment:
-    """Controls how long exits are contained."""
-
-    def __init__(self) -> None:
-        self.is_permanent = False
-
-    def make_permanent(self) -> None:
-        """Contain exits until the event loop ends, because some code is still running."""
-        self.is_permanent = True
-
-
 @contextmanager
-def contain_exits() -> Iterator[Containment]:
-    """Contain exits in tasks that agent code starts on the running event loop."""
+def contain_exits() -> Iterator[Callable[[], None]]:
+    """Contain exits in tasks that agent code starts on the running event loop.
+
+    Call the yielded function to contain exits until the event loop ends, because some code is
+    still running.
+    """
     loop = asyncio.get_running_loop()
     factory: Any = loop.get_task_factory()
     if not isinstance(factory, _ContainingTaskFactory):
         factory = _ContainingTaskFactory(factory)
         loop.set_task_factory(factory)
     factory.users += 1
-    containment = Containment()
+    is_permanent = False
+
+    def make_permanent() -> None:
+        nonlocal is_permanent
+        is_permanent = True
+
     try:
-        yield containment
+        yield make_permanent
     finally:
-        factory.users -= not containment.is_permanent
+        factory.users -= not is_permanent
         if not factory.users and cast(Any, loop.get_task_factory()) is factory:
             loop.set_task_factory(factory.previous)

@@ -24,7 +24,6 @@ from meshpoint.engine.commit import (
     TaskHasNoRow,
     TaskLost,
     TaskNotStored,
-    TaskParked,
     TaskPaused,
     TaskReleased,
     TaskRescheduled,
@@ -107,7 +106,7 @@ class Settlement:
                 await self._clean_up(segment, backend, reply, committed.final_checkpoint)
             case TaskHasNoRow(reply=reply, outcome=outcome):
                 await self._answer(segment, reply, outcome)
-            case TaskReleased() | TaskParked():
+            case TaskReleased():
                 await self._announce_release(segment, committed)
                 await self.ack(segment)
             case TaskRescheduled(may_be_ready=may_be_ready):
@@ -206,18 +205,14 @@ class Settlement:
                 return not is_same_agent or relation is not Relation.SAME_REQUEST
         return False
 
-    async def _announce_release(
-        self, segment: Segment, committed: TaskReleased | TaskParked
-    ) -> None:
+    async def _announce_release(self, segment: Segment, committed: TaskReleased) -> None:
         """Offer the task to other replicas, and report that it is parked."""
-        if isinstance(committed, TaskParked):
+        if (reason := committed.parked_reason) is not None:
             task_id, store = segment.run.task_id, committed.backend.store
             found = await self._runtime.retry.until_available(lambda: store.task(task_id))
             if found is not None and found[0].state is TaskState.PARKED:  # not cancelled meanwhile
                 version = self._runtime.replica.version
-                self._runtime.steps.emit(
-                    Step.PARKED, task_id, reason=committed.reason, version=version
-                )
+                self._runtime.steps.emit(Step.PARKED, task_id, reason=reason, version=version)
         await self._dispatcher.publisher.wake_others()
 
     async def _clean_up(

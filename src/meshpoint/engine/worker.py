@@ -98,7 +98,7 @@ class Worker:
                 this replica has no database and others have one.
         """
         self._stop = stop
-        with contain_exits() as containment:
+        with contain_exits() as contain_permanently:
             try:
                 if not await _run_unless_stopped(stop, self._start(), self._close_reserve):
                     return
@@ -136,7 +136,7 @@ class Worker:
             finally:
                 await self._close()
                 if self.abandoned:
-                    containment.make_permanent()
+                    contain_permanently()
         if self._marker.refusal is not None:
             raise self._marker.refusal
         self.runtime.steps.emit(Step.DRAINED)
