@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from urllib.parse import urlsplit
 
 from meshpoint.adapters import logging_observer
@@ -39,6 +39,9 @@ from meshpoint.ports.observer import Observer
 from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentOptions, AgentSettings, MeshSettings, Settings, StoreSettings
+
+if TYPE_CHECKING:
+    from meshpoint.adapters.sql.migrations import DowngradePlan
 
 _CLOCK = SystemClock()
 _EXCHANGES: dict[str, InProcessExchange] = {}
@@ -342,16 +345,7 @@ def upgrade_schema(store: StoreSettings) -> None:
     migrations.upgrade(store.url)
 
 
-@dataclass(frozen=True, slots=True)
-class Downgrade:
-    """A downgrade of a schema. `losses` lists the data it would delete that tasks still need."""
-
-    revision: str
-    target: str
-    losses: tuple[str, ...]
-
-
-def plan_downgrade(store: StoreSettings, target: str | None) -> Downgrade:
+def plan_downgrade(store: StoreSettings, target: str | None) -> DowngradePlan:
     """Describe what `downgrade_schema` would do. Must not be called from an event loop.
 
     Raises:
@@ -360,8 +354,7 @@ def plan_downgrade(store: StoreSettings, target: str | None) -> Downgrade:
     """
     from meshpoint.adapters.sql import migrations
 
-    plan = migrations.plan_downgrade(store.url, target)
-    return Downgrade(plan.revision, plan.target, plan.losses)
+    return migrations.plan_downgrade(store.url, target)
 
 
 def downgrade_schema(store: StoreSettings, target: str | None, *, lose_data: bool = False) -> None:
