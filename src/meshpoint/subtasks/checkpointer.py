@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -44,18 +43,6 @@ class RestoredCheckpoint:
     fallback: FallbackReason | None = None
 
 
-@dataclass(slots=True)
-class CheckpointerCounters:
-    """Statistics of a checkpointer.
-
-    `cache_write_failures` counts durable checkpoints whose copy could not be written.
-    """
-
-    served: Counter[CheckpointSource] = field(default_factory=Counter)
-    fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
-    cache_write_failures: int = 0
-
-
 ReportProblem: TypeAlias = Callable[[TaskId, str, str], None]
 """Called for each problem with a copy: the task, the kind of problem, and the cause.
 
@@ -68,7 +55,7 @@ class AgentCheckpointer:
 
     A restore uses the copy in the cache if it is of the last checkpoint, and SQL otherwise. The
     copy must have the sequence number that the database says, so a stale, lost or damaged copy
-    costs time but nothing else. Problems with copies are counted and reported, never raised.
+    costs time but nothing else. Problems with copies are reported, never raised.
     """
 
     def __init__(
@@ -79,7 +66,6 @@ class AgentCheckpointer:
         report_problem: ReportProblem = lambda *_: None,
     ) -> None:
         self._store, self._cache, self._report_problem = store, cache, report_problem
-        self.counters = CheckpointerCounters()
 
     async def save(self, command: Save) -> SaveResult:
         """Write a checkpoint to the database and, when it is durable, to the cache.
@@ -120,7 +106,6 @@ class AgentCheckpointer:
         cached = await self._read_cached(self._cache, operation_id, agent, seq)
         if isinstance(cached, FallbackReason):
             return await self._restore_from_sql(operation_id, agent, cached)
-        self.counters.served[CheckpointSource.REDIS] += 1
         return RestoredCheckpoint(cached, CheckpointSource.REDIS)
 
     async def forget(self, operation_id: TaskId, agent: AgentName) -> None:
@@ -147,7 +132,6 @@ class AgentCheckpointer:
             failure = (FallbackReason.UNAVAILABLE, str(error))
         except CheckpointError as error:
             failure = (FallbackReason.CORRUPT, str(error))
-        self.counters.fallbacks[failure[0]] += 1
         self._report_problem(operation_id, *failure)
         return failure[0]
 
@@ -157,7 +141,6 @@ class AgentCheckpointer:
         checkpoint = await self._store.latest(operation_id, agent)
         if checkpoint is None:
             return None
-        self.counters.served[CheckpointSource.SQL] += 1
         if fallback is not None and fallback is not FallbackReason.UNAVAILABLE:
             await self.write_to_cache(checkpoint)
         return RestoredCheckpoint(checkpoint, CheckpointSource.SQL, fallback)
@@ -168,5 +151,4 @@ class AgentCheckpointer:
             if self._cache is not None:
                 await self._cache.put(checkpoint)
         except (CacheUnavailable, CheckpointError) as error:
-            self.counters.cache_write_failures += 1
             self._report_problem(checkpoint.operation_id, "not_copied", str(error))
