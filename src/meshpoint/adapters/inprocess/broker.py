@@ -40,16 +40,27 @@ class QueuedMessage:
 
 
 @dataclass(slots=True, eq=False)
-class _Consumer:
-    """One subscription. It can settle only deliveries in `unacked`; it has lost any other."""
+class InProcessSubscription:
+    """A running consumer. It can settle only deliveries in `unacked`; it has lost any other."""
 
+    exchange: InProcessExchange
     queue: Queue
     prefetch: int
     on_delivery: OnDelivery
     unacked: dict[int, QueuedMessage] = field(default_factory=dict)
     cancelled: bool = False
 
-    def cancel(self) -> None:
+    async def resize(self, prefetch: int) -> None:
+        """Set the maximum number of unacked deliveries."""
+        self.prefetch = prefetch
+        self.exchange.deliver_ready(self.queue)
+
+    async def cancel(self) -> None:
+        """Stop receiving deliveries. Unacked ones can still be settled."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Like `cancel`, at once."""
         if not self.cancelled:
             self.cancelled = True
             self.queue.consumers.remove(self)
@@ -64,7 +75,7 @@ class Queue:
     max_length: int | None
     private: bool = False
     ready: list[QueuedMessage] = field(default_factory=list)
-    consumers: deque[_Consumer] = field(default_factory=deque)
+    consumers: deque[InProcessSubscription] = field(default_factory=deque)
     users: set[object] = field(default_factory=set)
 
 
@@ -175,7 +186,7 @@ class InProcessExchange:
         headers = {**message.headers, Header.DEAD_REASON.value: truncate_reason(reason)}
         self.put(self.queues[dead_letter_queue(queue.agent)], replace(message, headers=headers))
 
-    def requeue_unacked(self, consumers: Sequence[_Consumer]) -> None:
+    def requeue_unacked(self, consumers: Sequence[InProcessSubscription]) -> None:
         """Requeue all unacked deliveries of `consumers`."""
         lost = [
             (consumer.queue, item) for consumer in consumers for item in consumer.unacked.values()
@@ -198,7 +209,7 @@ class InProcessExchange:
         if not queue.users and not queue.consumers and self.queues.get(queue.address) is queue:
             del self.queues[queue.address]
 
-    def _deliver(self, consumer: _Consumer, item: QueuedMessage, count: int) -> None:
+    def _deliver(self, consumer: InProcessSubscription, item: QueuedMessage, count: int) -> None:
         if item.position not in consumer.unacked or item.count != count:
             return  # lost before it was delivered
         if consumer.cancelled:
@@ -225,7 +236,7 @@ class InProcessDelivery:
     address: Address
     delivery_count: int
     _exchange: InProcessExchange
-    _consumer: _Consumer
+    _consumer: InProcessSubscription
     _item: QueuedMessage
     _settled: bool = False
 
@@ -272,7 +283,7 @@ class InProcessBroker:
 
     def __init__(self, exchange: InProcessExchange) -> None:
         self._exchange = exchange
-        self._consumers: list[_Consumer] = []
+        self._consumers: list[InProcessSubscription] = []
         self._open = False
 
     @property
@@ -308,7 +319,7 @@ class InProcessBroker:
             return
         self._open = False
         for consumer in self._consumers:
-            consumer.cancel()
+            consumer.stop()
         self.lose_connection()
         self._consumers.clear()
         self._exchange.detach(self)
@@ -370,12 +381,12 @@ class InProcessBroker:
             raise ConfigurationError(
                 "broker", f"there is no queue {address!r}", "declare its agent first"
             )
-        consumer = _Consumer(queue, prefetch, on_delivery)
+        consumer = InProcessSubscription(self._exchange, queue, prefetch, on_delivery)
         self._consumers = [each for each in self._consumers if each.unacked or not each.cancelled]
         self._consumers.append(consumer)
         queue.consumers.append(consumer)
         self._exchange.deliver_ready(queue)
-        return InProcessSubscription(self._exchange, consumer)
+        return consumer
 
     async def depth(self, address: Address) -> int | None:
         """Number of ready messages in the queue, or `None` if it is not declared."""
@@ -387,19 +398,3 @@ class InProcessBroker:
         if not self._open:
             raise BrokerUnavailable("the in-process broker is not open")
         await asyncio.sleep(0)
-
-
-class InProcessSubscription:
-    """A running consumer."""
-
-    def __init__(self, exchange: InProcessExchange, consumer: _Consumer) -> None:
-        self._exchange, self._consumer = exchange, consumer
-
-    async def resize(self, prefetch: int) -> None:
-        """Set the maximum number of unacked deliveries."""
-        self._consumer.prefetch = prefetch
-        self._exchange.deliver_ready(self._consumer.queue)
-
-    async def cancel(self) -> None:
-        """Stop receiving deliveries. Unacked ones can still be settled."""
-        self._consumer.cancel()
