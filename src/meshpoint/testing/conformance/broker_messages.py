@@ -78,8 +78,11 @@ class Inbox:
         return self._queue.empty()
 
 
-class BrokerCase(ABC):
-    """Fixtures and hooks of an adapter's test class; see the module `broker`."""
+class MessageSuite(ABC):
+    """Queues are declared, and each message arrives unchanged or gets its own result.
+
+    An adapter's test class provides the fixtures and hooks; see the module `broker`.
+    """
 
     verified_user: str | None = None
     """The `user_id` that the broker itself puts on messages; `None` if it keeps the sender's."""
@@ -118,10 +121,6 @@ class BrokerCase(ABC):
         assert delivery.message.message_id == last.message_id
         assert delivery.delivery_count == 1
         assert await delivery.ack()
-
-
-class MessageSuite(BrokerCase):
-    """Queues are declared, and each message arrives unchanged or gets its own result."""
 
     async def test_a_declared_queue_accepts_though_nobody_consumes(self, broker: Broker) -> None:
         for address in (REQUESTS, response_queue(AGENT), dead_letter_queue(AGENT)):

@@ -35,7 +35,7 @@ from meshpoint.testing.conformance.store_catalog import CatalogSuite
 from meshpoint.testing.conformance.store_claims import ClaimSuite
 from meshpoint.testing.conformance.store_last_pause import LastPauseSuite
 from meshpoint.testing.conformance.store_leases import LeaseSuite
-from meshpoint.testing.conformance.store_logs import AppendSuite, LogSuite
+from meshpoint.testing.conformance.store_logs import LogSuite
 from meshpoint.testing.conformance.store_memory import MemorySuite
 from meshpoint.testing.conformance.store_operations import OperationSuite
 from meshpoint.testing.conformance.store_outbox import OutboxSuite
@@ -54,7 +54,6 @@ class CheckpointStoreSuite(
     RunSuite,
     PauseSuite,
     LogSuite,
-    AppendSuite,
     ClaimSuite,
     CancelSuite,
     LeaseSuite,

@@ -71,6 +71,22 @@ async def log_of_revived(store: CheckpointStore, task_id: TaskId) -> tuple[bytes
     return one(await store.acquire(HERE, 10)).log
 
 
+def an_append(run: Run, *entries: bytes, after: int = 0, replaces: bool = False) -> Append:
+    """An append by `run`, which has read `after` entries."""
+    return Append(run, LogChange(entries, after, replaces=replaces))
+
+
+async def appended(store: CheckpointStore, append: Append) -> None:
+    """Append to a log, which must succeed."""
+    assert await store.append([append]) == [SaveCommitted()]
+
+
+async def rescued(store: CheckpointStore, clock: FakeClock) -> Resumable:
+    """The only running task, after its lease has expired."""
+    clock.advance(LEASE + SECOND)
+    return one(await store.rescue(READER, 10, 10))
+
+
 class LogSuite:
     """Entries of logs, which only the run that owns the task adds and deletes."""
 
@@ -190,26 +206,6 @@ class LogSuite:
         await write_pause(store, pause)
         await store.cancel([a_cancel(pause.run.task_id)])
         assert await log_of_revived(store, pause.run.task_id) == (b"a",)
-
-
-def an_append(run: Run, *entries: bytes, after: int = 0, replaces: bool = False) -> Append:
-    """An append by `run`, which has read `after` entries."""
-    return Append(run, LogChange(entries, after, replaces=replaces))
-
-
-async def appended(store: CheckpointStore, append: Append) -> None:
-    """Append to a log, which must succeed."""
-    assert await store.append([append]) == [SaveCommitted()]
-
-
-async def rescued(store: CheckpointStore, clock: FakeClock) -> Resumable:
-    """The only running task, after its lease has expired."""
-    clock.advance(LEASE + SECOND)
-    return one(await store.rescue(READER, 10, 10))
-
-
-class AppendSuite:
-    """Entries that a run appends between two pauses."""
 
     @pytest.mark.parametrize("generation", [0, 1])
     async def test_the_next_run_reads_what_a_run_appended(
