@@ -132,6 +132,8 @@ class RecordedPlans:
 
         def listen(connection: Any, record: object) -> None:
             connection.driver_connection.add_log_listener(self.record_notice)
+            # reading the plans takes time within transactions
+            connection.cursor().execute("SET idle_in_transaction_session_timeout = 0")
 
         event.listen(Pool, "connect", listen)
         try:
@@ -277,7 +279,6 @@ def _create_store(url: str, *, fast_path: bool = True) -> SqlStore:
         checkpoint_history=1,
         checkpoint_archive=True,
         pool_size=1,
-        transaction_timeout=HOUR,  # reading the plans takes time within transactions
         fast_path=fast_path,
     )
 
