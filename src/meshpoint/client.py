@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from hashlib import blake2b
@@ -38,6 +38,8 @@ _SHARD_CACHE_SECONDS = 300.0
 """Seconds. RabbitMQ logs an error for each lookup of a missing queue, so lookups are cached."""
 _MAX_KEPT_REPLIES = 10_000
 """Number of replies whose digests are kept."""
+_MAX_DIGESTS = 8
+"""Number of digests kept for a task."""
 
 
 class UnknownAgent(MeshpointError):
@@ -101,7 +103,7 @@ class _ReceivedReply:
 
     agent: str
     request_fingerprint: str | None
-    digest: bytes | None
+    digests: frozenset[bytes]
 
 
 class Client:
@@ -114,9 +116,9 @@ class Client:
 
     Replies go to a private queue of this client. If the client is gone, the agent drops the reply
     after `reply_retry_time`. Replies are matched by task id, and the first one counts. Later ones
-    are dropped and counted: in `duplicates` if they are equal to the first (it was sent again),
-    otherwise in `conflicts`. The client keeps open requests, and digests of the last 10,000
-    replies.
+    are dropped and counted: in `duplicates` if they are equal to an earlier one (it was sent
+    again), otherwise in `conflicts`. The client keeps open requests, and digests of the last
+    10,000 replies.
     """
 
     def __init__(self, broker: Broker, name: str = "client") -> None:
@@ -294,17 +296,17 @@ class Client:
         if reply.done():
             return  # the caller has given up
         request_fingerprint = self._request_fingerprints.get(task_id)
-        digest: bytes | None = None
+        digests = frozenset[bytes]()
         try:
             outcome = _read_outcome(message, request_fingerprint)
             if outcome is None:
                 return
             reply.set_result(Reply(task_id, outcome, message.app_id))
-            digest = _digest(outcome)
+            digests = frozenset({_digest(outcome)})
         except PoisonMessage as error:
             reply.set_exception(error)
         self._received_replies[task_id] = _ReceivedReply(
-            message.app_id, request_fingerprint, digest
+            message.app_id, request_fingerprint, digests
         )
         if len(self._received_replies) > _MAX_KEPT_REPLIES:
             del self._received_replies[next(iter(self._received_replies))]
@@ -317,9 +319,14 @@ class Client:
         except PoisonMessage:
             return
         if outcome is not None:
-            differs = received.digest is not None and _digest(outcome) != received.digest
+            digest = _digest(outcome)
+            differs = bool(received.digests) and digest not in received.digests
             self.conflicts += differs
             self.duplicates += not differs
+            if differs and len(received.digests) < _MAX_DIGESTS:  # it may be repeated too
+                self._received_replies[TaskId(message.correlation_id)] = replace(
+                    received, digests=received.digests | {digest}
+                )
 
 
 def _read_outcome(response: Message, request_fingerprint: str | None) -> Outcome | None:

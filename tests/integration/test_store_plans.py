@@ -150,7 +150,7 @@ class RecordedPlans:
         ]
 
     def texts(self) -> set[str]:
-        return {_without_alias(text) for text, _ in self.plans}
+        return {_without_alias(text) for text in {text for text, _ in self.plans}}
 
 
 def _nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -264,8 +264,10 @@ async def _listening_store(
     with plans.listening():
         store = _create_store(url, fast_path=fast_path)
         await store.open()
-        yield store
-        await store.close()
+        try:
+            yield store
+        finally:
+            await store.close()
 
 
 def _create_store(url: str, *, fast_path: bool = True) -> SqlStore:
@@ -577,7 +579,8 @@ async def test_no_statement_of_a_replica_scans_a_table(
     statements = _statements()
     scans = [scan for _, scan in plans.scans()]
     assert not scans, "\n\n".join(scans)
-    missing = {name for name, text in statements.items() if text not in plans.texts()}
+    sent = plans.texts()
+    missing = {name for name, text in statements.items() if text not in sent}
     assert missing - _FOR_PEOPLE - _FOR_DAMAGE == set(), "`Life` does not send these statements"
 
 
