@@ -39,7 +39,7 @@ class QueuedMessage:
     count: int = field(default=0, compare=False)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class InProcessSubscription:
     """A running consumer. It can settle only deliveries in `unacked`; it has lost any other."""
 
