@@ -27,7 +27,6 @@ from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import TaskId
 from meshpoint.model.json_values import MAX_DEPTH, check_json
 from meshpoint.subtasks.inputs import input_digests
-from meshpoint.subtasks.validity import describe_difference
 
 
 def digest_of(value: object) -> str:
@@ -275,30 +274,3 @@ def test_the_digests_of_this_release_are_stable() -> None:
         digest_of({"to": "Oslo", "days": [1, 2.5, None], "on": date(2024, 1, 1)})
         == "1da4f125085ec370cd4958cde92dca18"
     )
-
-
-@pytest.mark.parametrize(
-    ("recorded", "now", "description"),
-    [
-        ({"a": "1"}, {"a": "1"}, None),
-        ({}, {}, None),
-        ({"trip": "1"}, {"trip": "2"}, "input 'trip' differs"),
-        ({"a": "1", "b": "1"}, {"a": "2", "b": "2"}, "inputs 'a' and 'b' differ"),
-        (
-            {"a": "1", "b": "1", "c": "1"},
-            {"a": "2", "b": "2", "c": "2"},
-            "inputs 'a', 'b' and 'c' differ",
-        ),
-        ({}, {"c": "1"}, "input 'c' is new"),
-        ({"d": "1"}, {}, "input 'd' is gone"),
-        (
-            {"a": "1", "d": "1", "e": "1"},
-            {"a": "2", "c": "1"},
-            "input 'a' differs; input 'c' is new; inputs 'd' and 'e' are gone",
-        ),
-    ],
-)
-def test_a_difference_names_the_input(
-    recorded: dict[str, str], now: dict[str, str], description: str | None
-) -> None:
-    assert describe_difference(recorded, now) == description

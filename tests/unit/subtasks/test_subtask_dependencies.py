@@ -312,26 +312,6 @@ def test_a_first_use_is_a_change(modules: Modules) -> None:
     assert describe_change(other, plain) == "'helper', which it uses, has changed"
 
 
-@pytest.mark.parametrize(
-    ("recorded", "current"),
-    [
-        ("v:1 uses x", "v:1 uses y"),
-        ("v:1 uses x", "v:1"),
-        ("v:1", "src:12"),
-        ("src:12 uses a=1", "src:12 uses  a=1"),
-        ("name:len uses", "name:len uses a=1"),
-    ],
-)
-def test_other_texts_are_compared_whole(recorded: str, current: str) -> None:
-    assert describe_change(recorded, current) == "its function has changed"
-    assert describe_change(recorded, recorded) is None
-
-
-def test_uses_of_any_text_are_compared() -> None:
-    change = describe_change("src:1 uses helper ==", "src:1 uses helper=2")
-    assert change == "'' and 'helper', which it uses, have changed"
-
-
 @pytest.mark.parametrize("count", [250, 1500])
 def test_long_chains_are_followed_to_their_end(modules: Modules, count: int) -> None:
     def change(source: str) -> str | None:

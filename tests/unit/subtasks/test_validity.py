@@ -20,6 +20,8 @@ from meshpoint.subtasks.validity import (
     Reuse,
     Run,
     Verdict,
+    describe_change,
+    describe_difference,
     find_name_problem,
     find_reusable_children,
     invalidate,
@@ -487,3 +489,50 @@ def test_a_valid_name_is_printed_as_it_is(name: str) -> None:
     if is_valid_name(name):
         assert 1 <= len(name) <= 100
         assert name == name.strip() == "".join(name.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("recorded", "now", "description"),
+    [
+        ({"a": "1"}, {"a": "1"}, None),
+        ({}, {}, None),
+        ({"trip": "1"}, {"trip": "2"}, "input 'trip' differs"),
+        ({"a": "1", "b": "1"}, {"a": "2", "b": "2"}, "inputs 'a' and 'b' differ"),
+        (
+            {"a": "1", "b": "1", "c": "1"},
+            {"a": "2", "b": "2", "c": "2"},
+            "inputs 'a', 'b' and 'c' differ",
+        ),
+        ({}, {"c": "1"}, "input 'c' is new"),
+        ({"d": "1"}, {}, "input 'd' is gone"),
+        (
+            {"a": "1", "d": "1", "e": "1"},
+            {"a": "2", "c": "1"},
+            "input 'a' differs; input 'c' is new; inputs 'd' and 'e' are gone",
+        ),
+    ],
+)
+def test_a_difference_names_the_input(
+    recorded: dict[str, str], now: dict[str, str], description: str | None
+) -> None:
+    assert describe_difference(recorded, now) == description
+
+
+@pytest.mark.parametrize(
+    ("recorded", "current"),
+    [
+        ("v:1 uses x", "v:1 uses y"),
+        ("v:1 uses x", "v:1"),
+        ("v:1", "src:12"),
+        ("src:12 uses a=1", "src:12 uses  a=1"),
+        ("name:len uses", "name:len uses a=1"),
+    ],
+)
+def test_other_texts_are_compared_whole(recorded: str, current: str) -> None:
+    assert describe_change(recorded, current) == "its function has changed"
+    assert describe_change(recorded, recorded) is None
+
+
+def test_uses_of_any_text_are_compared() -> None:
+    change = describe_change("src:1 uses helper ==", "src:1 uses helper=2")
+    assert change == "'' and 'helper', which it uses, have changed"
