@@ -40,6 +40,7 @@ _UNAVAILABLE_ERRORS = (
     Unavailable,
     asyncpg.PostgresError,
     asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
     TimeoutError,
 )
 _numbers = count(100_000_000)

@@ -13,6 +13,9 @@ from aiormq.exceptions import AMQPConnectionError
 from servers import DatabasePool, NamedServer, PostgresServer, RabbitServer
 from servers.database import execute
 
+ENDED = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
+"""What asyncpg raises in a session that the server has ended, or is ending."""
+
 
 async def test_a_new_database_is_empty(empty_postgres_url: str) -> None:
     connection = await asyncpg.connect(empty_postgres_url)
@@ -50,7 +53,7 @@ async def test_a_reused_database_has_no_rows_and_only_its_original_tables(
         async with databases.borrow() as first:
             session = await asyncpg.connect(first)
             await session.execute("INSERT INTO notes VALUES (1)")
-        with pytest.raises((OSError, asyncpg.PostgresError, asyncpg.InterfaceError)):
+        with pytest.raises(ENDED):
             await session.fetch("SELECT 1")
         async with databases.borrow() as second:
             assert second == first

@@ -12,12 +12,14 @@ from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
+from sqlalchemy import event
+from sqlalchemy.pool import Pool
 
 from meshpoint.adapters.sql import SqlStore, failures, sessions
 from meshpoint.adapters.sql.sessions import DatabaseTime, check_session
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.ids import new_id
-from meshpoint.model.transitions import BeginCommitted, EndCommitted, JoinCompleted
+from meshpoint.model.transitions import BeginCommitted, EndCommitted, JoinCompleted, StillWaiting
 from meshpoint.testing.conformance.build import (
     HERE,
     a_begin,
@@ -39,6 +41,10 @@ DEFAULTS = {
     "synchronous_commit": "off",
     "standard_conforming_strings": "off",
 }
+
+_FATAL = b"SFATAL\0C57P01\0Mterminating connection due to administrator command\0\0"
+END_OF_SESSION = b"E" + (len(_FATAL) + 4).to_bytes(4) + _FATAL
+"""What a driver receives before the connection is closed."""
 
 
 @pytest.fixture
@@ -123,6 +129,31 @@ async def test_a_pooler_that_drops_prepared_statements_fails_no_task(store: SqlS
     claim, end = a_claim(pause), an_end(run)
     assert isinstance(one(await repeat(lambda: store.claim([claim], HERE, 1))), JoinCompleted)
     assert isinstance(one(await repeat(lambda: store.end([end]))), EndCommitted)
+
+
+@pytest.mark.parametrize("fast_path", [True, False])
+async def test_a_session_that_the_server_is_ending_is_replaced(
+    postgres_url: str, fast_path: bool
+) -> None:
+    drivers: list[Any] = []
+
+    def add_driver(connection: Any, record: object) -> None:
+        drivers.append(connection.driver_connection)
+
+    event.listen(Pool, "connect", add_driver)
+    store = SqlStore(postgres_url, namespace="test", fast_path=fast_path)
+    try:
+        await store.open()
+        pause = await paused(store, "a", "b")
+        for driver in drivers:
+            driver._protocol.data_received(END_OF_SESSION)
+        assert pause.run.task_id in await store.lookup([pause.run.task_id])
+        for driver in drivers:
+            driver._protocol.data_received(END_OF_SESSION)
+        assert isinstance(one(await store.claim([a_claim(pause, "a")], HERE, 1)), StillWaiting)
+    finally:
+        await store.close()
+        event.remove(Pool, "connect", add_driver)
 
 
 async def repeat(step: Callable[[], Awaitable[T]]) -> T:

@@ -80,7 +80,12 @@ class DatabasePool:
                     return False
                 tables = [row[0] for row in await connection.fetch(_TABLES)]
                 await connection.execute("; ".join(f"DELETE FROM {table}" for table in tables))
-        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        except (
+            OSError,
+            asyncpg.PostgresError,
+            asyncpg.InterfaceError,
+            asyncpg.InternalClientError,
+        ):
             return False  # the test stopped the server or dropped the database
         return True
 
