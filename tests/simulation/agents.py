@@ -1,5 +1,8 @@
 """The agents: `root` pauses twice, `nested` pauses once between subtasks, `leaf` answers.
 
+`impatient` is a function, which cancels some of its steps and calls a leaf after each group of
+them. What it calls depends on which steps it has cancelled, so a replay that cancels others fails.
+
 `root` makes five calls per pause. Results depend only on the request's number, not on the order of
 responses, so a wrong one is detected. Only subtasks return a new value at each run of their code,
 which reveals a recorded subtask that ran again.
@@ -10,17 +13,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from pydantic import JsonValue
 
+from meshpoint.agents.function import FunctionAgent
+from meshpoint.agents.peer import Peer
 from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Call, Done, Join, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import new_id
 from meshpoint.model.outcomes import Failed, Ok, Outcomes
 
-FAN_OUT = 5
 JOINS = (ALL, FIRST, AT_LEAST(3))
 Think = Callable[[], Awaitable[None]]
 """Spends an agent's time: a moment, or more than a lease."""
@@ -38,7 +43,10 @@ def nested_value(number: int) -> int:
     return leaf_value(number) + leaf_value(number + 1)
 
 
-VALUES = {"leaf": leaf_value, "nested": nested_value}
+VALUES = {"leaf": leaf_value, "nested": nested_value, "impatient": leaf_value}
+MAY_LACK_RESULTS = ("nested", "impatient")
+"""Agents that return null if a call of theirs has no result."""
+_PEERS = ("leaf", "nested", "impatient", "nested", "leaf")
 
 
 def joins_of(number: int) -> tuple[Join, Join]:
@@ -109,6 +117,59 @@ class Nested(_Agent):
         return new_id()
 
 
+class Impatient(FunctionAgent[int, int | None]):
+    """Cancels steps that take too long, and the siblings of a step that fails."""
+
+    name = "impatient"
+
+    def __init__(self, think: Think, on_returned: OnReturned) -> None:
+        super().__init__(self._serve, "impatient")
+        self._think, self._on_returned = think, on_returned
+
+    async def _serve(self, ctx: TaskExecutionContext, number: int) -> int | None:
+        await self._think()
+        limited = [self._limit(ctx, f"limited {n}", 0.1 * 4**n) for n in range(4)]
+        done = await self._ask_leaf(ctx, number, await asyncio.gather(*limited))
+        await self._think()
+        return await self._ask_leaf(ctx, number, await self._fail_together(ctx)) and done
+
+    async def _limit(self, ctx: TaskExecutionContext, name: str, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._record(ctx, name)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _fail_together(self, ctx: TaskExecutionContext) -> list[bool]:
+        siblings: list[asyncio.Task[None]] = []
+        with suppress(ExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                names = [f"sibling {n}" for n in range(3)]
+                siblings += [group.create_task(self._record(ctx, name)) for name in names]
+                group.create_task(ctx.step("failing", self._fail))
+        return [not each.cancelled() for each in siblings]
+
+    async def _ask_leaf(
+        self, ctx: TaskExecutionContext, number: int, ended: list[bool]
+    ) -> int | None:
+        """Ask with an input that shows which steps have ended."""
+        shift = 10_000 * sum(2**n for n, has_ended in enumerate(ended) if has_ended)
+        outcome = await ctx.outcome(Peer("leaf", int, int)(number + shift))
+        return outcome.value - leaf_value(shift) if isinstance(outcome, Ok) else None
+
+    async def _record(self, ctx: TaskExecutionContext, name: str) -> None:
+        self._on_returned(ctx.task_id, name, await ctx.step(name, self._step))
+
+    async def _step(self) -> str:
+        await self._think()
+        return new_id()
+
+    async def _fail(self) -> None:
+        await self._think()
+        raise ValueError("as planned")
+
+
 class Root(_Agent):
     """Pauses twice; returns its number and every wrong outcome it has seen."""
 
@@ -144,7 +205,7 @@ def check_outcomes(
         wrong.append(f"the calls are {list(outcomes)}")
     for (peer, number), outcome in zip(calls, outcomes.values(), strict=False):
         match outcome:
-            case Ok(value=None) if peer == "nested":
+            case Ok(value=None) if peer in MAY_LACK_RESULTS:
                 pass
             case Ok(value=value) if value == VALUES[peer](number):
                 result_count += 1
@@ -157,7 +218,7 @@ def check_outcomes(
 
 def _calls_of(number: int, pauses: int) -> list[tuple[str, int]]:
     first = 10 * number + 100 * pauses
-    return [("nested" if n % 2 else "leaf", first + n) for n in range(FAN_OUT)]
+    return [(peer, first + n) for n, peer in enumerate(_PEERS)]
 
 
 def _pause_for_calls(state: dict[str, JsonValue]) -> Paused:

@@ -16,7 +16,7 @@ from meshpoint.model.ids import AgentName
 from meshpoint.model.messages import dead_letter_queue
 from meshpoint.model.options import Options, StoreTimings
 
-from .agents import Leaf, Nested, Root
+from .agents import Impatient, Leaf, Nested, Root
 from .broker import SimulatedBroker, SimulatedExchange
 from .client import OPERATOR, SimulatedClient
 from .ledger import DATABASE, Ledger
@@ -25,7 +25,7 @@ from .network_faults import Network
 from .replicas import Process, VirtualClock
 from .store import RemoteStore, WatchedStore
 
-AGENTS = (Root, Nested, Leaf)
+AGENTS = (Root, Nested, Impatient, Leaf)
 
 
 _TIMINGS = StoreTimings(dispatch_lease=timedelta(seconds=1))

@@ -133,8 +133,7 @@ class Replay:
             self._raise_violation(
                 AgentMisbehaved(f"{self._agent} called a peer while it was pausing: {_PAUSE_HINT}")
             )
-        if open_steps := self._ctx._runtime.open_steps:
-            step = next(iter(open_steps))
+        if (step := self._ctx._runtime.find_open_step()) is not None:
             self._raise_violation(
                 AgentMisbehaved(
                     f"{self._agent} called a peer while step {step!r} was open: {_STEP_HINT}"

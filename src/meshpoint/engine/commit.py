@@ -177,8 +177,7 @@ class Commits:
         agent = suspended.workspace.agent
         if suspended.paused.append is not None and not isinstance(agent, ReadsLog):
             return await self._fail(segment, "Paused.append needs an agent with resume_with_log")
-        if suspended.workspace.steps is not None:
-            await suspended.workspace.flush_steps()
+        await suspended.workspace.flush_steps()
         try:
             final_checkpoint = await suspended.workspace.prepare_pause()
         except MemoryLost as error:
@@ -241,7 +240,8 @@ class Commits:
         reason, final_checkpoint, workspace = None, None, segment.workspace
         if isinstance(sent, Failed):
             reason = mask_secrets(sent.message, self._runtime.options.secret_keys)
-            if workspace is not None:
+            if workspace is not None and workspace.operation is not None:
+                await workspace.flush_steps()  # the operation may be resumed at its last pause
                 final_checkpoint = await workspace.prepare_failure(reason)
         command = End(
             segment.run,
@@ -266,6 +266,8 @@ class Commits:
         backend = segment.shared_backend
         if backend is None:
             return TaskNotStored()
+        if segment.workspace is not None:
+            await segment.workspace.flush_steps()
         await release(backend, Release(segment.run), "drain", self._runtime)
         return TaskReleased(backend)
 
@@ -306,6 +308,8 @@ class Commits:
         self._runtime.steps.emit(
             Step.MEMORY_PROBLEM, segment.run.task_id, what="unavailable", why=missing_memory.reason
         )
+        if segment.workspace is not None:
+            await segment.workspace.flush_steps()
         delay = self._runtime.options.incompatible_pause
         command = Release(segment.run, delay, counts_as_attempt=missing_memory.lost)
         await release(backend, command, missing_memory.reason, self._runtime)

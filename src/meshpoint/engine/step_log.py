@@ -15,6 +15,10 @@ from meshpoint.model.events import Step
 from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import MAX_ROW_BYTES, Run
 from meshpoint.model.transitions import Append, LogChange, SaveResult
+from meshpoint.subtasks.runner import AWAIT_HINT
+
+_RESERVED_BYTES = 1024 * 1024
+"""Bytes of a log that only records of failed steps may use."""
 
 
 class _LoggedSegment(Protocol):
@@ -63,7 +67,7 @@ class SegmentStepLog:
         stop_unless_owned: Callable[[SaveResult], None],
     ) -> None:
         self._segment, self._runtime, self._attempt = segment, runtime, attempt
-        self.ensure_row, self._stop_unless_owned = ensure_row, stop_unless_owned
+        self._ensure_row, self._stop_unless_owned = ensure_row, stop_unless_owned
         self._waiting: list[_Waiting] = []
         self._writing: asyncio.Task[None] | None = None
         self._count = 0
@@ -73,6 +77,17 @@ class SegmentStepLog:
     def is_stopping(self) -> bool:
         """Whether the segment is being stopped from outside, or its code has ended."""
         return self.has_ended or self._segment.stop_reason is not None
+
+    @property
+    def free_bytes(self) -> int:
+        """How many more bytes the log can have. Some are reserved for failures."""
+        waiting = sum(len(each.entry.record) for each in self._waiting)
+        return MAX_ROW_BYTES - _RESERVED_BYTES - self._segment.log.size - waiting
+
+    async def ensure_row(self) -> None:
+        """Write the task as running, if it has no row yet; see `StepLog`."""
+        self._require_running()
+        await self._ensure_row()
 
     def add(self, step: str, record: bytes) -> asyncio.Future[SaveResult]:
         """Append the record of `step`; see `StepLog`."""
@@ -84,12 +99,19 @@ class SegmentStepLog:
 
     async def append(self, step: str, record: bytes) -> None:
         """Append a record and wait until it is durable; see `StepLog`."""
+        self._require_running()
         size = self._segment.log.size + len(record)
         if size > MAX_ROW_BYTES:
             raise AgentMisbehaved(
                 f"the task's log has {size} bytes; a task keeps {MAX_ROW_BYTES} at most"
             )
         self._stop_unless_owned(await self.add(step, record))
+
+    def _require_running(self) -> None:
+        if self.has_ended:  # a pause must know the whole log
+            raise AgentMisbehaved(
+                f"an asyncio task that outlived its segment used steps: {AWAIT_HINT}"
+            )
 
     async def flush(self) -> None:
         """Wait until all records are durable, or refused because the run has lost its task."""
@@ -111,6 +133,7 @@ class SegmentStepLog:
     async def _write_all(self) -> None:
         batch: list[_Waiting] = []
         try:
+            await self._ensure_row()  # a step may be cancelled while it waits for the row
             while self._waiting:
                 batch, self._waiting = self._waiting, []
                 result = await self._write_batch(batch)

@@ -6,7 +6,7 @@ calls and subtasks, and hold the working memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -121,6 +121,10 @@ class SegmentTools(Protocol):
         """The working memory, or `None` once the segment has ended."""
 
 
+def _find_none() -> None:
+    return None
+
+
 @dataclass(slots=True, eq=False)
 class ContextRuntime:
     """What the replica attaches to a context for one segment.
@@ -131,12 +135,12 @@ class ContextRuntime:
     Attributes:
         recorder: Answers peer calls. `None` unless the agent is a function agent.
         tools: Builds the subtasks, the steps and the working memory. `None` outside a replica.
-        open_steps: Names of the steps that were called and have not ended.
+        find_open_step: Returns the name of a step that was called and has not ended, or `None`.
     """
 
     recorder: CallRecorder | None = None
     tools: SegmentTools | None = None
-    open_steps: Collection[str] = ()
+    find_open_step: Callable[[], str | None] = _find_none
 
     @property
     def subtasks(self) -> SubtaskRunner | None:

@@ -232,7 +232,7 @@ class RecordedWorkMixin:
           recorded.
 
         Raises:
-            StepFailed: `fn` failed, or its result has no JSON form.
+            StepFailed: `fn` failed, or its result has no JSON form or is too large.
             AgentMisbehaved: the name is invalid or in use, or the step begins inside another one.
             IncompatibleState: the recorded result no longer fits the function's return type, or a
                 replay has reached a step that was not there before. The task is parked.

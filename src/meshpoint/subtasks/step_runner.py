@@ -9,7 +9,9 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
+from inspect import CORO_CLOSED, getcoroutinestate
 from typing import Any, Protocol
+from weakref import ReferenceType, ref
 
 from meshpoint.errors import (
     AgentMisbehaved,
@@ -42,22 +44,31 @@ class StepLog(Protocol):
     def is_stopping(self) -> bool:
         """Whether the segment is being stopped from outside, or its code has ended."""
 
+    @property
+    def free_bytes(self) -> int:
+        """How many more bytes the task's log can have."""
+
     def ensure_row(self) -> Awaitable[None]:
         """Write the task as running, if it has no row yet.
 
         Raises:
             CancelledError: The task was cancelled, or this run no longer owns it.
+            AgentMisbehaved: The code of the segment has ended.
         """
 
     def add(self, step: str, record: bytes) -> asyncio.Future[Any]:
-        """Append the record of `step`, with others. The future is done when it is durable."""
+        """Append the record of `step`. A task without a row gets one first.
+
+        The future is done when the record is durable.
+        """
 
     async def append(self, step: str, record: bytes) -> None:
         """Append the record of `step`, waiting while the database is unavailable.
 
         Raises:
             CancelledError: As for `ensure_row`.
-            AgentMisbehaved: The log would become larger than a task can be.
+            AgentMisbehaved: The log would become larger than a task can be, or the code of the
+                segment has ended.
         """
 
 
@@ -86,14 +97,28 @@ class StepRunner:
         self._generation, self._attempt = run
         self._log, self._steps, self._secret_keys = log, steps, secret_keys
         self._records: dict[StepPlace, tuple[int, StepRecord]] = {}
+        self._unseen_results: dict[StepPlace, StepRecord] = {}
         for attempt, encoded in recorded:
-            record = StepRecord.from_bytes(encoded)
-            self._records[record.place] = attempt, record
+            self._load(attempt, StepRecord.from_bytes(encoded))
         self._context_changes = ContextChanges(ctx, runtime)
         self._uses: dict[tuple[int, str | None, str], int] = {}
-        self._open: dict[tuple[str | None, str], str] = {}
+        self._open: dict[tuple[str | None, str], ReferenceType[Coroutine[Any, Any, Any]]] = {}
         self._running: dict[StepPlace, asyncio.Task[Any]] = {}
+        self._executing = 0
         self.mismatch: IncompatibleState | None = None
+
+    def _load(self, attempt: int, record: StepRecord) -> None:
+        """Add a record, which replaces an earlier one of the same place.
+
+        A result that a cancellation follows is kept: the code around the step did not see it, but
+        a new attempt may.
+        """
+        _, earlier = self._records.get(record.place, (0, None))
+        self._records[record.place] = attempt, record
+        if record.end is not StepEnd.CANCELLED:
+            self._unseen_results.pop(record.place, None)
+        elif earlier is not None and earlier.end is StepEnd.OK:
+            self._unseen_results[record.place] = earlier.without_usage()
 
     def call(
         self,
@@ -110,10 +135,11 @@ class StepRunner:
         generation = self._generation if recorder is None else recorder.passed
         use = self._uses.get((generation, subtask, name), 0)
         self._uses[generation, subtask, name] = use + 1
-        self._open[subtask, name] = name
-        self._ctx_runtime.open_steps = self._open.values()
         place = StepPlace(generation, subtask, name, use)
-        return self._run(place, function, partial(run_step, name, function, args, kwargs))
+        step = self._run(place, function, partial(run_step, name, function, args, kwargs))
+        self._open[subtask, name] = ref(step)
+        self._ctx_runtime.find_open_step = self._find_open_step
+        return step
 
     def _find_problem(self, name: str, subtask: str | None) -> str | None:
         if not is_valid_name(name, MAX_STEP_NAME_LENGTH):
@@ -123,12 +149,24 @@ class StepRunner:
             )
         if (problem := nesting_problem(f"step {name!r}")) is not None:
             return problem
-        if (subtask, name) in self._open:
+        if self._is_open(subtask, name):
             return (
                 f"two open steps are called {name!r}: await the first one before the second, "
                 f"or give each its own name, such as '{name}-2'"
             )
         return None
+
+    def _is_open(self, subtask: str | None, name: str) -> bool:
+        """Whether such a step was called and may still run.
+
+        A step that was cancelled before it began runs none of its code.
+        """
+        reference = self._open.get((subtask, name))
+        step = None if reference is None else reference()
+        return step is not None and getcoroutinestate(step) != CORO_CLOSED
+
+    def _find_open_step(self) -> str | None:
+        return next((name for subtask, name in self._open if self._is_open(subtask, name)), None)
 
     async def _run(
         self,
@@ -136,6 +174,9 @@ class StepRunner:
         function: Callable[..., Any],
         code: Callable[[], Coroutine[Any, Any, Any]],
     ) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[place] = task
         try:
             if self.mismatch is not None:
                 raise self.mismatch
@@ -150,10 +191,13 @@ class StepRunner:
                         f"step {place.name!r} before call {place.generation + 1} is not recorded"
                     )
                 )
-            await self._log.ensure_row()
+            if (unseen := self._unseen_results.pop(place, None)) is not None:
+                await self._append(unseen)
+                return await self._replay(unseen, codec)
             return await self._execute(place, codec, code)
         finally:
-            del self._open[place.subtask, place.name]
+            del self._running[place]
+            self._open.pop((place.subtask, place.name), None)
 
     def _find_record(self, place: StepPlace, *, is_replaying: bool) -> StepRecord | None:
         """The record of a step; `None` if it must run.
@@ -189,28 +233,57 @@ class StepRunner:
         codec: DeliverableCodec,
         code: Callable[[], Coroutine[Any, Any, Any]],
     ) -> Any:
-        task = asyncio.current_task()
-        assert task is not None
-        if not self._running:
-            self._context_changes.start()
-        self._running[place] = task
         try:
-            text = _write(place.name, await self._call_code(place.name, code), codec)
+            await self._log.ensure_row()
+        except asyncio.CancelledError:
+            self._record_cancellation(place)
+            raise
+        record, cause = await self._run_code(place, codec, code)
+        await self._append(record)
+        if record.end is StepEnd.FAILED:
+            raise record.failure() from cause
+        return codec.read(record.text)
+
+    async def _run_code(
+        self,
+        place: StepPlace,
+        codec: DeliverableCodec,
+        code: Callable[[], Coroutine[Any, Any, Any]],
+    ) -> tuple[StepRecord, BaseException | None]:
+        """Run the code of a step, and return its record and the cause of its failure."""
+        if not self._executing:
+            self._context_changes.start()
+        self._executing += 1
+        try:
+            value = await self._call_code(place.name, code)
+            text = _write(place.name, value, codec, self._log.free_bytes)
         except StepFailed as failure:
             masked = self._masked(failure)
             record = StepRecord.of_failure(place, masked, self._context_changes.take())
-            await self._log.append(place.name, record.to_bytes())
-            raise masked from failure.__cause__
+            return record, failure.__cause__
         except asyncio.CancelledError:
-            if not self._log.is_stopping:
-                record = StepRecord(place, StepEnd.CANCELLED, context=self._context_changes.take())
-                self._log.add(place.name, record.to_bytes())
+            self._record_cancellation(place, self._context_changes.take())
             raise
         finally:
-            del self._running[place]
-        record = StepRecord(place, StepEnd.OK, text, self._context_changes.take())
-        await self._log.append(place.name, record.to_bytes())
-        return codec.read(text)
+            self._executing -= 1
+        return StepRecord(place, StepEnd.OK, text, self._context_changes.take()), None
+
+    async def _append(self, record: StepRecord) -> None:
+        try:
+            await self._log.append(record.place.name, record.to_bytes())
+        except asyncio.CancelledError:
+            self._record_cancellation(record.place, record.context)
+            raise
+
+    def _record_cancellation(self, place: StepPlace, context: str | None = None) -> None:
+        """Record that the code around a step has cancelled it, unless the segment is stopped.
+
+        That code sees a cancellation even if the step has ended already. Later runs must see the
+        same, and find the last record of a place.
+        """
+        if not self._log.is_stopping:
+            record = StepRecord(place, StepEnd.CANCELLED, context=context)
+            self._log.add(place.name, record.to_bytes())
 
     async def _call_code(self, name: str, code: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         with step_scope(name), self._steps.step(Step.STEP, [self._ctx.task_id], name=name):
@@ -231,10 +304,21 @@ async def _refuse(problem: str) -> Any:
     raise AgentMisbehaved(problem)
 
 
-def _write(name: str, value: object, codec: DeliverableCodec) -> str:
+def _write(name: str, value: object, codec: DeliverableCodec, max_bytes: int) -> str:
+    """The result of step `name` as JSON text of at most `max_bytes`.
+
+    Raises:
+        StepFailed: It has no such form. The step has run, so this is recorded too.
+    """
     try:
-        return codec.write(name, value)[0]
-    except SubtaskRefused as error:
-        kind, problem = type(value).__name__, exception_message(error.__cause__ or error)
+        text = codec.write(name, value)[0]
+    except Exception as error:  # the types of results have code of their own
+        cause = error.__cause__ if isinstance(error, SubtaskRefused) else error
+        kind, problem = type(value).__name__, exception_message(cause or error)
         message = f"it returned a {kind} that cannot be recorded: {problem}"
         raise StepFailed(name, "NotJson", message) from error
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > max_bytes:
+        message = f"its result has {size} bytes; the task's log has room for {max(max_bytes, 0)}"
+        raise StepFailed(name, "ResultTooLarge", message) from ValueError(message)
+    return text
