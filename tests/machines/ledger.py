@@ -124,8 +124,8 @@ class Ledger:
         self._check_committed(model, result)
 
     def _expected_refusal(self, pause: Pause, model: TaskModel | None) -> PauseResult | None:
-        run, deadline = pause.run, pause.requester.deadline
-        late = PastDeadline() if deadline is not None and deadline <= self.now else None
+        run, requester = pause.run, (pause if model is None else model).requester
+        late = PastDeadline() if requester.is_overdue(self.now) else None
         if model is None:
             return late if run.fence == 0 else Fenced()
         if model.state is TaskState.CANCELLED:

@@ -372,6 +372,7 @@ async def _wait_until_overdue(segment: Segment, runtime: ReplicaRuntime) -> None
         if current == deadline:
             return
         deadline = current
+        segment.requester = replace(segment.requester, deadline=deadline)
     await asyncio.Event().wait()  # it has no deadline any more
 
 

@@ -203,6 +203,33 @@ async def test_a_resumed_requester_extends_the_deadline_of_running_code(
     assert gate.cancelled == (later is not None)
 
 
+@pytest.mark.parametrize("paused_at", [DEADLINE - 5, DEADLINE + 5])
+async def test_code_that_pauses_has_the_deadline_of_a_resumed_requester(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, paused_at: int
+) -> None:
+    """Its segment began with an earlier deadline."""
+    gate = Gate()
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
+        await gate()
+        return Paused([Call("call", "peer", request)], b"state")
+
+    await mesh.replica(ScriptedAgent("agent", start), **STORED)
+    task_id = await client.ask("agent", 1, deadline=mesh.deadline_in(DEADLINE))
+    await gate.wait_reached()
+    deadline = mesh.clock.now() + timedelta(seconds=2 * DEADLINE)
+    requester = Requester(Address("client.resp"), "client", deadline=deadline)
+    command = Revive(task_id=task_id, token="token", requester=requester, order="1", adopt=True)
+    assert await mesh.store.revive(command) == Adopted()
+    await mesh.advance(paused_at)
+    gate.opened.set()
+    request = await peer.wait_for_request()
+    assert client.replies(task_id) == []
+    assert float(request.headers["x-deadline"]) > mesh.deadline_in(DEADLINE - paused_at)
+    await mesh.advance(2 * DEADLINE - paused_at + 1)
+    assert reply_kind(await client.reply(task_id)) is FailureKind.TIMEOUT
+
+
 async def test_a_deadline_is_checked_once_the_database_answers_again(
     mesh: Mesh, client: FakePeer
 ) -> None:

@@ -187,7 +187,8 @@ class InProcessTransitions:
         early_result = _check_pause(row, pause)
         if early_result is not None:
             return early_result
-        if pause.requester.deadline is not None and pause.requester.deadline <= now:
+        # A resumed requester may have given the task another deadline than its run knows.
+        if (pause.requester if row is None else row.requester).is_overdue(now):
             return PastDeadline()
         context = json.dumps(pause.context)
         log_bytes = 0 if pause.log is None else pause.log.log_bytes

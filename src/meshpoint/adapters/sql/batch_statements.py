@@ -130,7 +130,7 @@ joins AS (
   SELECT w.logical_task_id, w.generation, given.total, 0, 0, given.needed,
          w.now + given.join_timeout, w.agent_name, w.now + $2::double precision, 1
     FROM given JOIN written AS w ON w.logical_task_id = given.task_id)
-SELECT logical_task_id, now FROM written"""
+SELECT logical_task_id, now, task_deadline FROM written"""
 
 # The values of every pause, and the additional ones of pauses of new tasks.
 _PAUSE_TYPES = {
@@ -154,7 +154,11 @@ _NEW_TASK_TYPES = {
     "idle_timeout": "double precision",
     "request_digest": "text",
 }
-_WAKE_AT = "LEAST(now + earliest_timeout, task_deadline, now + join_timeout)"
+
+
+def _wake_at(deadline: str) -> str:
+    """When the sweeper checks a task: at its deadline, or at the first one of its pause."""
+    return f"LEAST(now + earliest_timeout, {deadline}, now + join_timeout)"
 
 
 def _append_entries(first: int) -> str:
@@ -178,7 +182,7 @@ def _pause_new(
     return f"""/* commits: {name} */
 WITH locked AS (SELECT 1), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
-  SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
+  SELECT p.*, {_wake_at("task_deadline")} AS wake_at, clock.now
   FROM {_unnested_rows(13, **_PAUSE_TYPES, **_NEW_TASK_TYPES)} AS p, clock
    WHERE task_deadline IS NULL OR task_deadline > clock.now),
 written AS (
@@ -222,17 +226,17 @@ def _pause_existing(
     values = comma_separated(state if each == "state" else f"g.{each}" for each in columns.CONTEXT)
     return f"""/* commits: {name} */
 WITH locked AS MATERIALIZED (
-  SELECT t.logical_task_id
+  SELECT t.logical_task_id, t.task_deadline
     FROM agent_paused_tasks AS t JOIN {mine}
       ON mine.task_id = t.logical_task_id AND mine.fence = t.fence
    WHERE t.logical_task_id = ANY($13::text[]) AND t.status = 'running' AND NOT t.cancel_requested
          {guard}
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
-  SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
+  SELECT p.*, {_wake_at("locked.task_deadline")} AS wake_at, clock.now
   FROM {_unnested_rows(13, **_PAUSE_TYPES)} AS p
     JOIN locked ON locked.logical_task_id = p.task_id, clock
-   WHERE task_deadline IS NULL OR task_deadline > clock.now),
+   WHERE locked.task_deadline IS NULL OR locked.task_deadline > clock.now),
 written AS (
   UPDATE agent_paused_tasks AS t SET
     status = 'waiting', generation = g.generation, run_id = g.run_id, owner = NULL, attempt = 0,

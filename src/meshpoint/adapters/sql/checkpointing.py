@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -238,6 +238,14 @@ class PackedPause:
             size=_size(pause, (*bodies, *entries), checkpoint),
         )
 
+    def with_deadline(self, deadline: float | None) -> PackedPause:
+        """This pause with another deadline of its task."""
+        requester = self.pause.requester
+        if deadline == epoch_seconds(requester.deadline):
+            return self
+        requester = replace(requester, deadline=None if deadline is None else instant(deadline))
+        return replace(self, pause=replace(self.pause, requester=requester))
+
     @property
     def log(self) -> LogChange:
         """The change of the task's log, or an empty one."""
@@ -275,6 +283,7 @@ async def pause(tx: Transaction, pauses: Sequence[PackedPause]) -> list[PauseRes
     """
 
     async def process_round(batch: list[PackedPause], locked: LockedTasks) -> list[PauseResult]:
+        batch = [_with_stored_deadline(packed, locked) for packed in batch]
         first_runs = [(packed.pause.run, packed.pause.requester) for packed in batch]
         await _delete_unrelated_early_cancels(tx, first_runs, locked)
         logs = [(packed.pause.run.task_id, packed.pause.log) for packed in batch]
@@ -293,6 +302,12 @@ async def pause(tx: Transaction, pauses: Sequence[PackedPause]) -> list[PauseRes
         ]
 
     return await run_in_rounds(tx, pauses, lambda packed: packed.pause.run.task_id, process_round)
+
+
+def _with_stored_deadline(packed: PackedPause, locked: LockedTasks) -> PackedPause:
+    """`packed` with the deadline in the row: a resumed requester may have given another one."""
+    row = locked.rows.get(packed.pause.run.task_id)
+    return packed if row is None else packed.with_deadline(row.task_deadline)
 
 
 def _check_pause(

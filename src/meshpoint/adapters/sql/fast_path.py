@@ -98,7 +98,7 @@ class FastPath:
         """
         # In lock order, since an insert waits for a concurrent insert of the same key.
         places = dict(sorted(_first_positions(each.pause.run.task_id for each in pauses).items()))
-        written: dict[str, float] = {}
+        written: dict[str, tuple[float, float | None]] = {}
         fresh = [pauses[place] for place in places.values() if not pauses[place].pause.run.fence]
         known = [pauses[place] for place in places.values() if pauses[place].pause.run.fence]
         for statements, each, more in (
@@ -122,11 +122,12 @@ class FastPath:
                     if not written:
                         raise
                     break
-                written.update({row.logical_task_id: row.now for row in rows})
+                written.update({row.logical_task_id: (row.now, row.task_deadline) for row in rows})
         return {
-            place: committed_pause(pauses[place], written[task_id])
+            place: committed_pause(pauses[place].with_deadline(deadline), now)
             for task_id, place in places.items()
             if task_id in written
+            for now, deadline in [written[task_id]]
         }
 
     async def append(self, appends: Sequence[PackedAppend]) -> dict[int, SaveResult]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 
 from meshpoint.model.ids import TaskId
 from meshpoint.model.subtasks import MemoryWrite, SaveCommitted
 from meshpoint.model.tasks import L1Snapshot, TaskState
-from meshpoint.model.transitions import CancelFound, Fenced, PastDeadline, PauseCommitted, Save
+from meshpoint.model.transitions import (
+    BeginCommitted,
+    CancelFound,
+    Fenced,
+    PastDeadline,
+    PauseCommitted,
+    Save,
+)
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
@@ -21,6 +27,7 @@ from meshpoint.testing.conformance.build import (
     FAILED,
     SECOND,
     TIMINGS,
+    a_begin,
     a_call,
     a_cancel,
     a_checkpoint,
@@ -29,6 +36,7 @@ from meshpoint.testing.conformance.build import (
     a_requester,
     a_run,
     an_end,
+    an_operation,
     begun,
     content,
     digest,
@@ -381,13 +389,12 @@ class MemorySuite:
         await nothing_new(store, run)
 
     async def test_late_pause_no_memory(self, store: CheckpointStore, clock: FakeClock) -> None:
-        run = await operating(store)
+        requester = a_requester(deadline=clock.now())
+        begin = a_begin(requester=requester, operation=an_operation())
+        run = replace(begin.run, fence=1)
+        assert await store.begin([begin]) == [BeginCommitted(run)]
         await save(store, run, ["first"])
-        late = replace(
-            remembering_pause(run, 2, "second"),
-            requester=a_requester(deadline=clock.now() - timedelta(seconds=1)),
-        )
-        assert await store.pause([late]) == [PastDeadline()]
+        assert await store.pause([remembering_pause(run, 2, "second")]) == [PastDeadline()]
         await nothing_new(store, run)
 
     async def test_pause_without_sends_writes_checkpoint(self, store: CheckpointStore) -> None:

@@ -178,7 +178,8 @@ class PauseSuite:
 
     async def test_pause_past_deadline(self, store: CheckpointStore, clock: FakeClock) -> None:
         requester = a_requester(deadline=clock.now() + SECOND)
-        fresh, run = a_pause(requester=requester), (await resumed(store)).run
+        fresh = a_pause(requester=requester)
+        run = (await resumed(store, await paused(store, requester=requester))).run
         before = await row(store, run.task_id)
         clock.advance(2 * SECOND)
         assert await store.pause([fresh, a_pause(run=run, requester=requester)]) == [

@@ -20,7 +20,13 @@ from meshpoint.model.operations import (
     Revived,
 )
 from meshpoint.model.tasks import CancelNotice
-from meshpoint.model.transitions import DuplicateOutcome, Pause, UnknownCall
+from meshpoint.model.transitions import (
+    DuplicateOutcome,
+    JoinCompleted,
+    PastDeadline,
+    Pause,
+    UnknownCall,
+)
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
@@ -34,6 +40,7 @@ from meshpoint.testing.conformance.build import (
     SECOND,
     TIMINGS,
     a_begin,
+    a_call,
     a_cancel,
     a_claim,
     a_pause,
@@ -45,6 +52,7 @@ from meshpoint.testing.conformance.build import (
     begun,
     cancels_to_send,
     ended,
+    error,
     existing,
     failed,
     one,
@@ -353,6 +361,35 @@ class RerequestSuite:
         await paused(store, run=run)  # its run still knows the old requester
         clock.advance(4 * SECOND)
         assert one(await store.keep_alives(HERE, 10)).requester == command.requester
+
+    @pytest.mark.parametrize("has_error", [False, True])
+    async def test_the_deadline_of_an_adopted_task_limits_its_next_pause(
+        self, store: CheckpointStore, clock: FakeClock, has_error: bool
+    ) -> None:
+        """Its run still knows the old deadline. A call with an error is written separately."""
+        old, new = (a_requester(deadline=clock.now() + each * SECOND) for each in (10, 30))
+        run = (await resumed(store, await paused(store, requester=old))).run
+        command = again(run.task_id, "01", adopt=True, requester=new)
+        assert await store.revive(command) == Adopted()
+        clock.advance(11 * SECOND)
+        calls = ("b", a_call("a", outcome=error())) if has_error else ("b",)
+        committed = await write_pause(store, a_pause(*calls, run=run, requester=old))
+        assert [each.deadline for each in committed.dispatches] == [new.deadline]
+        clock.advance(18 * SECOND)
+        assert await store.expire(HERE, 10, 10) == []
+        clock.advance(SECOND)
+        expired = one(await store.expire(HERE, 10, 10))
+        assert isinstance(expired.join_result, JoinCompleted)
+
+    async def test_a_pause_after_the_deadline_of_an_adopted_task(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = (await resumed(store)).run  # without a deadline
+        requester = a_requester(deadline=clock.now() + SECOND)
+        command = again(run.task_id, "01", adopt=True, requester=requester)
+        assert await store.revive(command) == Adopted()
+        clock.advance(SECOND)
+        assert await store.pause([a_pause(run=run)]) == [PastDeadline()]
 
 
 def again(task_id: TaskId, order: str, **values: object) -> Revive:
