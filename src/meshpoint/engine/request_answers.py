@@ -26,6 +26,7 @@ from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.operations import (
     DIFFERENT_INPUT,
     DIFFERENT_REQUESTER,
+    RESUMED_SINCE,
     Adopted,
     NotRevived,
     Refusal,
@@ -179,10 +180,10 @@ class RequestAnswers:
                     f"and its operation {active_operation} is active"
                 )
                 await self.refuse(segment, Failed(FailureKind.ERROR, message))
+            case NotRevived(detail=detail) if detail in {DIFFERENT_REQUESTER, RESUMED_SINCE}:
+                await self.requeue(segment)  # it has changed since it was read
             case NotRevived(refusal=Refusal.RUNNING):
                 await self.settle(segment)
-            case NotRevived(detail=detail) if detail == DIFFERENT_REQUESTER:  # since the lookup
-                await self.requeue(segment)
             case NotRevived(detail=detail) if detail == DIFFERENT_INPUT:
                 await self.refuse_id_in_use(segment)
             case NotRevived(detail=detail) if detail:

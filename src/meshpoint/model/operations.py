@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DIFFERENT_REQUESTER = "it was requested by another agent"
 DIFFERENT_INPUT = "it was requested with a different input"
+RESUMED_SINCE = "resumed since"
 
 NO_REQUESTER = Requester()
 """In a resume by an operator, who expects no reply: the task keeps its requester."""

@@ -230,6 +230,26 @@ async def test_a_request_to_resume_follows_the_agents_choice(
     assert len(peer.requests) == 2
 
 
+async def test_a_request_to_resume_is_not_lost_if_a_person_resumes_first(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    work = Work()
+    replica = await mesh.replica(operation_of(work, resume_from="last-pause"))
+    task_id = await fail_after_pause(mesh, client, peer, 10, 20)
+
+    async def resume_as_a_person() -> None:
+        """The operation fails again between the read of its last pause and the write."""
+        del replica.store.after["last_pause"]
+        await resume_operation(mesh.store, task_id)
+        await mesh.advance(2)
+        work.is_fixed = True
+
+    replica.store.after["last_pause"] = resume_as_a_person
+    await client.send("agent", client.request(1, task_id, resume="00000001"))
+    await mesh.advance(10)
+    assert [isinstance(reply, Ok) for reply in client.replies(task_id)] == [False, False, True]
+
+
 async def test_an_operation_that_never_paused_starts_from_its_request(
     mesh: Mesh, client: FakePeer
 ) -> None:

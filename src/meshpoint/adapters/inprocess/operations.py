@@ -21,6 +21,7 @@ from meshpoint.model.operations import (
     DIFFERENT_INPUT,
     DIFFERENT_REQUESTER,
     NO_REQUESTER,
+    RESUMED_SINCE,
     Adopted,
     LastPause,
     NotRevived,
@@ -153,7 +154,7 @@ class InProcessOperations:
         if refusal is not None:
             return refusal
         if command.pause is not None and command.pause.run.fence != row.fence:
-            return NotRevived(Refusal.RUNNING, "resumed since")
+            return NotRevived(Refusal.RUNNING, RESUMED_SINCE)
         _restart(row, command)
         row.due_at = tables.clock.now()
         row.keep_alive_at = next_keep_alive_at(row.requester, row.due_at)

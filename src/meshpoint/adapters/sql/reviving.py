@@ -27,6 +27,7 @@ from meshpoint.model.operations import (
     DIFFERENT_INPUT,
     DIFFERENT_REQUESTER,
     NO_REQUESTER,
+    RESUMED_SINCE,
     Adopted,
     NotRevived,
     Refusal,
@@ -75,7 +76,7 @@ async def revive(
     if refusal is not None:
         return refusal
     if pause is not None and pause.pause.run.fence != row.fence:
-        return NotRevived(Refusal.RUNNING, "resumed since")
+        return NotRevived(Refusal.RUNNING, RESUMED_SINCE)
     requester = _requester(command, row, details)
     await tx.execute(
         sql.UPDATE_REVIVED,

@@ -9,7 +9,7 @@ import pytest
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody, parse_body
 from meshpoint.model.calls import FIRST
 from meshpoint.model.ids import AgentName, TaskId
-from meshpoint.model.operations import LastPause, NotRevived, Refusal, Revived
+from meshpoint.model.operations import RESUMED_SINCE, LastPause, NotRevived, Refusal, Revived
 from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.model.subtasks import Child
 from meshpoint.model.tasks import (
@@ -306,7 +306,7 @@ class LastPauseSuite:
         late = await at_last_pause(store, command, "last-pause")
         again = await resume_at_pause(store, task_id)
         await write_end(store, an_end(await claimed(store, again, a=error()), FAILED, reason="no"))
-        assert await store.revive(late) == NotRevived(Refusal.RUNNING, "resumed since")
+        assert await store.revive(late) == NotRevived(Refusal.RUNNING, RESUMED_SINCE)
         assert await state_of(store, task_id) is FAILED
 
     async def test_a_resume_from_the_start_drops_the_pause(self, store: CheckpointStore) -> None:
