@@ -155,14 +155,13 @@ class Ledger:
         run, model = append.run, self.models.get(append.run.task_id)
         if model is None or not model.is_owned_by(run):
             assert result == Fenced(), result
-        elif _has_written(model, append):
-            assert result == SaveCommitted(), result
-        elif model.log_seq != append.log.after:
+            return
+        is_repeat = _has_written(model, append)
+        if not is_repeat and model.log_seq != append.log.after:
             assert result == Fenced(), result
-        elif model.cancel_requested:
-            assert result == CancelFound(run), result
-        else:
-            assert result == SaveCommitted(), result
+            return
+        assert result == (CancelFound(run) if model.cancel_requested else SaveCommitted()), result
+        if not is_repeat:
             model.append(append.log)
             model.appends.append(append)
 

@@ -12,9 +12,8 @@ from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.task_log import StepEntry, TaskLog
 from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.events import Step
-from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import MAX_ROW_BYTES, Run
-from meshpoint.model.transitions import Append, LogChange, SaveResult
+from meshpoint.model.transitions import Append, Fenced, LogChange, SaveResult
 from meshpoint.subtasks.runner import AWAIT_HINT
 
 _RESERVED_BYTES = 1024 * 1024
@@ -156,7 +155,7 @@ class SegmentStepLog:
         records = [each.entry for each in batch]
         change = self._segment.log.append(records)
         result = await self._write(change, [each.step for each in batch])
-        if isinstance(result, SaveCommitted):
+        if not isinstance(result, Fenced):
             self._segment.log = self._segment.log.with_steps(change, records)
             self._count += len(records)
         return result

@@ -106,7 +106,8 @@ class Transitions(Protocol):
 
         Returns:
             `Fenced` if another run owns the task, or its log has other entries than `LogChange`
-            expects; `CancelFound(run)` if a cancel was requested; otherwise `SaveCommitted`.
+            expects. Otherwise the entries are written, and the result is `CancelFound(run)` if a
+            cancel was requested, else `SaveCommitted`.
         """
 
     async def claim(

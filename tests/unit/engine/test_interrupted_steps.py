@@ -17,7 +17,7 @@ from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
-from meshpoint.model.outcomes import Failed, Ok, Outcomes
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcomes
 from meshpoint.subtasks.resuming import resume_operation
 from run_log import RunLog
 
@@ -148,6 +148,42 @@ async def test_a_step_that_ended_before_its_operation_failed_is_reused(
     await mesh.idle()
     assert await stored_outcome(mesh, task_id) == Ok(20)
     assert ran.names == ["charge"]
+
+
+async def test_a_step_that_ended_after_a_cancel_is_reused(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the records of two steps find the cancel, because its broadcast is lost."""
+    ran, gate = RunLog(), Gate()
+
+    async def charge(what: str) -> str:
+        ran(what)
+        await gate()
+        return what
+
+    @agent("agent", resume_from="last-pause")
+    async def charging(ctx: TaskExecutionContext, number: int) -> str:
+        await ctx.subtask("operation", int, 1)
+        await ctx.call(int_peer(number))
+        a, b = await asyncio.gather(ctx.step("a", charge, "a"), ctx.step("b", charge, "b"))
+        return a + b
+
+    replica = await mesh.replica(charging)
+    monkeypatch.setattr(replica.worker.tasks, "cancel", lambda *_: False)
+    task_id = await client.ask("agent", 1)
+    await peer.respond(await peer.wait_for_request(), 10)
+    await gate.wait_reached(2)
+    await client.cancel("agent", task_id)
+    await mesh.idle()
+    gate.opened.set()
+    reply = await client.reply(task_id)
+    assert isinstance(reply, Failed)
+    assert reply.kind is FailureKind.CANCELLED
+    await mesh.idle()
+    await resume_operation(mesh.store, task_id)
+    await mesh.advance(2)
+    assert await stored_outcome(mesh, task_id) == Ok("ab")
+    assert ran.names == ["a", "b"]
 
 
 async def test_a_step_nobody_awaits_does_not_run_once_its_code_has_ended(

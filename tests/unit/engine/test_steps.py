@@ -637,7 +637,7 @@ async def test_a_cancel_stops_the_code_at_its_next_record(
 
     replica = await mesh.replica(adding)
     # The broadcast of the cancel is lost.
-    monkeypatch.setattr(replica.worker.tasks, "cancel", lambda task_id: False)
+    monkeypatch.setattr(replica.worker.tasks, "cancel", lambda *_: False)
     task_id = await client.ask("agent", 1)
     await work.gate.wait_reached()
     await client.cancel("agent", task_id)

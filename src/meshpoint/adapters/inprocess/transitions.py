@@ -214,18 +214,16 @@ class InProcessTransitions:
         row = self._tables.live.get(run.task_id)
         if row is None or row.state is not TaskState.RUNNING or row.fence != run.fence:
             return Fenced()
-        if row.log_seq == log.after + len(log.entries) and row.log[-1][0] == run.id:
-            return SaveCommitted()  # repeated
-        if row.log_seq != log.after:
-            return Fenced()
-        if row.cancel_requested:
-            return CancelFound(run)
-        row.change_log(run.id, log)
-        if row.generation > 0 and not has_log(row.state_format):
-            row.state_format = logged_format(row.state_format)
-        row.attempt, row.rescues = 1, min(row.rescues, SUSPECT_AFTER_RESCUES)
-        self._tables.put(row)
-        return SaveCommitted()
+        is_repeat = row.log_seq == log.after + len(log.entries) and row.log[-1][0] == run.id
+        if not is_repeat:
+            if row.log_seq != log.after:
+                return Fenced()
+            row.change_log(run.id, log)
+            if row.generation > 0 and not has_log(row.state_format):
+                row.state_format = logged_format(row.state_format)
+            row.attempt, row.rescues = 1, min(row.rescues, SUSPECT_AFTER_RESCUES)
+            self._tables.put(row)
+        return CancelFound(run) if row.cancel_requested else SaveCommitted()
 
     def _claim_response(self, claim: Claim, replica: Replica, slots: int) -> ClaimResult:
         task_id, sub_task_id = claim.task_id, claim.sub_task_id

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.batcher import split_by_size
@@ -16,7 +13,7 @@ from meshpoint.adapters.sql.locking import LockedTasks, run_in_rounds
 from meshpoint.adapters.sql.rows import Columns
 from meshpoint.model.ids import RunId, TaskId
 from meshpoint.model.subtasks import SaveCommitted
-from meshpoint.model.tasks import TaskState
+from meshpoint.model.tasks import Run, TaskState
 from meshpoint.model.transitions import (
     Append,
     CancelFound,
@@ -45,48 +42,61 @@ class PackedAppend:
 async def append(
     tx: Transaction, appends: Sequence[PackedAppend]
 ) -> list[SaveResult | TaskLocked]:
-    """Append entries. A repeated append finds its own entries."""
+    """Append entries. A repeated append finds its own entries.
+
+    They are written even if a cancel was requested: the work that they record is done.
+    """
 
     async def process_round(batch: list[PackedAppend], locked: LockedTasks) -> list[SaveResult]:
         logs = [(each.command.run.task_id, each.command.log) for each in batch]
         unknown = await tasks_with_unknown_entries(tx, locked, logs)
-        checked = [(each, await _check(tx, each.command, locked, unknown)) for each in batch]
-        fresh = [each for each, result in checked if result is None]
-        await tx.execute_many(
-            sql.UPDATE_APPENDED,
-            [
-                {"task_id": each.command.run.task_id, "new_entries": len(each.entries)}
-                for each in fresh
-            ],
-        )
-        await write_logs(
-            tx,
-            [
-                (each.command.run.task_id, each.command.run.id, each.command.log, each.entries)
-                for each in fresh
-            ],
-        )
-        return [SaveCommitted() if result is None else result for _, result in checked]
+        commands = [each.command for each in batch if _is_owner(each.command.run, locked)]
+        written = {each.run.task_id for each in commands if await _is_repeated(tx, each, locked)}
+        fresh = {
+            run.task_id
+            for run, log in ((each.run, each.log) for each in commands)
+            if run.task_id not in written | unknown
+            and locked.rows[run.task_id].log_seq == log.after
+        }
+        await _write(tx, [each for each in batch if each.command.run.task_id in fresh])
+        runs = [each.command.run for each in batch]
+        return [
+            Fenced()
+            if run.task_id not in written | fresh
+            else CancelFound(run)
+            if locked.rows[run.task_id].cancel_requested
+            else SaveCommitted()
+            for run in runs
+        ]
 
     return await run_in_rounds(tx, appends, lambda each: each.command.run.task_id, process_round)
 
 
-async def _check(
-    tx: Transaction, command: Append, locked: LockedTasks, unknown: set[str]
-) -> SaveResult | None:
-    """The result of an append that must not be written, or `None` to write it."""
-    run, log, row = command.run, command.log, locked.rows.get(command.run.task_id)
-    if row is None or row.status != TaskState.RUNNING or row.fence != run.fence:
-        return Fenced()
-    if await _is_repeated(tx, command, row):
-        return SaveCommitted()
-    if row.log_seq != log.after or run.task_id in unknown:
-        return Fenced()
-    return CancelFound(run) if row.cancel_requested else None
+def _is_owner(run: Run, locked: LockedTasks) -> bool:
+    row = locked.rows.get(run.task_id)
+    return row is not None and row.status == TaskState.RUNNING and bool(row.fence == run.fence)
 
 
-async def _is_repeated(tx: Transaction, command: Append, row: Row[Any]) -> bool:
+async def _write(tx: Transaction, appends: Sequence[PackedAppend]) -> None:
+    await tx.execute_many(
+        sql.UPDATE_APPENDED,
+        [
+            {"task_id": each.command.run.task_id, "new_entries": len(each.entries)}
+            for each in appends
+        ],
+    )
+    await write_logs(
+        tx,
+        [
+            (each.command.run.task_id, each.command.run.id, each.command.log, each.entries)
+            for each in appends
+        ],
+    )
+
+
+async def _is_repeated(tx: Transaction, command: Append, locked: LockedTasks) -> bool:
     """Whether the run has already written `command`: its last entry is the last in the log."""
+    row = locked.rows[command.run.task_id]
     if row.log_seq != command.log.after + len(command.log.entries):
         return False
     runs = await tx.fetch(sql.READ_ENTRY_RUN, task_id=row.logical_task_id, seq=row.log_seq)

@@ -262,7 +262,7 @@ class LogSuite:
         append = an_append(run, b"a", b"b")
         assert await store.append([append]) == await store.append([append]) == [SaveCommitted()]
         await store.cancel([a_cancel(run.task_id)])
-        assert await store.append([append]) == [SaveCommitted()]
+        assert await store.append([append]) == [CancelFound(run)]
         assert (await rescued(store, clock)).log == (b"a", b"b")
 
     async def test_appends_of_a_batch_keep_their_logs_apart(self, store: CheckpointStore) -> None:
@@ -309,13 +309,15 @@ class LogSuite:
         run = (await with_log(store, b"a")).run
         assert await store.append([an_append(run, b"b", after=after)]) == [Fenced()]
 
-    async def test_a_cancel_refuses_an_append(
+    async def test_an_append_after_a_cancel_is_written_and_reports_it(
         self, store: CheckpointStore, clock: FakeClock
     ) -> None:
         run = await begun(store)
         await store.cancel([a_cancel(run.task_id)])
-        assert await store.append([an_append(run, b"a")]) == [CancelFound(run)]
-        assert (await rescued(store, clock)).log == ()
+        first, second = an_append(run, b"a"), an_append(run, b"b", after=1)
+        for append in (first, first, second):
+            assert await store.append([append]) == [CancelFound(run)]
+        assert (await rescued(store, clock)).log == (b"a", b"b")
 
     async def test_an_append_is_progress(self, store: CheckpointStore, clock: FakeClock) -> None:
         await begun(store)
