@@ -326,9 +326,13 @@ class Workspace:
                     [(each.attempt, each.record) for each in segment.log.steps],
                     self._step_log,
                     runtime.steps,
+                    self._runs_again,
                     runtime.options.secret_keys,
                 )
             return self.steps
+
+    def _runs_again(self, subtask: str) -> bool:
+        return self.subtasks is not None and self.subtasks.runs_again(subtask)
 
     async def _ensure_row(self) -> None:
         self._require_open()

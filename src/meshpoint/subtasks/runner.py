@@ -208,6 +208,13 @@ class Subtasks:
         records = self._records.by_name.values()
         return validity.find_reusable_children(children, records, self.retry_count)
 
+    def runs_again(self, name: str) -> bool:
+        """Whether a subtask that an earlier attempt had completed runs again in this one."""
+        record = self._records.by_name.get(name)
+        return (
+            record is not None and validity.reason_in_attempt(record, self.retry_count) is not None
+        )
+
     @property
     def progress(self) -> SubtaskProgress:
         """Progress of the task through its subtasks."""

@@ -72,11 +72,40 @@ class StepLog(Protocol):
         """
 
 
+class _OpenSteps:
+    """The steps that were called and may still run, by subtask and name.
+
+    A step that was cancelled before it began is closed, but runs none of its own code.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[str | None, str], ReferenceType[Coroutine[Any, Any, Any]]] = {}
+
+    def add(self, key: tuple[str | None, str], step: Coroutine[Any, Any, Any]) -> None:
+        """Add a step that was called."""
+        self._steps[key] = ref(step)
+
+    def remove(self, key: tuple[str | None, str]) -> None:
+        """Remove a step that has ended."""
+        self._steps.pop(key, None)
+
+    def has(self, key: tuple[str | None, str]) -> bool:
+        """Whether such a step is open."""
+        reference = self._steps.get(key)
+        step = None if reference is None else reference()
+        return step is not None and getcoroutinestate(step) != CORO_CLOSED
+
+    def find_name(self) -> str | None:
+        """The name of an open step, or `None`."""
+        return next((name for subtask, name in self._steps if self.has((subtask, name))), None)
+
+
 class StepRunner:
     """The `meshpoint.model.context_runtime.StepRunner` of one segment.
 
     `run` is the generation and the attempt (`retry_count`) of the segment. `recorded` are the
-    records of earlier runs, oldest first, with their attempts.
+    records of earlier runs, oldest first, with their attempts. `runs_again` returns whether a
+    subtask that an earlier attempt had completed runs again in this one.
 
     Attributes:
         mismatch: Why this version of the agent cannot continue the task. Kept because agent code
@@ -91,9 +120,10 @@ class StepRunner:
         recorded: Iterable[tuple[int, bytes]],
         log: StepLog,
         steps: Steps,
+        runs_again: Callable[[str], bool],
         secret_keys: Sequence[str] = (),
     ) -> None:
-        self._ctx, self._ctx_runtime = ctx, runtime
+        self._ctx, self._ctx_runtime, self._runs_again = ctx, runtime, runs_again
         self._generation, self._attempt = run
         self._log, self._steps, self._secret_keys = log, steps, secret_keys
         self._records: dict[StepPlace, tuple[int, StepRecord]] = {}
@@ -102,7 +132,7 @@ class StepRunner:
             self._load(attempt, StepRecord.from_bytes(encoded))
         self._context_changes = ContextChanges(ctx, runtime)
         self._uses: dict[tuple[int, str | None, str], int] = {}
-        self._open: dict[tuple[str | None, str], ReferenceType[Coroutine[Any, Any, Any]]] = {}
+        self._open = _OpenSteps()
         self._running: dict[StepPlace, asyncio.Task[Any]] = {}
         self._executing = 0
         self.mismatch: IncompatibleState | None = None
@@ -137,8 +167,8 @@ class StepRunner:
         self._uses[generation, subtask, name] = use + 1
         place = StepPlace(generation, subtask, name, use)
         step = self._run(place, function, partial(run_step, name, function, args, kwargs))
-        self._open[subtask, name] = ref(step)
-        self._ctx_runtime.find_open_step = self._find_open_step
+        self._open.add((subtask, name), step)
+        self._ctx_runtime.find_open_step = self._open.find_name
         return step
 
     def _find_problem(self, name: str, subtask: str | None) -> str | None:
@@ -149,24 +179,12 @@ class StepRunner:
             )
         if (problem := nesting_problem(f"step {name!r}")) is not None:
             return problem
-        if self._is_open(subtask, name):
+        if self._open.has((subtask, name)):
             return (
                 f"two open steps are called {name!r}: await the first one before the second, "
                 f"or give each its own name, such as '{name}-2'"
             )
         return None
-
-    def _is_open(self, subtask: str | None, name: str) -> bool:
-        """Whether such a step was called and may still run.
-
-        A step that was cancelled before it began runs none of its code.
-        """
-        reference = self._open.get((subtask, name))
-        step = None if reference is None else reference()
-        return step is not None and getcoroutinestate(step) != CORO_CLOSED
-
-    def _find_open_step(self) -> str | None:
-        return next((name for subtask, name in self._open if self._is_open(subtask, name)), None)
 
     async def _run(
         self,
@@ -197,17 +215,20 @@ class StepRunner:
             return await self._execute(place, codec, code)
         finally:
             del self._running[place]
-            self._open.pop((place.subtask, place.name), None)
+            self._open.remove((place.subtask, place.name))
 
     def _find_record(self, place: StepPlace, *, is_replaying: bool) -> StepRecord | None:
         """The record of a step; `None` if it must run.
 
         An attempt that was resumed at a pause runs the steps again that have failed since then,
-        and starts with the tokens of the earlier one.
+        and all steps of a subtask that runs again. It starts with the tokens of the earlier one.
         """
         attempt, record = self._records.get(place, (0, None))
         if record is None or is_replaying or attempt == self._attempt:
             return record
+        if place.subtask is not None and self._runs_again(place.subtask):
+            self._unseen_results.pop(place, None)
+            return None
         return record.without_usage() if record.end is StepEnd.OK else None
 
     async def _replay(self, record: StepRecord, codec: DeliverableCodec) -> Any:

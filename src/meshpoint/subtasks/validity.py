@@ -175,7 +175,7 @@ def run_again(records: Records, record: SubtaskRecord, reason: str, run: Current
     If it was completed, all records after it are not valid either, except those this run has used.
     """
     if not record.completed:
-        return Run(_reason_in_attempt(record, run.retry), {record.name: reason})
+        return Run(reason_in_attempt(record, run.retry), {record.name: reason})
     names = list(records)
     later = names[names.index(record.name) + 1 :]
     after = f"after {record.name!r}, which runs again"
@@ -215,7 +215,7 @@ def find_reusable_children(
     excluded = {
         record.name
         for record in records
-        if record.completed or _reason_in_attempt(record, retry) is not None
+        if record.completed or reason_in_attempt(record, retry) is not None
     }
     reusable = [
         child for child in children if child.retry < retry and child.subtask not in excluded
@@ -324,7 +324,7 @@ def _judge_unchanged(
     records: Records, record: SubtaskRecord, run: CurrentRun, read: Callable[[str], Any]
 ) -> Verdict:
     if not record.completed:
-        return Run(_reason_in_attempt(record, run.retry))
+        return Run(reason_in_attempt(record, run.retry))
     if record.result is None:
         return run_again(records, record, "its deliverable is missing", run)
     try:
@@ -337,7 +337,10 @@ def _failed_before_pause(record: SubtaskRecord, run: CurrentRun) -> bool:
     return run.replays and record.retry == run.retry and record.generation < run.generation
 
 
-def _reason_in_attempt(record: SubtaskRecord, retry: int) -> str | None:
-    """Return why the subtask runs again in attempt `retry`. Reasons of earlier ones are over."""
+def reason_in_attempt(record: SubtaskRecord, retry: int) -> str | None:
+    """Return why a subtask that was completed runs again in attempt `retry`, or `None`.
+
+    Reasons of earlier attempts are over.
+    """
     is_current = record.retry == retry or record.status is SubtaskStatus.OUTDATED
     return record.again if is_current else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -209,6 +210,35 @@ async def test_new_calls_after_the_pause_are_not_answered_from_earlier_ones(
     await peer.respond(peer.requests[-1], 3)
     await mesh.idle()
     assert await stored_outcome(mesh, task_id) == Ok([1, 2, 3])
+
+
+async def test_steps_of_a_subtask_that_runs_again_run_again(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    work = Work()
+
+    async def add_up(ctx: TaskExecutionContext, numbers: list[int]) -> str:
+        return await ctx.step("inner", work.note, f"{sum(numbers)}")
+
+    @agent("agent", resume_from="last-pause")
+    async def adding(ctx: TaskExecutionContext, number: int) -> str:
+        answers = await ctx.gather_outcomes(int_peer(1), int_peer(2))
+        numbers = [each.value for each in answers if isinstance(each, Ok)]
+        total = await ctx.subtask("total", partial(add_up, ctx), numbers)
+        await ctx.step("outer", work.note, "outer")
+        if len(numbers) < 2:
+            raise ValueError("no")
+        return total
+
+    await mesh.replica(adding)
+    task_id = await fail_after_pause(mesh, client, peer, 10, Failed(FailureKind.ERROR, "no"))
+    assert work.ran.take_new() == ["10", "outer"]
+    await resume_operation(mesh.store, task_id)
+    await mesh.advance(2)
+    await peer.respond(peer.requests[-1], 20)
+    await mesh.idle()
+    assert await stored_outcome(mesh, task_id) == Ok("30")
+    assert work.ran.names == ["30"]
 
 
 async def test_a_request_to_resume_follows_the_agents_choice(
