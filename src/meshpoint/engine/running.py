@@ -177,8 +177,7 @@ class AgentCode:
         # and KeyboardInterrupt, which would otherwise end the replica and all its tasks.
         try:
             result = self._result_from_return(await self.call_agent())
-            uses_records = self.workspace.subtasks or self.workspace.steps
-            return (self._find_mismatch() or result) if uses_records else result
+            return self._find_mismatch() or result
         except asyncio.CancelledError as error:
             self._record_failure(error)
             raise

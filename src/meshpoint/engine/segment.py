@@ -224,6 +224,7 @@ class Workspace:
         self.subtasks: Subtasks | None = None
         self.steps: StepRunner | None = None
         self._step_log: SegmentStepLog | None = None
+        self._unreadable_steps: IncompatibleState | None = None
         self.failure: dict[str, JsonValue] | None = None
         self._segment, self._runtime, self._open_operation = segment, runtime, open_operation
         self._retry_count, self._parameters = 0, parameters
@@ -307,6 +308,7 @@ class Workspace:
 
         Raises:
             AgentMisbehaved: The segment has ended.
+            IncompatibleState: A later version of Meshpoint has recorded a step of the task.
         """
         with _BUILDING:
             self._require_open()
@@ -319,16 +321,20 @@ class Workspace:
                     self._ensure_row,
                     self._stop_unless_owned,
                 )
-                self.steps = StepRunner(
-                    self.context,
-                    self.context_runtime,
-                    (segment.run.generation, self._retry_count),
-                    [(each.attempt, each.record) for each in segment.log.steps],
-                    self._step_log,
-                    runtime.steps,
-                    self._runs_again,
-                    runtime.options.secret_keys,
-                )
+                try:
+                    self.steps = StepRunner(
+                        self.context,
+                        self.context_runtime,
+                        (segment.run.generation, self._retry_count),
+                        [(each.attempt, each.record) for each in segment.log.steps],
+                        self._step_log,
+                        runtime.steps,
+                        self._runs_again,
+                        runtime.options.secret_keys,
+                    )
+                except IncompatibleState as error:
+                    self._unreadable_steps = error
+                    raise
             return self.steps
 
     def _runs_again(self, subtask: str) -> bool:
@@ -363,7 +369,12 @@ class Workspace:
             await self._step_log.drop()
 
     def find_mismatch(self) -> IncompatibleState | None:
-        """Why this version of the agent cannot continue the task, or `None` if it can."""
+        """Why this version of the agent cannot continue the task, or `None` if it can.
+
+        Agent code may have caught the error.
+        """
+        if self._unreadable_steps is not None:
+            return self._unreadable_steps
         for runner in (self.subtasks, self.steps):
             if runner is not None and runner.mismatch is not None:
                 return runner.mismatch

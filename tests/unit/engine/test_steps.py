@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic import BaseModel
@@ -14,7 +15,7 @@ from fake_peer import FakePeer
 from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
 from meshpoint.agents.stateful import Replies, StatefulAgent
-from meshpoint.errors import AgentMisbehaved, StepFailed
+from meshpoint.errors import AgentMisbehaved, IncompatibleState, StepFailed
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import TaskId
@@ -22,6 +23,7 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.model.tasks import TaskState
 from meshpoint.model.usage import Tokens
 from meshpoint.subtasks.resuming import resume_operation
+from meshpoint.subtasks.step_records import StepRecord
 from run_log import RunLog
 
 from .agents import Gate
@@ -520,6 +522,38 @@ async def test_a_step_that_was_not_there_before_parks_the_task(
     assert summary.state is TaskState.PARKED
     assert summary.parked_reason == "step 'new' before call 1 is not recorded"
     assert work.ran.names == []
+
+
+async def test_an_unreadable_record_parks_the_task_even_if_its_code_catches_the_error(
+    mesh: Mesh, client: FakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, gate = Work(), Gate()
+
+    @agent("agent")
+    async def catching(ctx: TaskExecutionContext, number: int) -> int:
+        try:
+            number = await ctx.step("step", work.add_one, number)
+        except Exception:
+            return -1
+        await gate()
+        return number
+
+    first = await mesh.replica(catching)
+    task_id = await client.ask("agent", 1)
+    await gate.wait_reached()
+    await first.crash()
+    with monkeypatch.context() as patch:
+        unreadable = Mock(side_effect=IncompatibleState("a later version wrote it"))
+        patch.setattr(StepRecord, "from_bytes", unreadable)
+        second = await mesh.replica(catching, app_version="2")
+        await mesh.advance(25)
+        assert (await mesh.task(task_id))[0].parked_reason == "a later version wrote it"
+        await second.drain()
+    gate.opened.set()
+    await mesh.replica(catching)
+    await mesh.advance(2)
+    assert await client.reply(task_id) == Ok(2)
+    assert work.ran.names == ["1"]
 
 
 async def test_what_a_mismatching_run_recorded_is_dropped(
