@@ -54,13 +54,16 @@ async def second(ctx: Any, number: int) -> list[int]:
     return [await ctx.call(extra(number)), await ctx.call(peer(number))]
 
 
-def results(name: str, number: int) -> list[int]:
-    """What an agent of this module answers, if peers answer ten times their input."""
-    answer = 10 * number
-    return {
-        "first": [number, answer, answer],
-        "edited_subtask": [number + 1000, answer, answer],
-        "edited_path": [number, answer, answer, answer],
-        "fixed_path": [number, answer, answer, answer],
-        "second": [answer, answer],
-    }[name]
+def result(name: str, number: int, *, begun: str | None = None) -> list[int] | None:
+    """What an agent of this module answers, if peers answer ten times their input.
+
+    `begun` is the agent that ran the first segment, if it is not the same. Returns `None` if the
+    agent `name` cannot end such a task.
+    """
+    begun, answer = begun or name, 10 * number
+    if {begun, name} & {"second", "edited_path"} and begun != name:
+        return None
+    answers = {"second": 2, "edited_path": 3, "fixed_path": 3}.get(name, 2) * [answer]
+    if name == "second":
+        return answers
+    return [number + 1000 if begun == "edited_subtask" else number, *answers]

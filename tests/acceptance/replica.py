@@ -1,7 +1,7 @@
 """One replica in a process: `replica.py CONFIG [--at STEP:PHASE --do kill|freeze [--agent NAME]]`.
 
-Prints every event as a line of JSON. At the named event it kills or freezes itself, between two
-awaits and with no chance to clean up.
+Prints every event as a line of JSON, and one more if it stops with an error. At the named event it
+kills or freezes itself, between two awaits and with no chance to clean up.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ async def main(arguments: Sequence[str] | None = None) -> None:
     try:
         await wiring.serve(load([options.config]), observer=reporter, stop=stop)
     except MeshpointError as error:
+        refusal = {"step": "stopped", "phase": "failed", "detail": {"error": str(error)}}
+        sys.stdout.write(json.dumps(refusal) + "\n")
         sys.exit(f"error: {error}")
 
 

@@ -1,68 +1,29 @@
 """Deploys under steady load, with replicas as real processes: nothing is lost, nothing is wrong.
 
 Each deploy replaces two replicas, one after the other. `meshpoint doctor` says before each what
-will happen. `make deploys` runs a longer form, which also kills replicas and starts from earlier
-releases.
+will happen. The suite runs several cases in one mesh. `make deploys` runs each alone, under full
+load, with drained and with killed replicas, and prints the counts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
-import json
-import os
 import signal
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, redirect_stdout
-from dataclasses import dataclass, field
-from itertools import count
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
-import yaml
 
 from meshpoint.adapters.sql import SqlStore
+from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.tables import REVISION, VERSION_TABLE
-from meshpoint.cli import main
 from meshpoint.cli.exits import ExitCode
-from meshpoint.client import Client, Reply
-from meshpoint.model.outcomes import Ok
 
-from . import deploy_agents
-from .mesh import HERE, SHORT_LEASE, FakePeer, Mesh, PeerRequest, Process
-
-LONG = bool(os.environ.get("MESHPOINT_DEPLOYS"))
-HELD = 30 if LONG else 4
-"""Requests for each deploy whose calls the peer answers only after it."""
-STEADY = 8 if LONG else 2
-PAUSE = 0.02 if LONG else 0.1
-"""Steady senders, and the seconds between an answer and the next request of each."""
-
-
-@dataclass(frozen=True)
-class Release:
-    """What one replica serves, and which results its code gives."""
-
-    code: tuple[str, ...] = ("first",)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    mesh: Mapping[str, Any] = field(default_factory=dict)
-
-    def config(self, mesh: Mesh) -> Path:
-        entrypoints = [f"deploy_agents:{name}" for name in self.code]
-        options = {
-            **SHORT_LEASE,
-            "drain_timeout_seconds": 0.5,
-            "entrypoint": entrypoints if len(entrypoints) > 1 else entrypoints[0],
-            "app_version": "+".join(self.code),
-            **self.options,
-        }
-        path = mesh.backends.config("root", **options)
-        config = yaml.safe_load(path.read_text())
-        config["mesh"] |= self.mesh
-        path.write_text(yaml.safe_dump(config))
-        return path
-
+from .deploy_load import HELD, LONG, Load, Release, run_doctor, steady_load
+from .mesh import HERE, Mesh, Process
 
 ON, OFF = Release(), Release(options={"stateless_checkpointing": False})
 MEMORY = Release(options={"stateless_checkpointing": False, "session_service": "memory"})
@@ -76,6 +37,8 @@ TUNED = Release(
     },
     mesh={"max_queue_length": 5000, "delivery_limit": 30},
 )
+MARKED = "agent.session_service: other replicas of 'root' store their tasks in a database"
+"""How the error of a replica without a database begins, while the marker is set."""
 
 
 @dataclass(frozen=True)
@@ -84,38 +47,74 @@ class Deploy:
 
     Attributes:
         exit_code: of the doctor before it.
-        warnings: the checks of the doctor's warnings and errors.
+        problems: the checks of the doctor's warnings and errors.
         notes: checks that must be among its notes.
         parks: whether all tasks that wait across the deploy are parked by it.
+        refused: whether its replicas refuse to start, so that those before keep serving.
+        ousts: whether its first replica makes those before it exit.
+        unmarks: whether those before it are stopped, and the database marker is removed.
         revision: what the tables say of themselves from now on, as after an upgrade by a later
             release.
     """
 
     releases: tuple[Release, Release]
     exit_code: ExitCode = ExitCode.OK
-    warnings: frozenset[str] = frozenset()
+    problems: frozenset[str] = frozenset()
     notes: frozenset[str] = frozenset()
     parks: bool = False
+    refused: bool = False
+    ousts: bool = False
+    unmarks: bool = False
     revision: str | None = None
+
+    @property
+    def strands(self) -> bool:
+        """Whether tasks that wait across the deploy continue only after a later one."""
+        return self.parks or "tasks.unread" in self.problems
+
+    def is_like(self, running: Deploy) -> bool:
+        """Whether it changes nothing if the replicas of `running` run."""
+        is_plain = not (self.refused or self.unmarks or self.revision)
+        return is_plain and self.releases == running.releases
+
+    def different_releases(self) -> Sequence[Release]:
+        """One release, or two if they differ."""
+        first, second = self.releases
+        return [first] if first == second else [first, second]
+
+    @property
+    def codes(self) -> frozenset[str]:
+        """The code of its replicas."""
+        return frozenset(code for release in self.releases for code in release.code)
 
 
 def deploy(*releases: Release, warn: str = "", notes: str = "", **values: Any) -> Deploy:
     """A deploy of one release, or of two different ones."""
-    warnings = frozenset(warn.split())
-    code = ExitCode.WARNINGS if warnings else ExitCode.OK
+    code = ExitCode.WARNINGS if warn else ExitCode.OK
     both = (releases[0], releases[-1])
-    return Deploy(both, code, warnings, frozenset(notes.split()), **values)
+    return Deploy(both, code, frozenset(warn.split()), frozenset(notes.split()), **values)
 
 
 FIRST = deploy(ON)
 V2, BOTH = Release(("second",)), Release(("first", "second"))
-EDITED = Release(("edited_path",))
-PARKING = deploy(EDITED, notes="tasks.other_code", parks=True)
-MATRIX: dict[str, list[Deploy]] = {
+PARKING = deploy(Release(("edited_path",)), notes="tasks.other_code", parks=True)
+REFUSED = Deploy(
+    (MEMORY, MEMORY), ExitCode.UNDEPLOYABLE, frozenset({"marker.refuses"}), refused=True
+)
+CASES: dict[str, list[Deploy]] = {
     "checkpointing switched on": [deploy(OFF), deploy(ON)],
-    "checkpointing switched off": [FIRST, deploy(OFF, notes="checkpointing.off")],
+    "checkpointing switched off": [FIRST, deploy(OFF)],
     "checkpointing mixed": [deploy(ON, OFF), deploy(OFF, ON), deploy(ON, OFF)],
-    "session_service from memory to sql": [deploy(MEMORY), deploy(ON, warn="marker.new")],
+    "session_service from memory to sql": [
+        deploy(MEMORY),
+        deploy(ON, warn="marker.new", ousts=True),
+    ],
+    "session_service from sql to memory": [
+        FIRST,
+        REFUSED,
+        deploy(OFF),
+        deploy(MEMORY, unmarks=True),
+    ],
     "lease, prefetch and queues": [FIRST, deploy(TUNED), FIRST],
     "subtask edited": [
         FIRST,
@@ -143,133 +142,216 @@ MATRIX: dict[str, list[Deploy]] = {
         deploy(ON, revision=REVISION),
     ],
 }
+TOURS = {
+    "where tasks are stored": [
+        "session_service from memory to sql",
+        "checkpointing switched off",
+        "checkpointing switched on",
+        "checkpointing mixed",
+        "session_service from sql to memory",
+    ],
+    "code": [
+        "subtask edited",
+        "version raised, rolled back, both",
+        "path edited and rolled back",
+        "path edited and fixed",
+    ],
+    "settings and tables": [
+        "lease, prefetch and queues",
+        "tables upgraded and downgraded",
+        "version raised next to the old one",
+    ],
+}
+"""Cases one after the other, so that a case seldom needs its first deploy."""
+RUNS = (
+    CASES
+    if LONG
+    else {tour: [each for case in cases for each in CASES[case]] for tour, cases in TOURS.items()}
+)
 
 
-class Load:
-    """Steady requests, and requests whose calls are held until the next deploy is done."""
+class Rollout:
+    """Replaces the replicas of an agent under load, one deploy after the other.
 
-    def __init__(self, client: Client, peer: FakePeer, extra: FakePeer) -> None:
-        self._client, self._peer, self._extra = client, peer, extra
-        self._numbers = count(1)
-        self._held: set[int] = set()
-        self._holding: list[PeerRequest] = []
-        self._arrived = asyncio.Event()
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self._sending = [asyncio.Lock() for _ in range(STEADY)]
-        self.outcomes: dict[int, Any] = {}
-        self.stopping = False
+    Args:
+        mesh: runs the replicas.
+        load: the requests.
+        number: ends replicas that are replaced.
 
-    async def answer(self, peer: FakePeer) -> None:
-        """Answer a peer's requests until cancelled, unless its task is held."""
-        while True:
-            (request,) = await peer.next_requests()
-            if int(str(request.input)) in self._held:
-                self._holding.append(request)
-                self._arrived.set()
-            else:
-                await request.answer(10 * int(str(request.input)))
+    Attributes:
+        running: the replicas.
+        parking: number of times that a task must have been parked.
+        replaced: number of replicas that were replaced.
+    """
 
-    async def send_steadily(self, sending: asyncio.Lock) -> None:
-        """Send a request after each answer, until the test stops."""
-        while not self.stopping:
-            async with sending:
-                await self.send()
-            await asyncio.sleep(PAUSE)
+    def __init__(self, mesh: Mesh, load: Load, number: signal.Signals) -> None:
+        self._mesh, self._load, self._number = mesh, load, number
+        self._last: Deploy | None = None
+        self._pause = AsyncExitStack()
+        self.running: list[Process] = []
+        self.parking = self.replaced = 0
 
-    async def send(self) -> None:
-        """Send a request and wait for its outcome."""
-        number = next(self._numbers)
-        reply = await self._client.send("root", number)
-        self.outcomes[number] = (await reply).outcome
+    async def carry_out(self, deploys: Sequence[Deploy]) -> None:
+        """Deploy each of `deploys`, unless its replicas run already."""
+        async with self._pause:
+            for planned in deploys:
+                if self._last is None or not planned.is_like(self._last):
+                    await self._carry_out(planned)
 
-    @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        """Keep the steady senders from sending while the block runs."""
-        async with AsyncExitStack() as stack:
-            for sending in self._sending:
-                await stack.enter_async_context(sending)
-            yield
+    async def stop(self) -> None:
+        """Let all replicas drain."""
+        await self._stop_running(signal.SIGTERM)
 
-    async def hold(self) -> list[int]:
-        """Send requests, and wait until their calls are held."""
-        numbers = [next(self._numbers) for _ in range(HELD)]
-        self._held |= set(numbers)
-        for number in numbers:
-            self._waiting[number] = await self._client.send("root", number)
-        while {int(str(request.input)) for request in self._holding} < self._held:
-            self._arrived.clear()
-            await self._arrived.wait()
-        return numbers
+    async def _carry_out(self, planned: Deploy) -> None:
+        if planned.revision is not None:
+            await change_tables(self._mesh, planned.revision)
+        if planned.unmarks:
+            await self._stop_and_unmark(planned.releases[0])
+        for release in planned.different_releases():
+            await self._check_doctor(planned, release)
+        if planned.refused:
+            await self._see_refused(planned.releases[0])
+            return
+        if planned.parks:  # a roll-back would park tasks that the edited code began
+            await self._pause.enter_async_context(self._load.paused())
+        self._load.serving.append(self._load.serving[-1] | planned.codes)
+        await self._replace(planned)
+        self._load.serving.append(planned.codes)
+        self._last = planned
+        await self._load.release()
+        if planned.parks:
+            await self._see_parked()
+            return
+        await self._pause.aclose()
+        if not planned.strands:
+            await self._load.settle()
+        await self._load.hold(planned.releases[0].code[0])
 
-    async def release(self) -> None:
-        """Answer all held calls."""
-        self._held.clear()
-        holding, self._holding = self._holding, []
-        for request in holding:
-            await request.answer(10 * int(str(request.input)))
+    async def _check_doctor(self, planned: Deploy, release: Release) -> None:
+        """Compare what the doctor says of a release of a deploy."""
+        report = await self._run_doctor(release)
+        found: dict[str, dict[str, int]] = {"note": {}, "problem": {}}
+        for finding in report["findings"]:
+            tasks = found["note" if finding["severity"] == "note" else "problem"]
+            counted = finding["data"].get("tasks") or 0
+            tasks[finding["check"]] = tasks.get(finding["check"], 0) + counted
+        problems, notes = found["problem"], found["note"]
+        assert (report["exit_code"], problems.keys()) == (planned.exit_code, planned.problems), (
+            report
+        )
+        assert planned.notes | self._notes_of(release) <= notes.keys(), report
+        for check in planned.problems | planned.notes:
+            if check.startswith("tasks."):
+                assert (problems | notes)[check] >= HELD, report
 
-    async def finish(self) -> None:
-        """Wait until every request has its outcome."""
-        await self.release()
-        for number, reply in self._waiting.items():
-            self.outcomes[number] = (await reply).outcome
-        self.stopping = True
-        assert self._client.conflicts == 0
+    def _notes_of(self, release: Release) -> set[str]:
+        """What the doctor must say of a release, whatever ran before."""
+        notes = {"replicas"}
+        if not release.is_checkpointing:
+            notes.add("checkpointing.off")
+        if release.mesh and self._mesh.backends.broker_url.startswith("amqp"):
+            notes.add("broker.arguments")  # a SQLite queue has none
+        return notes
+
+    async def _run_doctor(self, release: Release, *arguments: str) -> Any:
+        config = release.config(self._mesh)
+        return await asyncio.to_thread(run_doctor, config, *arguments)
+
+    async def _replace(self, planned: Deploy) -> None:
+        """Start each new replica, then end an old one."""
+        started = []
+        for release in planned.releases:
+            started.append(await self._mesh.replica(release.config(self._mesh)))
+            if planned.ousts:
+                self.replaced += len(self.running)
+                await asyncio.gather(*[see_refusal(each) for each in self.running])
+                self.running.clear()
+            elif self.running:
+                await self._end([self.running.pop()], self._number)
+        self.running = started
+
+    async def _stop_running(self, number: signal.Signals) -> None:
+        ending, self.running = self.running, []
+        await self._end(ending, number)
+
+    async def _end(self, replicas: Sequence[Process], number: signal.Signals) -> None:
+        self.replaced += len(replicas)
+        for replica in replicas:
+            replica.signal(number)
+        codes = await asyncio.gather(*[replica.wait_ended() for replica in replicas])
+        assert set(codes) <= {0 if number is signal.SIGTERM else -number}
+
+    async def _see_refused(self, release: Release) -> None:
+        replica = await self._mesh.replica(release.config(self._mesh), started=0)
+        await see_refusal(replica)
+        assert replica.matching_events("started") == []
+
+    async def _see_parked(self) -> None:
+        """Wait until the held tasks are parked and other tasks have ended."""
+        self.parking += HELD
+        await wait_parked(self.running, HELD)
+        await asyncio.gather(*[self._load.send() for _ in range(HELD)])
+        if LONG:  # the same version does not try them again
+            await asyncio.gather(*[wait_sweeps(each, 12) for each in self.running])
+
+    async def _stop_and_unmark(self, release: Release) -> None:
+        """Follow the documentation from a database to memory, once checkpointing is off."""
+        remove = partial(
+            self._run_doctor,
+            release,
+            "--db",
+            self._mesh.backends.db_url,
+            "--remove-marker",
+            "root",
+        )
+        assert "serving the agent" in kept_marker(await remove())
+        async with self._load.paused():  # the last tasks in the database have ended
+            pass
+        await self._stop_running(self._number)
+        await self._see_refused(release)
+        report = await remove()
+        while "serving the agent" in kept_marker(report):  # the broker has not noticed a kill yet
+            report = await remove()
+        assert report["exit_code"] == ExitCode.OK, report
 
 
-@asynccontextmanager
-async def steady_load(mesh: Mesh) -> AsyncIterator[Load]:
-    load = Load(await mesh.client(), await mesh.peer(), await mesh.peer("extra"))
-    async with asyncio.TaskGroup() as senders:
-        answering = [senders.create_task(load.answer(peer)) for peer in mesh.peers]
-        steady = [senders.create_task(load.send_steadily(lock)) for lock in load._sending]
-        try:
-            yield load
-        finally:
-            load.stopping = True
-        await asyncio.wait(steady)
-        for task in answering:
-            task.cancel()
+def kept_marker(report: Any) -> str:
+    """Why the doctor has not removed the marker, or the empty string."""
+    kept = [each["problem"] for each in report["findings"] if each["check"] == "marker.kept"]
+    return "".join(kept)
 
 
-def run_doctor(config: Path) -> Any:
-    """The report of `meshpoint doctor`, whose exit code it repeats."""
-    printed = io.StringIO()
-    with redirect_stdout(printed), pytest.raises(SystemExit) as exited:
-        main(["doctor", str(config), "--json"])
-    report = json.loads(printed.getvalue())
-    assert report["exit_code"] == int(exited.value.code or 0)
-    return report
+async def see_refusal(replica: Process) -> None:
+    """Wait until a replica ends because others have a database."""
+    assert await replica.wait_ended() > 0
+    (stopped,) = replica.matching_events("stopped:failed")
+    assert stopped["detail"]["error"].startswith(MARKED)
+    assert len(stopped["detail"]["error"].splitlines()) == 1
 
 
-async def check_doctor(mesh: Mesh, planned: Deploy) -> None:
-    """What the doctor says of the first release of a deploy."""
-    config = planned.releases[0].config(mesh)
-    report = await asyncio.to_thread(run_doctor, config)
-    found: dict[str, set[str]] = {"note": set(), "other": set()}
-    for finding in report["findings"]:
-        found["note" if finding["severity"] == "note" else "other"].add(finding["check"])
-    assert (report["exit_code"], found["other"]) == (planned.exit_code, {*planned.warnings}), (
-        report
-    )
-    assert planned.notes <= found["note"], report
-
-
-async def set_revision(mesh: Mesh, revision: str) -> None:
-    """Let the tables say that a release with this revision has upgraded them."""
+async def change_tables(mesh: Mesh, revision: str) -> None:
+    """Upgrade the tables as a later release would, or undo it."""
+    change = "DROP COLUMN later" if revision == REVISION else "ADD COLUMN later INT"
     store = mesh.store()
     assert isinstance(store, SqlStore)
     await store.open()
     try:
-        statement = f"UPDATE {VERSION_TABLE} SET version_num = :revision"
-        await store._database.transact(lambda tx: tx.execute(statement, revision=revision))
+        for statement in (
+            f"ALTER TABLE agent_paused_tasks {change}",
+            f"UPDATE {VERSION_TABLE} SET version_num = '{revision}'",
+        ):
+            await store._database.transact(partial(_execute, statement))
     finally:
         await store.close()
 
 
-async def wait_parked(replicas: list[Process], numbers: int) -> None:
+async def _execute(statement: str, tx: Transaction) -> None:
+    await tx.execute(statement)
+
+
+async def wait_parked(replicas: list[Process], number: int) -> None:
     """Wait until these replicas have parked so many tasks."""
-    while sum(len(e["task_ids"]) for r in replicas for e in r.matching_events("parked")) < numbers:
+    while count_parked(replicas) < number:
         changes = [asyncio.create_task(replica.wait_changed()) for replica in replicas]
         await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
         for change in changes:
@@ -277,58 +359,43 @@ async def wait_parked(replicas: list[Process], numbers: int) -> None:
         await asyncio.wait(changes)
 
 
-async def replace(
-    mesh: Mesh, running: list[Process], planned: Deploy, number: signal.Signals
-) -> list[Process]:
-    """Start each new replica, then end an old one."""
-    started = []
-    for release in planned.releases:
-        started.append(await mesh.replica(release.config(mesh)))
-        if running:
-            old = running.pop()
-            old.signal(number)
-            await old.wait_ended()
-    return started
+async def wait_sweeps(replica: Process, number: int) -> None:
+    """Wait for so many further sweeps."""
+    await replica.wait("sweep:after", len(replica.matching_events("sweep:after")) + number)
+
+
+def count_parked(replicas: list[Process]) -> int:
+    """How often these replicas have parked a task."""
+    return sum(len(e["task_ids"]) for each in replicas for e in each.matching_events("parked"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGKILL] if LONG else [])])
-@pytest.mark.parametrize("deploys", MATRIX.values(), ids=MATRIX)
+@pytest.mark.parametrize("name", RUNS)
 async def test_nothing_is_lost_or_wrong(
-    mesh: Mesh, deploys: list[Deploy], number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh,
+    name: str,
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.syspath_prepend(str(HERE))
-    replicas: list[Process] = []
-    first_code: dict[int, str] = {}  # by number of a held task, the code that ran its subtask
     await mesh.declare("root")
-    async with steady_load(mesh) as load, AsyncExitStack() as pause:
-        for index, planned in enumerate(deploys):
-            if planned.revision is not None:
-                await set_revision(mesh, planned.revision)
-            if index:
-                await check_doctor(mesh, planned)
-            if planned.parks:  # a roll-back would park tasks that the edited code began
-                await pause.enter_async_context(load.paused())
-            replicas = await replace(mesh, replicas, planned, number)
-            await load.release()
-            if planned.parks:
-                await wait_parked(replicas, HELD)
-                await asyncio.gather(*[load.send() for _ in range(HELD)])
-                continue
-            await pause.aclose()
-            code = planned.releases[0].code[0]
-            first_code |= dict.fromkeys(await load.hold(), code)
+    async with steady_load(mesh) as load:
+        rollout = Rollout(mesh, load, number)
+        await rollout.carry_out(RUNS[name])
         await load.finish()
-    codes = {code for planned in deploys for each in planned.releases for code in each.code}
-    for task, outcome in load.outcomes.items():
-        allowed = [Ok(deploy_agents.results(code, task)) for code in codes]
-        assert outcome in allowed, (task, outcome)
-        if first_code.get(task) == "first":
-            assert outcome != Ok(deploy_agents.results("edited_subtask", task))
-    may_park = any(planned.parks for planned in deploys)
+    await rollout.stop()
+    parked = count_parked(mesh.processes)
+    if LONG:
+        with capsys.disabled():
+            print(
+                f"\n{name}, {number.name}, {mesh.backends.broker_url.partition(':')[0]}: "
+                f"{len(load.requests)} requests, {len(load.lost())} lost, "
+                f"{len(load.wrong())} wrong, {parked} parked, "
+                f"{rollout.replaced} replicas replaced"
+            )
+    assert (load.lost(), load.wrong(), parked) == ([], [], rollout.parking)
     for process in mesh.processes:
         assert process.matching_events("dead_letter:info") == []
-        assert may_park or process.matching_events("parked") == []
-    for replica in replicas:
-        replica.signal(signal.SIGTERM)
-        await replica.wait_ended()
+        assert process.matching_events("defect") == []
     assert (await mesh.row_counts())["open"] == 0

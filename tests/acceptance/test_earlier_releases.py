@@ -24,11 +24,9 @@ import pytest
 from meshpoint.adapters.sql import migrations
 from meshpoint.adapters.sql.tables import REVISION
 from meshpoint.cli.exits import ExitCode
-from meshpoint.model.outcomes import Ok
 
-from . import deploy_agents
-from .mesh import HERE, Mesh, Process
-from .test_deploy_matrix import LONG, Load, Release, run_doctor, steady_load
+from .deploy_load import LONG, Load, Release, run_doctor, steady_load
+from .mesh import HERE, Mesh
 
 pytestmark = pytest.mark.skipif(not LONG, reason="`make deploys` runs it")
 ROOT = HERE.parents[1]
@@ -68,10 +66,10 @@ class EarlierReplica:
         async for line in self.process.stderr:
             self.lines.append(line.decode())
 
-    async def stop(self) -> None:
-        """Let it drain."""
+    async def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End it. By default it drains."""
         if self.process.returncode is None:
-            self.process.terminate()
+            self.process.send_signal(number)
         await self.process.wait()
         if self._reading is not None:
             await self._reading
@@ -107,12 +105,15 @@ async def earlier(sources: Path) -> AsyncIterator[list[EarlierReplica]]:
         await replica.stop()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_upgrade_and_roll_back_lose_nothing(
     mesh: Mesh,
     revision: str,
     sources: Path,
     earlier: list[EarlierReplica],
+    number: signal.Signals,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Tables first, then the replicas; and back in the reverse order."""
     monkeypatch.syspath_prepend(str(HERE))
@@ -125,22 +126,33 @@ async def test_upgrade_and_roll_back_lose_nothing(
     for _ in range(2):
         earlier.append(await EarlierReplica.start(sources, config))
     async with steady_load(mesh) as load:
-        await load.hold()
+        load.serving.append(frozenset({"first"}))
+        await load.hold("first")
         await check(config, ExitCode.UNDEPLOYABLE, {"schema.behind", "marker.new"})
         await asyncio.to_thread(migrations.upgrade, db_url)
         await check(config, ExitCode.WARNINGS, {"marker.new"})
+        await answer_held(load)
+        current = []
+        for _ in range(2):  # after the first, both releases serve
+            current.append(await mesh.replica(config))
+            await earlier.pop().stop(number)
+            await answer_held(load)
+            await check(config, ExitCode.OK, set())
+        for each in current:
+            earlier.append(await EarlierReplica.start(sources, config))
+            each.signal(number)
+            await each.wait_ended()
         await load.release()
-        await load.hold()
-        current = [await swap(mesh, config, earlier) for _ in range(2)]
-        await check(config, ExitCode.OK, set())
-        await load.release()
-        await load.hold()
-        await roll_back(current, sources, config, earlier)
-        await load.release()
-        await load.hold()
+        await load.hold("first")
         await asyncio.to_thread(migrations.downgrade, db_url, RELEASES[revision])
         await load.finish()
-    check_outcomes(load)
+    with capsys.disabled():
+        print(
+            f"\nupgrade from {revision} and back, {number.name}, "
+            f"{mesh.backends.broker_url.partition(':')[0]}: {len(load.requests)} requests, "
+            f"{len(load.lost())} lost, {len(load.wrong())} wrong"
+        )
+    assert (load.lost(), load.wrong()) == ([], [])
     for process in mesh.processes:
         assert process.matching_events("dead_letter:info") == []
         assert process.matching_events("parked") == []
@@ -149,27 +161,15 @@ async def test_upgrade_and_roll_back_lose_nothing(
     assert (await asyncio.to_thread(migrations.check, db_url))[0] == REVISION
 
 
+async def answer_held(load: Load) -> None:
+    """Let all tasks that were held end, and hold others."""
+    await load.release()
+    await load.settle()
+    await load.hold("first")
+
+
 async def check(config: Path, code: ExitCode, warnings: set[str]) -> None:
+    """Compare what the doctor says."""
     report = await asyncio.to_thread(run_doctor, config)
     found = {each["check"] for each in report["findings"] if each["severity"] != "note"}
     assert (report["exit_code"], found) == (code, warnings), report
-
-
-async def swap(mesh: Mesh, config: Path, earlier: list[EarlierReplica]) -> Process:
-    started = await mesh.replica(config)
-    await earlier.pop().stop()
-    return started
-
-
-async def roll_back(
-    current: list[Process], sources: Path, config: Path, earlier: list[EarlierReplica]
-) -> None:
-    for replica in current:
-        earlier.append(await EarlierReplica.start(sources, config))
-        replica.process.send_signal(signal.SIGTERM)
-        await replica.wait_ended()
-
-
-def check_outcomes(load: Load) -> None:
-    for number, outcome in load.outcomes.items():
-        assert outcome == Ok(deploy_agents.results("first", number))

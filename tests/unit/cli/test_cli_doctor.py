@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from command_result import CommandResult, run_main
-from meshpoint.adapters.sql import SqlStore
+from meshpoint.adapters.sql import SqlStore, migrations
 from meshpoint.cli.exits import ExitCode
 from meshpoint.doctor.findings import Severity
 from meshpoint.model.ids import new_id
@@ -48,7 +49,10 @@ class Project:
             },
         }
         (self.folder / "travel.yaml").write_text(yaml.safe_dump(config))
-        return run_main(["doctor", "travel.yaml", *arguments], self._capsys)
+        return self.run("doctor", "travel.yaml", *arguments)
+
+    def run(self, *command: str) -> CommandResult:
+        return run_main(list(command), self._capsys)
 
     def write_task(self, state_format: str) -> None:
         async def write() -> None:
@@ -108,6 +112,18 @@ def test_json_has_the_verdict_and_every_value(project: Project) -> None:
         "replicas": 0,
     }
     assert {each["severity"] for each in result.json["findings"]} <= set(Severity)
+
+
+def test_a_fix_is_a_command_that_runs_as_printed(project: Project) -> None:
+    url = f"sqlite:///{project.folder}/tasks.db"
+    migrations.upgrade(url)
+    migrations.downgrade(url, "0005")
+    result = project.doctor("--json")
+    (behind,) = [each for each in result.json["findings"] if each["check"] == "schema.behind"]
+    command = behind["fix"].removeprefix("run: meshpoint ").partition(";")[0]
+    assert command == "db upgrade --config travel.yaml"
+    assert project.run(*shlex.split(command)).code == ExitCode.OK
+    assert project.doctor().code == ExitCode.OK
 
 
 def test_a_wrong_configuration_is_one_line(project: Project) -> None:
