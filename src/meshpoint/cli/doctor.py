@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -85,7 +86,7 @@ def doctor(
     code 2.
     """
     from meshpoint.doctor.examine import examine
-    from meshpoint.doctor.findings import worst
+    from meshpoint.doctor.findings import CONFIG, worst
     from meshpoint.model.messages import validate_agent_name
     from meshpoint.settings import StoreSettings
 
@@ -102,6 +103,9 @@ def doctor(
                 remove_marker=agent,
             )
         )
+    if len(configs) == 1:  # commands in the fixes run as printed
+        file = shlex.quote(str(configs[0]))
+        findings = [replace(each, fix=each.fix.replace(CONFIG, file)) for each in findings]
     code = _CODES[worst(findings).value]
     if as_json:
         print_json(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshpoint.doctor.facts import BrokerAgentFacts, Facts, Release
-from meshpoint.doctor.findings import Finding, error, note, warning
+from meshpoint.doctor.findings import CONFIG, Finding, error, note, warning
 from meshpoint.model.error_text import quantity
 from meshpoint.ports.inspection import MissingRight
 
@@ -99,7 +99,7 @@ def _refused(facts: Facts, release: Release, found: BrokerAgentFacts) -> Finding
     fix = (
         "use session_service: sql with their session_db_url; or, when no task is left and all "
         "replicas are stopped, run: "
-        f"meshpoint doctor CONFIG --db URL --remove-marker {release.name}"
+        f"meshpoint doctor {CONFIG} --db URL --remove-marker {release.name}"
     )
     return error(
         "marker.refuses", release.name, problem, fix,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from meshpoint.doctor.facts import ClockOffset, DatabaseFacts, Facts
-from meshpoint.doctor.findings import Finding, error, note, warning
+from meshpoint.doctor.findings import CONFIG, Finding, error, note, warning
 from meshpoint.ports.inspection import SchemaFacts
 
 _MAX_OFFSET = timedelta(seconds=1)
@@ -14,18 +14,20 @@ _MAX_OFFSET = timedelta(seconds=1)
 def check_databases(facts: Facts) -> list[Finding]:
     """Schemas and privileges of the databases that answered."""
     findings: list[Finding] = []
-    for database in facts.databases.values():
+    configured = {each.settings.session_db_url for each in facts.releases}
+    for url, database in facts.databases.items():
+        option = f"--config {CONFIG}" if url in configured else "--db URL"
         if database.schema is not None:
-            findings += _check_schema(database, database.schema)
+            findings += _check_schema(database, database.schema, option)
         if database.problem is not None:
             fix = "grant SELECT, INSERT, UPDATE and DELETE on all tables of Meshpoint to the role"
             findings.append(error("database.login", database.url, database.problem, fix))
     return findings
 
 
-def _check_schema(database: DatabaseFacts, schema: SchemaFacts) -> list[Finding]:
+def _check_schema(database: DatabaseFacts, schema: SchemaFacts, option: str) -> list[Finding]:
     data = {"revision": schema.revision, "required": schema.required}
-    upgrade = "run: meshpoint db upgrade (with the same --config)"
+    upgrade = f"run: meshpoint db upgrade {option}"
     if schema.is_missing and schema.creates_itself:
         return [note("schema.new", database.url, "has no tables: the first replica creates them")]
     if schema.is_missing:
@@ -42,8 +44,8 @@ def _check_schema(database: DatabaseFacts, schema: SchemaFacts) -> list[Finding]
             f"this release ({schema.required}) runs on them"
         )
         fix = (
-            f"if you need the earlier tables back: run meshpoint db downgrade {schema.required} "
-            "with the later release, after its last replica has stopped"
+            "if you need the earlier tables back: with the later release, after its last replica "
+            f"has stopped, run: meshpoint db downgrade {schema.required} {option}"
         )
         return [note("schema.newer", database.url, problem, fix, **data)]
     return []

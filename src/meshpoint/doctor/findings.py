@@ -10,6 +10,9 @@ from pydantic import JsonValue
 
 from meshpoint.errors import ConfigurationError
 
+CONFIG = "CONFIG.yaml"
+"""Stands in the fix of a finding for the file that was examined."""
+
 
 class Severity(StrEnum):
     """How bad a finding is, worst first."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pydantic import JsonValue
 
 from meshpoint.doctor.facts import Facts, Release
-from meshpoint.doctor.findings import Finding, note, warning
+from meshpoint.doctor.findings import CONFIG, Finding, note, warning
 from meshpoint.model.error_text import quantity
 from meshpoint.model.ids import AgentName
 from meshpoint.model.secrets import mask_secrets
@@ -122,7 +122,8 @@ def check_parked(facts: Facts) -> list[Finding]:
                 problem = f"{start} (tried by {tried}); {release.version} does not try again"
                 fix = (
                     "correct the code under another app_version, roll back, or run: "
-                    f"meshpoint tasks resume --state parked --agent {release.name}"
+                    f"meshpoint tasks resume --state parked --agent {release.name} "
+                    f"--config {CONFIG}"
                 )
                 findings.append(warning("tasks.parked", release.name, problem, fix, **data))
             else:
@@ -138,7 +139,7 @@ def check_dead(facts: Facts) -> list[Finding]:
             "tasks.dead",
             release.name,
             f"{quantity(dead.count, 'task')} dead: {_text(dead.reason, release)}",
-            f"see: meshpoint tasks list --agent {release.name} --state failed",
+            f"see: meshpoint tasks list --agent {release.name} --state failed --config {CONFIG}",
             tasks=dead.count,
             reason=_text(dead.reason, release),
         )
@@ -162,7 +163,7 @@ def check_removed_agents(facts: Facts) -> list[Finding]:
             )
             fix = (
                 "serve the agent until its tasks have ended, or cancel them: "
-                f"meshpoint tasks list --agent {agent}"
+                f"meshpoint tasks list --agent {agent} --config {CONFIG}"
             )
             findings.append(warning("tasks.removed_agent", agent, problem, fix, tasks=tasks.count))
     return findings
