@@ -170,16 +170,23 @@ class Load:
             await request.answer(10 * int(str(request.input)))
 
     async def settle(self) -> None:
-        """Wait until all requests that were held have their outcomes."""
+        """Wait until all requests have their outcomes that were held, or that are open now."""
         waiting, self._waiting = self._waiting, []
         for reply in waiting:
             await reply
+        await self.settle_steady()
+
+    async def settle_steady(self) -> None:
+        """Wait until the requests that the steady senders have open now have their outcomes."""
+        for sending in self._sending:
+            async with sending:
+                pass
 
     async def finish(self) -> None:
         """Wait until every request has its outcome."""
         await self.release()
-        await self.settle()
         self.stopping = True
+        await self.settle()
         async with self.paused():
             assert self._client.conflicts == 0
 

@@ -245,12 +245,12 @@ class Rollout:
                 assert (problems | notes)[check] >= HELD, report
 
     def _notes_of(self, release: Release) -> set[str]:
-        """What the doctor must say of a release, whatever ran before."""
+        """What the doctor says of a release after any other."""
         notes = {"replicas"}
         if not release.is_checkpointing:
             notes.add("checkpointing.off")
         if release.mesh and self._mesh.backends.broker_url.startswith("amqp"):
-            notes.add("broker.arguments")  # a SQLite queue has none
+            notes.add("broker.arguments")  # SQLite queues store no limits
         return notes
 
     async def _run_doctor(self, release: Release, *arguments: str) -> Any:
@@ -305,8 +305,7 @@ class Rollout:
             "root",
         )
         assert "serving the agent" in kept_marker(await remove())
-        async with self._load.paused():  # the last tasks in the database have ended
-            pass
+        await self._load.settle_steady()  # then no task is left in the database
         await self._stop_running(self._number)
         await self._see_refused(release)
         report = await remove()

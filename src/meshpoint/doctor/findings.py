@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from meshpoint.errors import ConfigurationError
 
 CONFIG = "CONFIG.yaml"
-"""Stands in the fix of a finding for the file that was examined."""
+"""Placeholder for the examined file in the fix of a finding."""
 
 
 class Severity(StrEnum):
