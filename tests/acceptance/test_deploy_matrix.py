@@ -23,7 +23,7 @@ from meshpoint.adapters.sql.tables import REVISION, VERSION_TABLE
 from meshpoint.cli.exits import ExitCode
 
 from .deploy_load import HELD, LONG, Load, Release, run_doctor, steady_load
-from .mesh import HERE, Mesh, Process
+from .mesh import HERE, EventRecord, Mesh, Process
 
 ON, OFF = Release(), Release(options={"stateless_checkpointing": False})
 MEMORY = Release(options={"stateless_checkpointing": False, "session_service": "memory"})
@@ -180,7 +180,7 @@ class Rollout:
 
     Attributes:
         running: the replicas.
-        parking: number of times that a task must have been parked.
+        parking: number of tasks that must have been parked.
         replaced: number of replicas that were replaced.
     """
 
@@ -291,8 +291,10 @@ class Rollout:
         self.parking += HELD
         await wait_parked(self.running, HELD)
         await asyncio.gather(*[self._load.send() for _ in range(HELD)])
-        if LONG:  # the same version does not try them again
+        if LONG:
             await asyncio.gather(*[wait_sweeps(each, 12) for each in self.running])
+        # The same version does not try them again.
+        assert sum(len(event["task_ids"]) for event in parked_events(self.running)) == HELD
 
     async def _stop_and_unmark(self, release: Release) -> None:
         """Follow the documentation from a database to memory, once checkpointing is off."""
@@ -350,7 +352,7 @@ async def _execute(statement: str, tx: Transaction) -> None:
 
 async def wait_parked(replicas: list[Process], number: int) -> None:
     """Wait until these replicas have parked so many tasks."""
-    while count_parked(replicas) < number:
+    while len(parked_tasks(replicas)) < number:
         changes = [asyncio.create_task(replica.wait_changed()) for replica in replicas]
         await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
         for change in changes:
@@ -363,9 +365,17 @@ async def wait_sweeps(replica: Process, number: int) -> None:
     await replica.wait("sweep:after", len(replica.matching_events("sweep:after")) + number)
 
 
-def count_parked(replicas: list[Process]) -> int:
-    """How often these replicas have parked a task."""
-    return sum(len(e["task_ids"]) for each in replicas for e in each.matching_events("parked"))
+def parked_events(replicas: list[Process]) -> list[EventRecord]:
+    """The events of parked tasks."""
+    return [event for replica in replicas for event in replica.matching_events("parked")]
+
+
+def parked_tasks(replicas: list[Process]) -> set[str]:
+    """The tasks that these replicas have parked.
+
+    While a roll-back is in progress, the edited code may park a task again.
+    """
+    return {task for event in parked_events(replicas) for task in event["task_ids"]}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGKILL] if LONG else [])])
@@ -384,7 +394,7 @@ async def test_nothing_is_lost_or_wrong(
         await rollout.carry_out(RUNS[name])
         await load.finish()
     await rollout.stop()
-    parked = count_parked(mesh.processes)
+    parked = len(parked_tasks(mesh.processes))
     if LONG:
         with capsys.disabled():
             print(
