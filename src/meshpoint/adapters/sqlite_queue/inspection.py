@@ -18,8 +18,11 @@ from meshpoint.model.messages import Address
 from meshpoint.ports.inspection import MissingRight, OtherArguments, QueueFacts
 
 _T = TypeVar("_T")
-_HEARTBEAT = timedelta(seconds=1.5)
-"""Longer than the interval between the heartbeats of a process."""
+_INTERVAL, _LOOKS = 0.1, 15
+"""Seconds from one look at the heartbeats to the next, and how often to look.
+
+Together longer than the interval between the heartbeats of a process.
+"""
 
 
 class SqliteInspection:
@@ -43,7 +46,9 @@ class SqliteInspection:
         self._path, self._namespace = Path(path), namespace
         self._timeout = timeout.total_seconds()
         self._sleep = sleep
-        self._living: set[int] | None = None  # holders whose heartbeat advances; None: not read
+        self._looks = 0
+        self._first_heartbeats: dict[int, int] = {}
+        self._living: set[int] = set()  # holders whose heartbeat has advanced
 
     async def open(self) -> None:
         """Check that the file is readable, if it exists.
@@ -68,15 +73,19 @@ class SqliteInspection:
     async def replicas(self, agent: AgentName) -> int:
         """Number of processes with a private queue of `agent` whose heartbeat advances."""
         holders = await self._read(lambda queues: queues.replica_holders(agent), list[int]())
-        if holders and self._living is None:
-            self._living = await self._find_living()
-        return sum(holder in (self._living or ()) for holder in holders)
+        if holders and not self._looks:
+            self._first_heartbeats = await self._read(Queues.heartbeats, dict[int, int]())
+        open_holders = self._first_heartbeats.keys() & set(holders)
+        while self._looks < _LOOKS and not self._living >= open_holders:
+            await self._sleep(_INTERVAL)
+            await self._look_for_heartbeats()
+        return sum(holder in self._living for holder in holders)
 
-    async def _find_living(self) -> set[int]:
-        before = await self._read(Queues.heartbeats, dict[int, int]())
-        await self._sleep(_HEARTBEAT.total_seconds())
+    async def _look_for_heartbeats(self) -> None:
+        self._looks += 1
+        before = self._first_heartbeats
         after = await self._read(Queues.heartbeats, dict[int, int]())
-        return {holder for holder, beat in after.items() if beat != before.get(holder)}
+        self._living |= {holder for holder, beat in after.items() if beat != before.get(holder)}
 
     async def has_database_marker(self, agent: AgentName) -> bool:
         """Whether the marker of `agent` is set."""
