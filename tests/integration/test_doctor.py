@@ -345,7 +345,9 @@ async def test_a_marker_stays_until_no_task_and_no_replica_is_left(
     )
     db_url = f"sqlite:///{tmp_path}/tasks.db"
     memory = configure(url, db_url, session_service="memory", stateless_checkpointing=False)
-    assert named(await diagnose(memory), "marker.refuses") == []
+    findings = await diagnose(memory)
+    assert named(findings, "marker.refuses") == []
+    assert named(findings, "replicas")[0].data["tasks"] is None  # it has no database
     await write_tasks(db_url, namespace, FORMATS["1"], 1)
     broker = make_broker(memory.mesh)
     await broker.open()
@@ -364,8 +366,10 @@ async def test_a_marker_stays_until_no_task_and_no_replica_is_left(
 
     assert await reason(database) == "its marker was not removed: 1 replica serving the agent"
     await broker.close()
-    (refused,) = named(await diagnose(memory, others=[database]), "marker.refuses")
+    findings = await diagnose(memory, others=[database])
+    (refused,) = named(findings, "marker.refuses")
     assert (refused.severity, refused.data["tasks"]) == (Severity.ERROR, 1)
+    assert named(findings, "replicas")[0].data["tasks"] == 1
     assert "no database with tables is known" in await reason()
     empty = StoreSettings.at(f"sqlite:///{tmp_path}/mistyped.db", key="--db")
     assert "no database with tables is known" in await reason(empty)

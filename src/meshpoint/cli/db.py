@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -69,10 +70,10 @@ def check(
                 }
             )
         elif schema.is_outdated:
-            command = "meshpoint db upgrade (with --config FILE or --db URL)"
+            option = f"--config {shlex.quote(str(config))}" if database is None else "--db URL"
             print_note(
                 f"{shown}: has {schema.revision or 'no tables'}, needs {schema.newest}; "
-                f"run: {command}"
+                f"run: meshpoint db upgrade {option}"
             )
         else:
             print_text(f"{shown}: up to date ({schema.revision})")

@@ -131,6 +131,12 @@ class Facts:
                 return self.databases[url].tasks[release.name]
         return AgentTasks()
 
+    def knows_tasks(self, release: Release) -> bool:
+        """Whether the tasks of an agent could be read, in its database or in one of `--db`."""
+        urls = [release.settings.session_db_url] if release.settings.has_database else []
+        found = [self.databases[url] for url in urls or self.databases if url in self.databases]
+        return any(database.schema is not None for database in found)
+
     def replicas(self, agent: AgentName) -> int | None:
         """Number of replicas that serve `agent` now, or `None` if unknown."""
         found = None if self.broker is None else self.broker.get(agent)

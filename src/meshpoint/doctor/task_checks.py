@@ -88,7 +88,7 @@ def check_code(facts: Facts) -> list[Finding]:
             else ""
         )
         problem = (
-            f"{quantity(count, 'task')} paused by {_versions(others)} continue with "
+            f"{quantity(count, 'task')} paused by {_versions(others)} will continue with "
             f"{release.version}{recorded}"
         )
         fix = (
@@ -198,16 +198,20 @@ def check_replicas(facts: Facts) -> list[Finding]:
         count = facts.replicas(release.name)
         if count is None:
             continue
-        tasks = facts.tasks(release)
-        running = _running(tasks)
+        tasks, is_known = facts.tasks(release), facts.knows_tasks(release)
+        found = (
+            f"{quantity(tasks.count, 'unended task')} in the database{_running(tasks)}"
+            if is_known
+            else "tasks in a database unknown"
+        )
         findings.append(
             note(
                 "replicas",
                 release.name,
-                f"{quantity(count, 'replica')} now, {quantity(tasks.count, 'unended task')} "
-                f"in the database{running}; this configuration deploys {release.version}",
+                f"{quantity(count, 'replica')} now, {found}; "
+                f"this configuration deploys {release.version}",
                 replicas=count,
-                tasks=tasks.count,
+                tasks=tasks.count if is_known else None,
                 owners=[owner.replica for owner in tasks.owners],
                 version=release.version,
             )

@@ -722,7 +722,7 @@ def test_a_database_is_checked_upgraded_and_checked_again(cli: Command, tmp_path
     checked = cli("db", "check", "--config", "mesh.yaml")
     assert (checked.code, checked.out) == (2, "")
     assert checked.err.startswith(f"{shown}: has no tables, needs ")
-    assert checked.err.endswith("; run: meshpoint db upgrade (with --config FILE or --db URL)\n")
+    assert checked.err.endswith("; run: meshpoint db upgrade --config mesh.yaml\n")
     assert (
         cli("db", "upgrade", "--config", "mesh.yaml").out
         == f"{shown}: upgraded to revision {REVISION}\n"
