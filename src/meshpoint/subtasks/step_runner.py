@@ -138,7 +138,7 @@ class StepRunner:
         self.mismatch: IncompatibleState | None = None
 
     def _load(self, attempt: int, record: StepRecord) -> None:
-        """Add a record, which replaces an earlier one of the same place.
+        """Add a record, which replaces the earlier record of its place.
 
         A result that a cancellation follows is kept: the code around the step did not see it, but
         a new attempt may.

@@ -157,7 +157,7 @@ _NEW_TASK_TYPES = {
 
 
 def _wake_at(deadline: str) -> str:
-    """When the sweeper checks a task: at its deadline, or at the first one of its pause."""
+    """When the sweeper checks a task whose own deadline is `deadline`."""
     return f"LEAST(now + earliest_timeout, {deadline}, now + join_timeout)"
 
 
