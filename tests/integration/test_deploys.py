@@ -9,7 +9,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.agents.function import FunctionAgent, agent
 from meshpoint.agents.peer import Peer
 from meshpoint.agents.versions import AgentVersions
@@ -118,12 +120,34 @@ class Deployment:
             found = await store.tasks(states=[state])
         return [task for task in found if task.agent == "travel"]
 
+    async def records(self) -> dict[str, list[tuple[Any, ...]]]:
+        """All rows of operations, their checkpoints and records, and of the tasks' logs."""
+        store = SqlStore(self.database_url, namespace=self.namespace)
+        await store.open()
+        try:
+            async with store._database.engine.connect() as connection:
+                return {
+                    table: sorted(
+                        map(tuple, await connection.execute(text(f"SELECT * FROM {table}"))),
+                        key=str,
+                    )
+                    for table in _RECORD_TABLES
+                }
+        finally:
+            await store.close()
+
     def assert_nothing_repeated(self) -> None:
         """No peer was asked twice, and no subtask ran twice."""
         assert {request: n for request, n in self.asked.items() if n > 1} == {}
         assert {subtask: n for subtask, n in self.ran.items() if n > 1} == {}
 
 
+_RECORD_TABLES = (
+    "agent_operations",
+    "agent_checkpoints",
+    "agent_subtask_records",
+    "agent_task_log",
+)
 _flights, _hotels = Peer("flights", str, str), Peer("hotels", str, str)
 _OLD = [f"old {number}" for number in range(_WAITING)]
 _LATER = [f"new {number}" for number in range(_NEW)]
@@ -140,6 +164,29 @@ def planner(deployment: Deployment, edit: Callable[[str], str]) -> FunctionAgent
 
         plan = await ctx.subtask("draft", draft, city)
         return [plan, await ctx.call(_flights(plan))]
+
+    return travel
+
+
+def noting(deployment: Deployment, *tools: str, peer: Peer[str, str]) -> FunctionAgent[str, Any]:
+    """Asks `peer` between recorded work. Before that, a framework runs `tools` as subtasks."""
+
+    @agent("travel", version="1")
+    async def travel(ctx: TaskExecutionContext, city: str) -> list[str]:
+        def note(what: str) -> str:
+            deployment.ran[f"{what} {city}"] += 1
+            return what
+
+        await ctx.memory.incr("starts")
+        first = await ctx.step("first", note, "first")
+        plan = await ctx.subtask("plan", note, "plan")
+        async with asyncio.TaskGroup() as group:
+            for tool in tools:
+                group.create_task(ctx.subtask(tool, note, tool))
+        answer = await ctx.call(peer(city))
+        last = await ctx.step("last", note, "last")
+        starts = await ctx.memory.get("starts") or b""
+        return [first, plan, answer, last, starts.decode()]
 
     return travel
 
@@ -181,6 +228,30 @@ async def test_an_edited_subtask_repeats_nothing_and_parks_nothing(database_url:
         upper = [city.upper() for city in _LATER]
         assert await deployment.results(_LATER) == [[c, f"flight to {c}"] for c in upper]
         assert deployment.events.matching(Step.PARKED) == []
+    deployment.assert_nothing_repeated()
+
+
+async def test_an_edited_path_changes_no_record_before_it_is_noticed(database_url: str) -> None:
+    def old(deployment: Deployment) -> FunctionAgent[str, Any]:
+        return noting(deployment, peer=_flights)
+
+    async with waiting_tasks(database_url, old) as deployment:
+        before = await deployment.records()
+        assert min(map(len, before.values())) >= _WAITING
+        new = noting(deployment, "left", "right", peer=_hotels)
+        async with deployment.release("1.1", new):
+            deployment.answers.set()
+            await deployment.events.wait(Step.PARKED, count=_WAITING)
+        assert {tool: deployment.ran[f"{tool} old 0"] for tool in ("left", "right")} == {
+            "left": 1,
+            "right": 1,
+        }
+        assert await deployment.records() == before
+        async with deployment.release("1.0", old(deployment)):
+            assert await deployment.results(_OLD) == [
+                ["first", "plan", f"flight to {c}", "last", "1"] for c in _OLD
+            ]
+            assert deployment.events.matching(Step.PARKED) == []
     deployment.assert_nothing_repeated()
 
 

@@ -77,7 +77,8 @@ def agent(
     - Changes that replayed code makes to `ctx` or its `token_usage` are not applied twice.
       `ctx.replaying` is `True` while recorded calls are left.
     - Within one version its code may change freely as long as tasks in progress make the same
-      calls. Otherwise raise `version`: replicas of the old version finish the old tasks.
+      calls, and no new step or subtask comes before a call that they have made. Otherwise raise
+      `version`: replicas of the old version finish the old tasks.
 
     Args:
         name: Name of the agent in the mesh.

@@ -50,6 +50,11 @@ class Replay:
             self._live = snapshot(ctx)
             rewind(ctx, journal.context)
 
+    @property
+    def is_own_task(self) -> bool:
+        """Whether the caller runs in the function's own asyncio task."""
+        return not self._closed and asyncio.current_task() is self._task
+
     async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
         """Return the recorded outcomes of `calls`.
 
@@ -139,7 +144,7 @@ class Replay:
                     f"{self._agent} called a peer while step {step!r} was open: {_STEP_HINT}"
                 )
             )
-        if asyncio.current_task() is not self._task:
+        if not self.is_own_task:
             self._raise_violation(
                 AgentMisbehaved(
                     f"{self._agent} called a peer in another asyncio task: {_GATHER_HINT}"

@@ -178,6 +178,7 @@ class Commits:
         if suspended.paused.append is not None and not isinstance(agent, ReadsLog):
             return await self._fail(segment, "Paused.append needs an agent with resume_with_log")
         await suspended.workspace.flush_steps()
+        await suspended.workspace.open_postponed()
         try:
             final_checkpoint = await suspended.workspace.prepare_pause()
         except MemoryLost as error:
@@ -238,6 +239,8 @@ class Commits:
         if backend is None:
             return TaskHasNoRow(reply, sent)
         reason, final_checkpoint, workspace = None, None, segment.workspace
+        if workspace is not None:
+            await workspace.open_postponed()
         if isinstance(sent, Failed):
             reason = mask_secrets(sent.message, self._runtime.options.secret_keys)
             if workspace is not None and workspace.operation is not None:
@@ -274,8 +277,8 @@ class Commits:
     async def _park(self, segment: Segment, incompatible: Incompatible) -> Committed:
         """Park a task that only another version of the agent can continue.
 
-        This run leaves nothing in the row, so that the version that wrote the last checkpoint
-        finds its own records.
+        The version that wrote the last checkpoint finds its own records: a replay saves nothing,
+        and the steps that this run has recorded after it are taken back.
         """
         backend, options = segment.shared_backend, self._runtime.options
         if backend is None or not options.parked_limit:  # no other version will ever have the task

@@ -308,10 +308,11 @@ class Workspace:
 
         Raises:
             AgentMisbehaved: The segment has ended.
-            IncompatibleState: A later version of Meshpoint has recorded a step of the task.
+            IncompatibleState: The code does not fit the task, or a later version of Meshpoint has
+                recorded a step of it.
         """
         with _BUILDING:
-            self._require_open()
+            self._require_recordable()
             if self.steps is None:
                 segment, runtime = self._segment, self._runtime
                 self._step_log = SegmentStepLog(
@@ -409,6 +410,15 @@ class Workspace:
                 f"an asyncio task that outlived its segment used subtasks or memory: {AWAIT_HINT}"
             )
 
+    def _require_recordable(self) -> None:
+        """Refuse to record anything once the segment has ended, or does not fit its task.
+
+        The code may have caught the error that said so.
+        """
+        self._require_open()
+        if (mismatch := self.find_mismatch()) is not None:
+            raise mismatch
+
     @property
     def _backend(self) -> Backend:
         """Where the task is stored. Until it has a row, that is this process."""
@@ -432,7 +442,7 @@ class Workspace:
 
     async def open_operation(self, operation: Operation) -> None:
         """Turn the task into an operation; see `SubtaskLog`."""
-        self._require_open()
+        self._require_recordable()
         self._stop_unless_owned(await self._open_operation(operation))
 
     async def save_checkpoint(
@@ -449,7 +459,7 @@ class Workspace:
         memory_ref = await memory.prepare_ref(
             checkpoint.seq, durable=False, finished_subtasks=finished_subtasks
         )
-        self._require_open()  # the checkpoint would lack what the memory held
+        self._require_recordable()  # the checkpoint would lack what the memory held
         with self._runtime.steps.step(
             Step.SAVE, [run.task_id], subtask=subtask, seq=checkpoint.seq
         ):
@@ -468,6 +478,16 @@ class Workspace:
                 run = self._segment.run
                 self._runtime.steps.emit(Step.FENCED, run.task_id, what="save", fence=run.fence)
                 self._segment.stop_from_inside(StopReason.LOST)
+
+    async def open_postponed(self) -> None:
+        """Make the task an operation if the code asked for it while recorded calls were left.
+
+        If the task was cancelled or lost, it stays as it is, and the next write says so.
+        """
+        subtasks = self.subtasks
+        if subtasks is not None and (operation := subtasks.unopened) is not None:
+            result = await self._open_operation(operation)
+            subtasks.on_opened(is_opened=isinstance(result, BeginCommitted))
 
     async def prepare_pause(self) -> FinalCheckpoint | None:
         """Prepare the checkpoint that a pause writes for an operation.

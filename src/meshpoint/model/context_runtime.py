@@ -47,6 +47,10 @@ class CallRecorder(Protocol):
     def passed(self) -> int:
         """Number of recorded pauses the run has passed."""
 
+    @property
+    def is_own_task(self) -> bool:
+        """Whether the caller runs in the function's own asyncio task."""
+
     async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
         """Return one outcome per call, in call order.
 

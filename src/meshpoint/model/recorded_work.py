@@ -283,8 +283,8 @@ class RecordedWorkMixin:
         Raises:
             SubtaskRefused: the name is taken or invalid, an argument is not data, or the
                 deliverable has no JSON form; nothing is recorded as done.
-            IncompatibleState: the recorded deliverable no longer fits the function's return type.
-                Another version of the agent has to continue the task.
+            IncompatibleState: the recorded deliverable no longer fits the function's return type,
+                or a replay has reached a subtask that was not there before. The task is parked.
         """
         if (problem := nesting_problem(f"subtask {name!r}")) is not None:
             raise SubtaskRefused(problem)

@@ -18,7 +18,12 @@ from typing import Any, Protocol, assert_never
 
 from pydantic import JsonValue
 
-from meshpoint.errors import AgentMisbehaved, IncompatibleState, SubtaskRefused
+from meshpoint.errors import (
+    AgentMisbehaved,
+    IncompatibleState,
+    ReplayMismatch,
+    SubtaskRefused,
+)
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.context_runtime import ContextRuntime
 from meshpoint.model.events import Step
@@ -194,14 +199,20 @@ class Subtasks:
         self._seq = max(attempt.seq, restored.seq if restored else 0)
         self._restored_retry = attempt.retry_count if restored is None else restored.retry_count
         self._phase = self._operation_phase() if is_operation else _Phase.PLAIN_TASK
+        self._is_opened = is_operation
         self._running: dict[str, asyncio.Task[Any]] = {}
         self.paused_subtask: str | None = None
         self.mismatch: IncompatibleState | None = None
 
     @property
     def is_operation(self) -> bool:
-        """Whether the task is an operation."""
+        """Whether the task is an operation, or becomes one at its next pause or end."""
         return self._phase is not _Phase.PLAIN_TASK
+
+    @property
+    def unopened(self) -> Operation | None:
+        """The operation that the store does not have yet, because of a replay."""
+        return self._operation() if self.is_operation and not self._is_opened else None
 
     def reusable_children(self, children: Iterable[Child]) -> list[Child]:
         """Return the peer tasks of earlier attempts whose outcomes still count, latest first."""
@@ -250,14 +261,32 @@ class Subtasks:
                 self._context_changes.restore(record)
                 raise rebuild_error(name, error)
             case validity.Park(reason):
-                self.mismatch = IncompatibleState(reason)
-                raise self.mismatch
+                raise self._mismatch(IncompatibleState(reason))
             case validity.Run(again, invalidated):
+                self._refuse_other_path(name)
                 self._records.invalidate(invalidated, self.retry_count)
                 started = self._start(requested, again)
                 return await self._run(started, codec, partial(function, *args, **kwargs))
             case _:
                 assert_never(verdict)
+
+    def _mismatch(self, error: IncompatibleState) -> IncompatibleState:
+        self.mismatch = error
+        return error
+
+    def _refuse_other_path(self, name: str) -> None:
+        """Refuse a subtask that the function itself awaits before a recorded call, if it is new.
+
+        The run that made the call would have recorded it. In another asyncio task it may begin
+        earlier than in that run. So it runs there, but nothing is saved before the last call.
+        """
+        recorder = self._ctx_runtime.recorder
+        if recorder is None or not recorder.replaying or name in self._records.by_name:
+            return
+        if recorder.is_own_task:
+            call = recorder.passed + 1
+            reason = f"subtask {name!r} before call {call} is not recorded"
+            raise self._mismatch(ReplayMismatch(reason))
 
     def _warn_of_difference(self, name: str, difference: str | None) -> None:
         if difference is not None:
@@ -307,20 +336,37 @@ class Subtasks:
         )
 
     async def ensure_operation(self) -> None:
-        """Make the task an operation, if it is not one yet."""
+        """Make the task an operation, if it is not one yet.
+
+        While recorded calls are left, the store keeps it as it is: see `_save_checkpoint`.
+        """
         async with self._write_lock:
+            if not self._is_opened and not self._is_replaying:
+                await self._log.open_operation(self._operation())
+                self._is_opened = True
             if self._phase is _Phase.PLAIN_TASK:
-                plan = self._plan
-                await self._log.open_operation(
-                    Operation(
-                        type=plan.type,
-                        parameters=self._attempt.parameters,
-                        subject=self._ctx.subject,
-                        exclusive=plan.exclusive,
-                        preserve=plan.preserve,
-                    )
-                )
                 self._phase = self._operation_phase()
+
+    def on_opened(self, *, is_opened: bool) -> None:
+        """Note that the store has the operation; if it refused, the task remains as it is."""
+        self._is_opened = is_opened
+        if not is_opened:
+            self._phase = _Phase.PLAIN_TASK
+
+    def _operation(self) -> Operation:
+        plan = self._plan
+        return Operation(
+            type=plan.type,
+            parameters=self._attempt.parameters,
+            subject=self._ctx.subject,
+            exclusive=plan.exclusive,
+            preserve=plan.preserve,
+        )
+
+    @property
+    def _is_replaying(self) -> bool:
+        recorder = self._ctx_runtime.recorder
+        return recorder is not None and recorder.replaying
 
     def _operation_phase(self) -> _Phase:
         """Return the phase of an operation that this run has not changed yet.
@@ -354,6 +400,7 @@ class Subtasks:
             )
             requested = requested.model_copy(update={"again": again})
         self._records.begin(requested)
+        self._phase = _Phase.UNSAVED  # a replay must know that it began before the next call
         return requested
 
     async def _run(
@@ -424,13 +471,14 @@ class Subtasks:
     async def _save_checkpoint(self, subtask: str, *, progressed: bool) -> None:
         """Save what is recorded so far.
 
-        While recorded calls are left, only the next pause or a later subtask saves: the code may
-        turn out not to fit the calls, and an earlier version must then find its own records.
+        While recorded calls are left, nothing is saved: the code may turn out not to fit them,
+        and an earlier version must then find its own records. A later subtask, the next pause or
+        the end saves it too.
         """
-        recorder = self._ctx_runtime.recorder
-        if recorder is not None and recorder.replaying:
+        if self._is_replaying:
             self._phase = _Phase.UNSAVED
             return
+        await self.ensure_operation()
         async with self._write_lock:
             checkpoint = self.next_checkpoint()
             await self._log.save_checkpoint(checkpoint, subtask, progressed=progressed)

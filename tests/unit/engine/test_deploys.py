@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
@@ -207,7 +208,7 @@ async def test_nothing_of_a_mismatching_run_is_kept(
         await ctx.memory.incr("starts")
 
     async def spend(ctx: TaskExecutionContext) -> None:
-        await ctx.subtask("spend", count, ctx)
+        await asyncio.gather(ctx.subtask("spend", count, ctx))  # as a framework's tool
         ctx.token_usage.record(Tokens(input=5, output=5), model="small")
 
     @agent("agent", version="1")

@@ -23,6 +23,7 @@ class FakeCallRecorder:
     """A function agent's recorder that lists the subtasks that were skipped."""
 
     replaying = False
+    is_own_task = True
     position = passed = 0
 
     def __init__(self) -> None:

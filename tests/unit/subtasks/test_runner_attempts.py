@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runs import AttemptHarness
 
-from meshpoint.errors import SubtaskRefused
+from meshpoint.errors import ReplayMismatch, SubtaskRefused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName, TaskId
@@ -272,7 +272,7 @@ async def test_nothing_is_saved_while_recorded_calls_are_left() -> None:
     flow = AttemptFlow()
     await flow.run("a")
     flow.harness.rerun(paused=True)
-    flow.harness.recorder.replaying = True
+    flow.harness.recorder.replaying, flow.harness.recorder.is_own_task = True, False
     saved = len(flow.harness.subtask_log.saved)
     assert await flow.run("new", "a") == ["new"]
     assert len(flow.harness.subtask_log.saved) == saved
@@ -280,6 +280,63 @@ async def test_nothing_is_saved_while_recorded_calls_are_left() -> None:
     flow.harness.recorder.replaying = False
     await flow.run("b")
     assert flow.harness.statuses() == {"a": "completed", "new": "completed", "b": "completed"}
+
+
+async def test_a_task_does_not_become_an_operation_while_recorded_calls_are_left() -> None:
+    flow = AttemptFlow()
+    harness = flow.harness
+    harness.recorder.replaying, harness.recorder.is_own_task = True, False
+    await flow.run("a")
+    assert (harness.runner.is_operation, harness.runner.has_unsaved) == (True, True)
+    assert (harness.subtask_log.operations, harness.subtask_log.saved) == ([], [])
+    unopened = harness.runner.unopened
+    harness.recorder.replaying = False
+    await flow.run("b")
+    assert harness.subtask_log.operations == [unopened]
+    assert harness.runner.unopened is None
+    assert harness.statuses() == {"a": "completed", "b": "completed"}
+
+
+@pytest.mark.parametrize("is_opened", [True, False])
+async def test_a_pause_makes_the_task_an_operation_if_the_store_accepts_it(
+    is_opened: bool,
+) -> None:
+    flow = AttemptFlow()
+    runner, recorder = flow.harness.runner, flow.harness.recorder
+    recorder.replaying, recorder.is_own_task = True, False
+    await flow.run("a")
+    runner.on_opened(is_opened=is_opened)
+    assert runner.is_operation is is_opened
+    assert runner.unopened is None
+
+
+async def test_a_new_subtask_before_a_recorded_call_is_another_path() -> None:
+    flow = AttemptFlow()
+    await flow.run("a")
+    flow.harness.rerun(paused=True)
+    flow.harness.recorder.replaying, flow.harness.recorder.passed = True, 2
+    with pytest.raises(ReplayMismatch, match="subtask 'new' before call 3 is not recorded"):
+        await flow.run("a", "new")
+    assert flow.run_log.take_new() == []
+    assert isinstance(flow.harness.runner.mismatch, ReplayMismatch)
+    with pytest.raises(ReplayMismatch):
+        await flow.run("later")  # the code may have caught the error
+
+
+async def test_a_subtask_that_began_before_a_recorded_call_runs_again() -> None:
+    flow = AttemptFlow()
+    await flow.run("a")
+
+    async def stop() -> None:
+        raise asyncio.CancelledError  # such as a time limit
+
+    with pytest.raises(asyncio.CancelledError):
+        await flow.harness.ctx.subtask("stopped", stop)
+    assert flow.harness.runner.has_unsaved, "a replay must find that it began"
+    flow.harness.subtask_log.saved.append(flow.harness.runner.next_checkpoint())
+    flow.harness.rerun(paused=True)
+    flow.harness.recorder.replaying = True
+    assert await flow.run("a", "stopped") == ["stopped"]
 
 
 async def test_an_outdated_record_is_kept_without_its_result() -> None:
