@@ -184,6 +184,10 @@ class FunctionAgent(Generic[In, Out]):
             raise IncompatibleState(str(error)) from error
         return await self._run(ctx, StoredJournal(journal, state, log), received)
 
+    def check_input(self, request: object) -> None:
+        """Check that `request` fits the annotated input; see `ChecksInput`."""
+        self._parse_input(request)
+
     def _parse_input(self, request: object) -> In:
         try:
             return self._input.read(request)

@@ -229,11 +229,18 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
         self, ctx: TaskExecutionContext, request: In | JsonValue
     ) -> Paused | Done[Out]:
         """Call `on_request` with the validated request; see `DurableAgent`."""
+        received = self._parse_input(request)
+        return self._validate_result(await self.on_request(ctx, received), "on_request")
+
+    def check_input(self, request: object) -> None:
+        """Check that `request` fits the declared input; see `ChecksInput`."""
+        self._parse_input(request)
+
+    def _parse_input(self, request: object) -> Any:
         try:
-            received = self._declared_types.input.read(request)
+            return self._declared_types.input.read(request)
         except TypeMismatch as error:
             raise InvalidInput(f"input of {self.name}: {error}") from error
-        return self._validate_result(await self.on_request(ctx, received), "on_request")
 
     async def resume(
         self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes

@@ -133,7 +133,7 @@ def exec_(
     Exits with 0 if the agent completed, 4 if it failed, 5 if it was cancelled, 7 if another
     process runs the session, 10 if there is nothing to resume, 12 if the session has already
     completed, 130 on Ctrl-C. With --dry-run it exits with 0 if each step with a result would be
-    reused, and with 9 if one would run again.
+    reused, with 9 if one would run again, and with 4 if the agent would refuse the input.
     """
     if sum((resume, session is not None, resume_from is not None)) > 1:
         problem = "--resume, --session and --resume-from exclude each other"
@@ -157,7 +157,7 @@ def exec_(
             forecast = asyncio.run(forecasting)
     if dry_run:
         print_forecast(forecast, as_json=as_json)
-        raise typer.Exit(ExitCode.REPEATS if forecast.repeats_steps else ExitCode.OK)
+        raise typer.Exit(_forecast_code(forecast))
     with redirect_stdout(sys.stderr):
         sessions.delete_expired(warn=lambda reason: print_note(f"warning: {reason}"))
         opening = _open_session(config, spec, sessions, resume, session, resume_from)
@@ -224,6 +224,12 @@ def _write_export(document: CheckpointDocument | None, file: Path) -> None:
         return
     write_document(document, file, "--export", "name a file in a folder that you can write to")
     print_note(f"wrote {file}")
+
+
+def _forecast_code(forecast: Forecast) -> ExitCode:
+    if forecast.refusal is not None:
+        return ExitCode.FAILED
+    return ExitCode.REPEATS if forecast.repeats_steps else ExitCode.OK
 
 
 def _exit_code(result: AttemptResult, signal_number: int | None) -> ExitCode:

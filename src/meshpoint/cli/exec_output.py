@@ -148,9 +148,12 @@ def print_result(
 
 
 def print_forecast(forecast: Forecast, *, as_json: bool) -> None:
-    """Print a dry run on standard output."""
+    """Print a dry run on standard output, and an input that would be refused on standard error."""
     if as_json:
         print_json(_forecast_json(forecast))
+        return
+    if forecast.refusal is not None:
+        print_error(f"it would fail at once: {forecast.refusal}")
         return
     if forecast.steps:
         rows = [(step.name, step.action.value, step.why or "-") for step in forecast.steps]
@@ -170,6 +173,7 @@ def _forecast_json(forecast: Forecast) -> dict[str, Any]:
         "flow_changed": forecast.flow_changed,
         "certain": forecast.is_certain,
         "repeats_steps": forecast.repeats_steps,
+        "refusal": forecast.refusal,
         "steps": [step.model_dump(mode="json") for step in forecast.steps],
     }
 

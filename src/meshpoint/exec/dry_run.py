@@ -3,6 +3,7 @@
 Nothing runs and nothing is written. The forecast can therefore compare the functions of steps with
 the recorded ones, but cannot compute their arguments. These are the same if neither the input nor
 the source of the flow has changed since the last attempt; otherwise the forecast is not certain.
+The input is checked against the type that the agent declares.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
-from meshpoint.errors import SessionLocked
+from meshpoint.errors import InvalidInput, SessionLocked
 from meshpoint.exec.checkpoint_file import CheckpointDocument
 from meshpoint.exec.embedded import ExecConfig
 from meshpoint.exec.flows import StepFunctions
@@ -22,7 +23,9 @@ from meshpoint.exec.importing import restore_records
 from meshpoint.exec.session import AttemptStatus, Session, SessionSpec
 from meshpoint.exec.sessions import SessionStore, check_entrypoint
 from meshpoint.model.operations import OperationStatus
+from meshpoint.model.secrets import mask_secrets
 from meshpoint.model.subtasks import SubtaskRecord, SubtaskStatus
+from meshpoint.ports.agent import ChecksInput, list_versions
 from meshpoint.subtasks.dependencies import version_with_uses
 from meshpoint.subtasks.migrating import migrate_checkpoint
 from meshpoint.subtasks.validity import describe_change
@@ -65,6 +68,7 @@ class Forecast:
         attempt: Its number in that session.
         input_changed: Whether its input differs from the last attempt's.
         flow_changed: Whether the source of the flow differs; `None` if unknown.
+        refusal: Why the agent would refuse the input, so that no step would run.
     """
 
     session: str | None
@@ -72,6 +76,7 @@ class Forecast:
     input_changed: bool
     flow_changed: bool | None
     steps: list[StepForecast]
+    refusal: str | None
 
     @property
     def repeats_steps(self) -> bool:
@@ -89,6 +94,7 @@ class _Past:
     """What the attempt would continue."""
 
     session: Session | None
+    input: JsonValue
     records: Sequence[SubtaskRecord] = ()
     reasons: Mapping[str, str] | None = None
     has_completed: bool = False
@@ -116,8 +122,7 @@ async def forecast_session(
     if session_id is not None:
         session = sessions.find(session_id)
     if session is None:
-        spec.check_input()
-        return _forecast(config, _Past(None))
+        return _forecast(config, _Past(None, spec.required_input.value))
     check_entrypoint(session, spec)
     if (holder := sessions.lock_holder(session.id)) is not None:
         raise SessionLocked(f"session {session.id} is in use by {holder}; wait for it or end it")
@@ -136,6 +141,7 @@ async def forecast_import(
     exported = next((each for each in sessions.list_all() if each.id == document.session), None)
     past = _Past(
         None,
+        spec.required_input.value,
         checkpoint.subtasks,
         reasons,
         input_changed=document.input_digest not in {None, spec.required_input.digest},
@@ -147,8 +153,9 @@ async def forecast_import(
 async def _read_past(
     config: ExecConfig, sessions: SessionStore, spec: SessionSpec, session: Session
 ) -> _Past:
+    agent_input = session.input if spec.input is None else spec.input.value
     if session.last_status is AttemptStatus.COMPLETED or not config.store_file.exists():
-        return _Past(session)
+        return _Past(session, agent_input)
     async with config.open_store(session.namespace) as store:
         checkpoint = await store.latest(session.operation_id, config.agent_name)
         operation = await store.operation(session.operation_id)
@@ -157,6 +164,7 @@ async def _read_past(
         checkpoint = migrate_checkpoint(checkpoint, plan.version, plan.migrations)
     return _Past(
         session,
+        agent_input,
         () if checkpoint is None else checkpoint.subtasks,
         session.again,
         has_completed=operation is not None and operation.status is OperationStatus.COMPLETED,
@@ -191,7 +199,21 @@ def _forecast(config: ExecConfig, past: _Past) -> Forecast:
         )
     attempts = 0 if past.session is None else len(past.session.attempts)
     session_id = None if past.session is None else past.session.id
-    return Forecast(session_id, attempts + 1, past.input_changed, past.flow_changed, steps)
+    refusal = None if past.has_completed else _find_refusal(config, past.input)
+    return Forecast(
+        session_id, attempts + 1, past.input_changed, past.flow_changed, steps, refusal
+    )
+
+
+def _find_refusal(config: ExecConfig, agent_input: JsonValue) -> str | None:
+    newest = list_versions(config.agent)[0]
+    if not isinstance(newest, ChecksInput):
+        return None
+    try:
+        newest.check_input(agent_input)
+    except InvalidInput as error:
+        return mask_secrets(str(error), config.secret_keys)
+    return None
 
 
 def forecast_steps(

@@ -113,22 +113,9 @@ class SessionSpec:
             ConfigurationError: No input was given.
         """
         if self.input is None:
-            raise self._input_missing
+            fix = "use --input JSON or --input @FILE"
+            raise ConfigurationError("--input", "a new session needs an input", fix)
         return self.input
-
-    def check_input(self) -> None:
-        """Check that an input was given.
-
-        Raises:
-            ConfigurationError: No input was given.
-        """
-        if self.input is None:
-            raise self._input_missing
-
-    @property
-    def _input_missing(self) -> ConfigurationError:
-        fix = "use --input JSON or --input @FILE"
-        return ConfigurationError("--input", "a new session needs an input", fix)
 
 
 def is_session_id(text: str) -> bool:

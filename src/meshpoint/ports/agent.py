@@ -92,6 +92,21 @@ class ReadsOlderStates(Protocol):
 
 
 @runtime_checkable
+class ChecksInput(Protocol):
+    """Optional protocol for agents that can check a request before a task begins."""
+
+    def check_input(self, request: object) -> None:
+        """Check a request, without running it.
+
+        Args:
+            request: as for `DurableAgent.start`.
+
+        Raises:
+            InvalidInput: as for `DurableAgent.start`.
+        """
+
+
+@runtime_checkable
 class ServesVersions(Protocol):
     """Optional protocol for an object that serves several versions of one agent."""
 

@@ -116,6 +116,35 @@ def test_a_dry_run_of_a_new_session_runs_and_writes_nothing(flow: Command, folde
     assert {file.name for file in folder.iterdir()} == {"tested_flow.py"}
 
 
+@pytest.mark.parametrize("agent", ["flow", "Keeper"])
+def test_a_dry_run_finds_an_input_that_does_not_fit(
+    flow: Command, cli: Command, folder: Path, agent: str
+) -> None:
+    dry = flow("--input", '"three"', "--dry-run", agent=agent)
+    assert (dry.code, dry.json["refusal"]) == (4, flow_refusal(agent))
+    shown = cli("exec", f"{MODULE}:{agent}", "--input", '"three"', "--dry-run")
+    assert (shown.code, shown.out) == (4, "")
+    assert shown.err == f"error: it would fail at once: {flow_refusal(agent)}\n"
+    assert {file.name for file in folder.iterdir()} == {"tested_flow.py"}
+    assert flow("--input", "3", "--dry-run", agent=agent).json["refusal"] is None
+
+
+def flow_refusal(agent: str) -> str:
+    return (
+        f"input of {agent.lower()}: int: Input should be a valid integer, "
+        "unable to parse string as an integer"
+    )
+
+
+def test_a_dry_run_checks_the_input_of_its_session(flow: Command, folder: Path) -> None:
+    flow("--input", "3", "--session", "one")
+    edit(folder, "n: int) -> int:\n    page", "n: str) -> int:\n    page")
+    assert flow("--session", "one", "--dry-run").code == 4
+    fitting = flow("--session", "one", "--input", '"3"', "--dry-run")
+    assert (fitting.code, fitting.json["refusal"]) == (0, None)
+    assert flow("--session", "one", "--input", "3", "--dry-run").code == 4
+
+
 def test_a_dry_run_tells_what_a_resume_would_do(flow: Command, folder: Path) -> None:
     session = flow("--input", "3").json["session"]
     before = snapshot(folder)
