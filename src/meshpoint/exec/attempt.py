@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 from meshpoint.client import Client, Reply
 from meshpoint.engine.parsing import parse_requester
+from meshpoint.engine.task_log import StepEntry, TaskLog
 from meshpoint.errors import MeshpointError
 from meshpoint.exec.embedded import ExecConfig, begin_operation
 from meshpoint.exec.report import StepLog, StepProgress, StepReport
@@ -22,13 +24,15 @@ from meshpoint.exec.sessions import LockedSession
 from meshpoint.local import local_mesh
 from meshpoint.model.bodies import ResponseBody, parse_body
 from meshpoint.model.envelopes import encode_request
-from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.ids import ReplicaId, TaskId, new_id
 from meshpoint.model.messages import Message
-from meshpoint.model.operations import NotRevived, Refusal, Revive
+from meshpoint.model.operations import NotRevived, Refusal, Revive, Revived
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.model.secrets import mask_secrets
 from meshpoint.model.subtasks import AgentCheckpoint
-from meshpoint.model.transitions import Release
+from meshpoint.model.tasks import Replica
+from meshpoint.model.transitions import Append, Release
+from meshpoint.ports.agent import readable_formats
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.settings import MeshSettings
 from meshpoint.subtasks.migrating import migrate_checkpoint
@@ -46,6 +50,10 @@ _FAST_SETTINGS = {
     "undeliverable_after_seconds": 0,  # all peers are in this process
     "parked_limit_seconds": 0,  # in the foreground, no other release follows
 }
+
+
+_MAX_READY = 1000
+"""Tasks to acquire: the operation, and older ones if its agent calls itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,9 @@ async def run_attempt(
         on_change=on_change,
     )
     try:
-        outcome, checkpoint = await _execute(config, session, log, stop)
+        outcome, checkpoint = await _execute(
+            config, session, log, stop, keeps_steps=locked.continues_killed
+        )
     except MeshpointError as error:
         reason = mask_secrets(str(error), config.secret_keys)
         locked.end_attempt(AttemptStatus.FAILED, reason, log.finish(None))
@@ -112,9 +122,12 @@ def _attempt_status(outcome: Outcome) -> AttemptStatus:
 
 
 async def _execute(
-    config: ExecConfig, session: Session, log: StepLog, stop: asyncio.Event
+    config: ExecConfig, session: Session, log: StepLog, stop: asyncio.Event, *, keeps_steps: bool
 ) -> tuple[Outcome, AgentCheckpoint | None]:
-    """Run the operation to its end; return its outcome and, unless completed, last checkpoint."""
+    """Run the operation to its end; return its outcome and, unless completed, last checkpoint.
+
+    With `keeps_steps`, the records of `ctx.step` in a killed attempt count.
+    """
     task_id = session.operation_id
     async with config.open_store(session.namespace) as store:
         checkpoint = await store.latest(task_id, config.agent_name)
@@ -129,9 +142,8 @@ async def _execute(
         mesh = MeshSettings(namespace=session.namespace, broker_url=config.store_url)
         async with Client(make_broker(mesh)) as client:
             reply = client.expect(config.agent_name, task_id)
-            outcome = await _submit(
-                store, client.request(session.input, task_id), config.agent_name
-            )
+            request = client.request(session.input, task_id)
+            outcome = await _submit(config, store, request, keeps_steps=keeps_steps)
             if outcome is not None:
                 log.reuse_all()
             else:
@@ -140,16 +152,20 @@ async def _execute(
         return outcome, await store.latest(task_id, config.agent_name)
 
 
-async def _submit(store: CheckpointStore, request: Message, agent: AgentName) -> Outcome | None:
+async def _submit(
+    config: ExecConfig, store: CheckpointStore, request: Message, *, keeps_steps: bool
+) -> Outcome | None:
     """Make the operation ready, with this client as its requester.
 
     Returns its outcome if it has already completed without anyone receiving the reply.
     """
-    task_id, packed, requester = (
+    agent, task_id, packed, requester = (
+        config.agent_name,
         TaskId(request.correlation_id),
         encode_request(request),
         parse_requester(request),
     )
+    existing = (await store.lookup([task_id])).get(task_id)
     command = Revive(
         task_id=task_id,
         token=new_id(),
@@ -161,18 +177,45 @@ async def _submit(store: CheckpointStore, request: Message, agent: AgentName) ->
     )
     result = await store.revive(command)
     match result:
+        case Revived(retry_count=retry_count):
+            if keeps_steps and existing is not None and not existing.state.is_final:
+                await _keep_steps(config, store, task_id, retry_count)
         case NotRevived(refusal=Refusal.NOT_FOUND):
             run = await begin_operation(store, task_id, agent, requester, packed)
             if not all(await store.release([Release(run)])):
                 raise MeshpointError(f"operation {task_id} belongs to another agent")
         case NotRevived(refusal=Refusal.COMPLETED):
-            existing = (await store.lookup([task_id])).get(task_id)
             if existing is None or existing.reply is None:
                 raise refusal_error(task_id, result)
             return parse_body(ResponseBody, existing.reply.body).outcome()
         case NotRevived():
             raise refusal_error(task_id, result)
     return None
+
+
+async def _keep_steps(
+    config: ExecConfig, store: CheckpointStore, task_id: TaskId, retry_count: int
+) -> None:
+    """Record the steps of the killed attempt again, for attempt `retry_count`.
+
+    A new attempt drops step records, because they say nothing about code and inputs. But a kill is
+    a crash, and neither the flow nor its input has changed since then.
+    """
+    replica = Replica(
+        ReplicaId(new_id()),
+        config.agent_name,
+        readable_formats(config.agent),
+        lease=timedelta(seconds=10),
+    )
+    acquired = await store.acquire(replica, _MAX_READY)
+    try:
+        for task in (each for each in acquired if each.run.task_id == task_id):
+            killed = TaskLog.of(replace(task, retry_count=retry_count - 1))
+            steps = [StepEntry(retry_count, each.record) for each in killed.steps]
+            if steps:
+                await store.append([Append(task.run, TaskLog.of(task).append(steps))])
+    finally:
+        await store.release([Release(each.run) for each in acquired])
 
 
 async def _serve_until_done(

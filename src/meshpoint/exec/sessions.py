@@ -44,13 +44,21 @@ from meshpoint.model.ids import TaskId, new_id
 class LockedSession:
     """A session that no other process can run until it is released.
 
-    Its file is written when its first attempt begins.
+    Its file is written when its first attempt begins. With `input_changed`, the next attempt has
+    another input than the last one.
     """
 
     def __init__(
-        self, store: SessionStore, session: Session, lock: FileLock, ttl: timedelta
+        self,
+        store: SessionStore,
+        session: Session,
+        lock: FileLock,
+        ttl: timedelta,
+        *,
+        input_changed: bool = False,
     ) -> None:
         self._store, self.session, self._lock, self._ttl = store, session, lock, ttl
+        self._input_changed = input_changed
 
     def begin_attempt(self, sources: FlowSources | None = None) -> AttemptRecord:
         """Record a new attempt, and the version of the flow that it runs.
@@ -65,6 +73,15 @@ class LockedSession:
         attempts.append(AttemptRecord(number=number, pid=os.getpid(), flow=version, started=now))
         self._save(now)
         return attempts[-1]
+
+    @property
+    def continues_killed(self) -> bool:
+        """Whether this attempt repeats a killed one: the same flow, with the same input."""
+        if len(self.session.attempts) < 2 or self._input_changed:
+            return False
+        killed, current = self.session.attempts[-2:]
+        is_same = current.flow is not None and current.flow == killed.flow
+        return is_same and killed.ending is AttemptStatus.KILLED
 
     def end_attempt(
         self, status: AttemptStatus, error: str | None, steps: list[StepReport]
@@ -133,9 +150,10 @@ class SessionStore:
                 check_entrypoint(found, spec)
                 if found.last_status is AttemptStatus.COMPLETED:
                     found.operation_id, found.again = TaskId(new_id()), {}
+                changed = spec.input is not None and spec.input.digest != found.input_digest
                 if spec.input is not None:
                     found.input, found.input_digest = spec.input.value, spec.input.digest
-                return LockedSession(self, found, lock, spec.ttl)
+                return LockedSession(self, found, lock, spec.ttl, input_changed=changed)
 
     def open_latest(self, spec: SessionSpec) -> LockedSession:
         """Open the newest session of this agent and this input.
