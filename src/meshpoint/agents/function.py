@@ -12,12 +12,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
-from meshpoint.agents.journal import (
-    Journal,
-    StoredJournal,
-    complete_last_entry,
-    read_journal,
-)
+from meshpoint.agents.journal import Journal, StoredJournal
 from meshpoint.agents.planning import build_plan
 from meshpoint.agents.replay import Replay
 from meshpoint.errors import (
@@ -176,13 +171,12 @@ class FunctionAgent(Generic[In, Out]):
         self, ctx: TaskExecutionContext, state: bytes, log: Sequence[bytes], outcomes: Outcomes
     ) -> Paused | Done[Out]:
         """Run the function again, with the pauses in `log`; see `ReadsLog`."""
-        journal = read_journal(state, log, self.state_format)
-        complete_last_entry(journal, outcomes)
+        stored = StoredJournal.read(state, log, self.state_format, outcomes)
         try:
-            received = self._parse_input(journal.input)
+            received = self._parse_input(stored.journal.input)
         except InvalidInput as error:
             raise IncompatibleState(str(error)) from error
-        return await self._run(ctx, StoredJournal(journal, state, log), received)
+        return await self._run(ctx, stored, received)
 
     def check_input(self, request: object) -> None:
         """Check that `request` fits the annotated input; see `ChecksInput`."""

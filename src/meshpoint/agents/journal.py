@@ -7,32 +7,38 @@ before it to the task's log, so that nothing is written twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
+    Field,
     JsonValue,
     SerializerFunctionWrapHandler,
+    TypeAdapter,
     ValidationError,
     model_serializer,
 )
 
 from meshpoint.errors import IncompatibleState
 from meshpoint.model.calls import Call, Join, Paused
+from meshpoint.model.context_runtime import UnsentCall
 from meshpoint.model.declared_type import first_problem, loggable_cause
 from meshpoint.model.json_values import json_digest
 from meshpoint.model.outcomes import Failed, Ok, Outcome, Outcomes
 from meshpoint.model.tasks import CheckpointDict
 from meshpoint.model.usage import TokenUsage
 
+# The classes below are dataclasses, because each resume reads all entries again: pydantic creates
+# them at half the cost of models.
+_STRICT = ConfigDict(extra="forbid")
 
-class _JournalModel(BaseModel):
-    model_config = ConfigDict(extra="forbid")
 
-
-class _RecordedCall(_JournalModel):
+@dataclass(slots=True)
+class _RecordedCall:
     """One call of a pause. `digest` is computed from its peer and input."""
+
+    __pydantic_config__: ClassVar = _STRICT
 
     id: str
     peer: str
@@ -41,57 +47,99 @@ class _RecordedCall(_JournalModel):
     @classmethod
     def from_call(cls, call: Call) -> _RecordedCall:
         """Record `call`. The timeout is left out, so that changing it is not a mismatch."""
-        digest = json_digest([call.peer, call.input])
-        return cls.model_construct(id=call.id, peer=call.peer, digest=digest)
+        return cls(call.id, call.peer, json_digest([call.peer, call.input]))
 
 
-class JournalEntry(_JournalModel):
+@dataclass(slots=True)
+class _RecordedOk:
+    """A result. `usage` is `None` if no tokens were counted.
+
+    `text_bytes` is the size of a text that follows the entry in place of `value`.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    value: JsonValue
+    artifacts: tuple[dict[str, JsonValue], ...] = ()
+    usage: TokenUsage | None = None
+    text_bytes: Annotated[int, Field(ge=0)] | None = None
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: each for key, each in handler(self).items() if each or key == "value"}
+
+    def to_ok(self) -> Ok[JsonValue]:
+        """The outcome, for agent code."""
+        return Ok(self.value, self.artifacts, TokenUsage() if self.usage is None else self.usage)
+
+
+_Recorded: TypeAlias = Annotated[_RecordedOk | Failed, Field(union_mode="left_to_right")]
+
+
+def _record(outcome: Outcome) -> _RecordedOk | Failed:
+    if isinstance(outcome, Failed):
+        return outcome
+    usage = None if outcome.usage.is_empty else outcome.usage
+    return _RecordedOk(outcome.value, outcome.artifacts, usage)
+
+
+@dataclass(frozen=True, slots=True)
+class _NoUsage:
+    """The usage of a task that has counted no tokens: `{}`."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+
+_REQUIRED = frozenset({"calls", "needed", "within_seconds", "usage"})
+
+
+@dataclass(slots=True)
+class JournalEntry:
     """One pause: its calls and join, the tokens used so far, and the outcomes once it is complete.
 
     `subtask` is the subtask that made the calls. It is not serialized when `None`, because the
     previous release does not know the field.
     """
 
+    __pydantic_config__: ClassVar = _STRICT
+
     calls: list[_RecordedCall]
     needed: int | None
     within_seconds: float | None
-    usage: TokenUsage
-    outcomes: list[Ok[JsonValue] | Failed] | None = None
+    usage: Annotated[_NoUsage | TokenUsage, Field(union_mode="left_to_right")]
+    outcomes: list[_Recorded] | None = None
     subtask: str | None = None
 
     @model_serializer(mode="wrap")
     def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = handler(self)
-        if self.subtask is None:
-            del data["subtask"]
-        return data
+        return {key: each for key, each in data.items() if each is not None or key in _REQUIRED}
 
     @classmethod
     def for_calls(
         cls, calls: Sequence[Call], join: Join, usage: TokenUsage, subtask: str | None = None
     ) -> JournalEntry:
         """Create the entry of a pause that waits for `calls`."""
-        return cls.model_construct(  # unvalidated: a replay creates the entries of all its pauses
+        return cls(
             calls=[_RecordedCall.from_call(call) for call in calls],
             needed=join.needed,
             within_seconds=join.deadline.total_seconds() if join.deadline else None,
-            usage=usage,
+            usage=_NoUsage() if usage.is_empty else usage,
             subtask=subtask,
         )
 
-    def records(self, calls: Sequence[Call], join: Join, subtask: str | None) -> bool:
+    def records(self, calls: Sequence[UnsentCall[Any]], join: Join, subtask: str | None) -> bool:
         """Whether this is the entry of the pause for `calls`. A replay checks every pause."""
-        return (
-            len(calls) == len(self.calls)
-            and subtask == self.subtask
-            and join.needed == self.needed
-            and (join.deadline and join.deadline.total_seconds()) == self.within_seconds
-            and all(
-                recorded.peer == call.peer
-                and recorded.digest == json_digest([call.peer, call.input])
-                for recorded, call in zip(self.calls, calls, strict=True)
-            )
-        )
+        if len(calls) != len(self.calls) or subtask != self.subtask or join.needed != self.needed:
+            return False
+        if (join.deadline and join.deadline.total_seconds()) != self.within_seconds:
+            return False
+        for recorded, call in zip(self.calls, calls, strict=True):
+            if recorded.peer != call.peer:
+                return False
+            if recorded.digest != json_digest([call.peer, call.input]):
+                return False
+        return True
 
     def describe_mismatch(self, current: JournalEntry) -> str | None:
         """Describe how `current` differs from this record, such as "expected flights, recorded
@@ -115,11 +163,35 @@ class JournalEntry(_JournalModel):
             return f"expected {current._describe_join()}, recorded {self._describe_join()}"
         return None
 
-    def total_usage(self) -> TokenUsage:
-        """The task's token usage at the end of this pause, including what the peers used."""
-        usage = self.usage.snapshot()
-        for call, outcome in zip(self.calls, self.outcomes or (), strict=True):
-            usage.merge(outcome.usage, source=call.peer)
+    def read_outcomes(self) -> list[Outcome]:
+        """The outcomes of a complete pause, in call order."""
+        return [
+            each.to_ok() if isinstance(each, _RecordedOk) else each for each in self.outcomes or ()
+        ]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has an outcome for each call."""
+        return self.outcomes is not None and len(self.outcomes) == len(self.calls)
+
+    def total_usage(self) -> TokenUsage | None:
+        """The task's token usage at the end of this pause, including what the peers used.
+
+        `None` if no tokens were counted.
+        """
+        used = [
+            (call.peer, outcome.usage)
+            for call, outcome in zip(self.calls, self.outcomes or (), strict=True)
+            if outcome.usage is not None and not outcome.usage.is_empty
+        ]
+        if isinstance(self.usage, _NoUsage):
+            if not used:
+                return None
+            usage = TokenUsage()
+        else:
+            usage = self.usage.snapshot()
+        for peer, each in used:
+            usage.merge(each, source=peer)
         return usage
 
     def _describe_join(self) -> str:
@@ -133,99 +205,195 @@ def _describe_subtask(subtask: str | None) -> str:
     return "outside subtasks" if subtask is None else f"in subtask {subtask!r}"
 
 
-class _LogEntry(_JournalModel):
+_TEXT_CHARACTERS = 1000
+"""Longer texts follow the JSON of their log entry: unescaping takes most of the time of a replay.
+
+Releases without such texts refuse the entry, because it is not JSON.
+"""
+
+
+@dataclass(slots=True)
+class _LogEntry:
     """One entry of the task's log: a pause, and the outcomes of the pause before it."""
 
-    outcomes: list[Ok[JsonValue] | Failed]
+    __pydantic_config__: ClassVar = _STRICT
+
+    outcomes: list[_Recorded]
     entry: JournalEntry
 
+    def to_bytes(self) -> bytes:
+        """Serialize the entry: JSON and, if there are long texts, a line feed and the texts."""
+        outcomes, texts = list[_RecordedOk | Failed](), list[bytes]()
+        for each in self.outcomes:
+            if isinstance(each, Failed) or not _is_long_text(each.value):
+                outcomes.append(each)
+            else:
+                texts.append(str(each.value).encode())
+                outcomes.append(replace(each, value=None, text_bytes=len(texts[-1])))
+        if not texts:
+            return _LOG_ENTRY.dump_json(self)
+        return b"".join((_LOG_ENTRY.dump_json(_LogEntry(outcomes, self.entry)), b"\n", *texts))
 
-class Journal(_JournalModel):
+    @classmethod
+    def from_bytes(cls, encoded: bytes) -> _LogEntry:
+        """Decode what `to_bytes` returned.
+
+        Raises:
+            ValueError: It is invalid.
+        """
+        end = encoded.find(b"\n")
+        if end < 0:
+            return _LOG_ENTRY.validate_json(encoded)
+        logged, start = _LOG_ENTRY.validate_json(encoded[:end]), end + 1
+        for each in logged.outcomes:
+            if isinstance(each, _RecordedOk) and each.text_bytes is not None:
+                start, before = start + each.text_bytes, start
+                each.value, each.text_bytes = encoded[before:start].decode(), None
+        if start != len(encoded):
+            raise ValueError(f"it has {len(encoded)} bytes in place of {start}")
+        return logged
+
+
+def _is_long_text(value: JsonValue) -> bool:
+    return isinstance(value, str) and len(value) > _TEXT_CHARACTERS
+
+
+@dataclass(slots=True)
+class Journal:
     """The complete state of a function agent's task. Only the last entry has no outcomes yet.
 
     `context` is the context as the function found it at its first start.
     """
 
+    __pydantic_config__: ClassVar = _STRICT
+
     format: str
     input: JsonValue
     context: CheckpointDict
-    entries: list[JournalEntry] = []
+    entries: list[JournalEntry] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         """Serialize the journal for `Paused.state`."""
-        return self.model_dump_json().encode()
+        return _JOURNAL.dump_json(self)
 
+
+_JOURNAL: TypeAdapter[Journal] = TypeAdapter(Journal)
+_LOG_ENTRY: TypeAdapter[_LogEntry] = TypeAdapter(_LogEntry)
 
 _SMALL_BYTES = 2048
 """Each pause writes a journal up to this size whole, which costs less than a log entry."""
 
 
 class StoredJournal:
-    """A journal, and how it is stored: as a state and a log, or not at all yet."""
+    """The journal of a task, and how it is stored: as a state and a log, or not at all yet.
+
+    An entry of the log is decoded when the function reaches it, so that a long replay has only one
+    of them in memory.
+    """
 
     def __init__(
         self, journal: Journal, state: bytes | None = None, log: Sequence[bytes] = ()
     ) -> None:
         self.journal = journal
-        self._state, self._has_log = state, bool(log)
+        self._state, self._log = state, log
+        self._decoded: tuple[int, _LogEntry] | None = None
+        self._reached: tuple[int, JournalEntry] | None = None
+        self._outcomes: list[_Recorded] = []
+
+    @classmethod
+    def read(
+        cls, state: bytes, log: Sequence[bytes], expected_format: str, outcomes: Outcomes
+    ) -> StoredJournal:
+        """Read the journal in `state` and `log`, and record the outcomes of its last pause.
+
+        Raises:
+            IncompatibleState: It is invalid, was written by another agent or version, or waits for
+                other calls.
+        """
+        try:
+            journal = _JOURNAL.validate_json(state)
+        except ValidationError as error:
+            raise _invalid(expected_format, error) from loggable_cause(error)
+        if journal.format != expected_format:
+            raise IncompatibleState(
+                f"the journal was written by {journal.format}, but this agent is {expected_format}"
+            )
+        stored = cls(journal, state, log)
+        stored._complete_last(outcomes)
+        return stored
+
+    def _complete_last(self, outcomes: Outcomes) -> None:
+        if not len(self):
+            raise _not_paused(self.journal.format)
+        last = self._decode(len(self._log) - 1).entry if self._log else self.journal.entries[-1]
+        if last.is_complete or not all(each.is_complete for each in self.journal.entries[:-1]):
+            raise _not_paused(self.journal.format)
+        ids = [call.id for call in last.calls]
+        if set(ids) != set(outcomes):
+            raise IncompatibleState(
+                f"the journal waits for {ids}, but the outcomes are for {list(outcomes)}"
+            )
+        self._outcomes = [_record(outcomes[call_id]) for call_id in ids]
+        if not self._log:
+            last.outcomes = self._outcomes
+
+    def __len__(self) -> int:
+        """Number of recorded pauses."""
+        return len(self.journal.entries) + len(self._log)
+
+    def entry(self, number: int) -> JournalEntry:
+        """The recorded pause with this number, from 0, with its outcomes.
+
+        Raises:
+            IncompatibleState: It is invalid.
+        """
+        if self._reached is not None and self._reached[0] == number:
+            return self._reached[1]
+        in_state = len(self.journal.entries)
+        following = number - in_state + 1  # the log entry that has its outcomes
+        if number < in_state:
+            entry = self.journal.entries[number]
+        else:
+            entry = self._decode(following - 1).entry
+        if 0 <= following < len(self._log):
+            entry.outcomes = self._decode(following).outcomes
+        elif following == len(self._log):
+            entry.outcomes = self._outcomes
+        if not entry.is_complete:
+            raise _not_paused(self.journal.format)
+        self._reached = number, entry
+        return entry
+
+    def _decode(self, position: int) -> _LogEntry:
+        if self._decoded is None or self._decoded[0] != position:
+            try:
+                self._decoded = position, _LogEntry.from_bytes(self._log[position])
+            except ValidationError as error:
+                raise _invalid(self.journal.format, error) from loggable_cause(error)
+            except ValueError as error:
+                raise IncompatibleState(
+                    f"not a journal of {self.journal.format}: {error}"
+                ) from error
+        return self._decoded[1]
 
     def pause(self, calls: Sequence[Call], join: Join, entry: JournalEntry) -> Paused:
         """Create the pause that waits for `calls`, with `entry` added to the stored journal."""
         if self._state is None:
             return Paused(calls, self._with(entry), join)
-        if not self._has_log and len(self._state) <= _SMALL_BYTES:
+        if not self._log and len(self._state) <= _SMALL_BYTES:
             state = self._with(entry)
             if len(state) <= _SMALL_BYTES:
                 return Paused(calls, state, join)
-        outcomes = self.journal.entries[-1].outcomes or []
-        addition = _LogEntry.model_construct(outcomes=outcomes, entry=entry)
-        return Paused(calls, self._state, join, append=addition.model_dump_json().encode())
+        addition = _LogEntry(self._outcomes, entry).to_bytes()
+        return Paused(calls, self._state, join, append=addition)
 
     def _with(self, entry: JournalEntry) -> bytes:
-        entries = [*self.journal.entries, entry]
-        return self.journal.model_copy(update={"entries": entries}).to_bytes()
+        return replace(self.journal, entries=[*self.journal.entries, entry]).to_bytes()
 
 
-def read_journal(state: bytes, log: Sequence[bytes], expected_format: str) -> Journal:
-    """Parse and validate the journal in `state` and `log`.
-
-    Raises:
-        IncompatibleState: It is invalid, or was written by another agent or version.
-    """
-    try:
-        journal = Journal.model_validate_json(state)
-        for logged in map(_LogEntry.model_validate_json, log):
-            if journal.entries:
-                journal.entries[-1].outcomes = logged.outcomes
-            journal.entries.append(logged.entry)
-    except ValidationError as error:
-        raise IncompatibleState(
-            f"not a journal of {expected_format}: {first_problem(error)}"
-        ) from loggable_cause(error)
-    if journal.format != expected_format:
-        raise IncompatibleState(
-            f"the journal was written by {journal.format}, but this agent is {expected_format}"
-        )
-    complete = [
-        entry.outcomes is not None and len(entry.outcomes) == len(entry.calls)
-        for entry in journal.entries
-    ]
-    if not complete or complete[-1] or not all(complete[:-1]):
-        raise IncompatibleState(f"not a journal of {expected_format}: it is not at a pause")
-    return journal
+def _invalid(expected_format: str, error: ValidationError) -> IncompatibleState:
+    return IncompatibleState(f"not a journal of {expected_format}: {first_problem(error)}")
 
 
-def complete_last_entry(journal: Journal, outcomes: Outcomes) -> None:
-    """Record the outcomes of the last pause in the journal.
-
-    Raises:
-        IncompatibleState: The outcomes belong to another pause.
-    """
-    last = journal.entries[-1]
-    ids = [call.id for call in last.calls]
-    if set(ids) != set(outcomes):
-        raise IncompatibleState(
-            f"the journal waits for {ids}, but the outcomes are for {list(outcomes)}"
-        )
-    ordered: list[Outcome] = [outcomes[call_id] for call_id in ids]
-    last.outcomes = ordered
+def _not_paused(expected_format: str) -> IncompatibleState:
+    return IncompatibleState(f"not a journal of {expected_format}: it is not at a pause")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from pydantic import JsonValue, TypeAdapter
 
@@ -117,7 +117,10 @@ class Peer(Generic[In_contra, Out_co]):
         if isinstance(outcome, Failed):
             return outcome
         try:
-            return Ok(self._output.read(outcome.value), outcome.artifacts, outcome.usage)
+            value: Out_co = self._output.read(outcome.value)
         except TypeMismatch as error:
             message = f"output of peer {self.name!r}: {error}"
             return Failed(FailureKind.INVALID, message, outcome.usage)
+        if value is outcome.value:
+            return cast("Ok[Out_co]", outcome)
+        return Ok(value, outcome.artifacts, outcome.usage)

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from meshpoint.agents.journal import JournalEntry, StoredJournal
-from meshpoint.errors import AgentMisbehaved, ReplayMismatch
-from meshpoint.model.calls import Join, Paused
+from meshpoint.errors import AgentMisbehaved, IncompatibleState, ReplayMismatch
+from meshpoint.model.calls import Call, Join, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.context_runtime import UnsentCall
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.model.recorded_work import current_subtask
 from meshpoint.model.snapshot import rewind, set_usage, snapshot
 from meshpoint.model.tasks import CheckpointDict
+from meshpoint.model.usage import TokenUsage
 
 
 class PauseSignal(BaseException):
@@ -38,17 +39,16 @@ class Replay:
 
     def __init__(self, agent: str, ctx: TaskExecutionContext, stored: StoredJournal) -> None:
         self._agent, self._ctx, self._stored = agent, ctx, stored
-        self._journal = journal = stored.journal
         self._task = asyncio.current_task()
         self.passed = self.position = 0
-        self.replaying = bool(journal.entries)
+        self.replaying = len(stored) > 0
         self._paused: Paused | None = None
-        self._violation: AgentMisbehaved | ReplayMismatch | None = None
+        self._violation: AgentMisbehaved | IncompatibleState | None = None
         self._closed = False
         self._live: CheckpointDict = {}
         if self.replaying:
             self._live = snapshot(ctx)
-            rewind(ctx, journal.context)
+            rewind(ctx, stored.journal.context)
 
     @property
     def is_own_task(self) -> bool:
@@ -65,24 +65,33 @@ class Replay:
                 time.
         """
         self._reject_misuse()
-        requests = [call.as_call(f"{call.peer}.{index}") for index, call in enumerate(calls)]
         subtask = current_subtask()
-        recorded = self._journal.entries[self.passed] if self.replaying else None
-        if recorded is None or not recorded.records(requests, join, subtask):
-            entry = JournalEntry.for_calls(requests, join, self._ctx.token_usage, subtask)
-            if recorded is None:
-                self._paused = self._stored.pause(requests, join, entry)
-                raise PauseSignal
-            difference = recorded.describe_mismatch(entry)
-            self._raise_violation(self._mismatch(f"call {self.passed + 1}: {difference}"))
-        self._advance(recorded)
-        outcomes = recorded.outcomes or ()
-        return [call.read(outcome) for call, outcome in zip(calls, outcomes, strict=True)]
+        if self.replaying:
+            recorded = self._recorded()
+            if not recorded.records(calls, join, subtask):
+                difference = recorded.describe_mismatch(self._entry(_build(calls), join, subtask))
+                self._raise_violation(self._mismatch(f"call {self.passed + 1}: {difference}"))
+            self._advance(recorded)
+            outcomes = recorded.read_outcomes()
+            return [call.read(outcome) for call, outcome in zip(calls, outcomes, strict=True)]
+        requests = _build(calls)
+        entry = self._entry(requests, join, subtask)
+        self._paused = self._stored.pause(requests, join, entry)
+        raise PauseSignal
+
+    def _recorded(self) -> JournalEntry:
+        try:
+            return self._stored.entry(self.passed)
+        except IncompatibleState as error:
+            self._raise_violation(error)
+
+    def _entry(self, requests: Sequence[Call], join: Join, subtask: str | None) -> JournalEntry:
+        return JournalEntry.for_calls(requests, join, self._ctx.token_usage, subtask)
 
     def skip_subtask(self, subtask: str) -> None:
         """Pass the recorded calls of a subtask that is not run, since its deliverable is known."""
-        while self.replaying and self._journal.entries[self.passed].subtask == subtask:
-            self._advance(self._journal.entries[self.passed])
+        while self.replaying and (recorded := self._recorded()).subtask == subtask:
+            self._advance(recorded)
 
     def finish(self, raised: BaseException | None) -> Paused | None:
         """Return the pause that ended the run; `None` if the function returned or raised itself.
@@ -96,8 +105,8 @@ class Replay:
             raise self._violation
         if self._paused is None:
             if raised is None and self.replaying:
-                recorded = len(self._journal.entries)
-                raise self._mismatch(f"ended after {self.passed} of {recorded} recorded calls")
+                reason = f"ended after {self.passed} of {len(self._stored)} recorded calls"
+                raise self._mismatch(reason)
             return None
         if raised is None:
             raise AgentMisbehaved(f"{self._agent} swallowed a pause: {_PAUSE_HINT}")
@@ -121,9 +130,11 @@ class Replay:
     def _advance(self, recorded: JournalEntry) -> None:
         self.passed += 1
         self.position += recorded.subtask is None
-        self.replaying = self.passed < len(self._journal.entries)
+        self.replaying = self.passed < len(self._stored)
         if self.replaying:
-            set_usage(self._ctx, recorded.total_usage())
+            usage = recorded.total_usage()
+            if usage is not None or not self._ctx.token_usage.is_empty:
+                set_usage(self._ctx, usage or TokenUsage())
         else:
             rewind(self._ctx, self._live)
 
@@ -154,7 +165,7 @@ class Replay:
     def _mismatch(self, reason: str) -> ReplayMismatch:
         return ReplayMismatch(reason, f"{self._agent}: {_MISMATCH_HINT}")
 
-    def _raise_violation(self, violation: AgentMisbehaved | ReplayMismatch) -> NoReturn:
+    def _raise_violation(self, violation: AgentMisbehaved | IncompatibleState) -> NoReturn:
         # Kept for `finish`: agent code may catch the error, and must not return a result after it.
         self._violation = violation
         raise violation
@@ -177,6 +188,10 @@ _GATHER_HINT = (
     "create_task or a TaskGroup; to limit the time, give the Peer a timeout instead of using "
     "asyncio.wait_for"
 )
+
+
+def _build(calls: Sequence[UnsentCall[Any]]) -> list[Call]:
+    return [call.as_call(f"{call.peer}.{index}") for index, call in enumerate(calls)]
 
 
 def _is_only_pause(raised: BaseException) -> bool:

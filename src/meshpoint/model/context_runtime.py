@@ -25,6 +25,8 @@ class UnsentCall(Protocol[_T_co]):
 
     @property
     def peer(self) -> str: ...
+    @property
+    def input(self) -> JsonValue: ...
 
     def as_call(self, call_id: str) -> Call:
         """The request as a `Call` of a pause."""

@@ -30,6 +30,7 @@ _MAX_EXACT_INT = 2**53
 """Smaller integers have an exact float, and some tools write 2.0 as 2."""
 
 _MAX_ITERATED_VALUES = 100_000
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
@@ -187,8 +188,7 @@ def _copy_container(value: Any) -> Any:
 
 def json_digest(value: JsonValue) -> str:
     """A short digest of `value`, independent of key order."""
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(_canonical(value).encode(), digest_size=16).hexdigest()
 
 
 def document_digest(value: JsonValue) -> str:

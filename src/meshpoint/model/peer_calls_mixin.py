@@ -44,9 +44,10 @@ class PeerCallsMixin:
             PeerFailed: the call has no result.
             ReplayMismatch: an earlier run of the function made a different call at this point.
         """
-        outcomes = await self._ask((call,), ALL, "ctx.call")
-        [answer] = _results((call,), outcomes)
-        return cast(_T, answer)
+        [outcome] = await self._ask((call,), ALL, "ctx.call")
+        if isinstance(outcome, Failed):
+            raise PeerFailed(call.peer, outcome)
+        return cast(_T, outcome.value)
 
     async def outcome(self, call: UnsentCall[_T], /) -> Ok[_T] | Failed:
         """The outcome of a call. Like `call`, but a failed call is a value, not an exception.
@@ -204,13 +205,14 @@ def _results(
     Raises:
         PeerFailed: a call failed. A cancelled call says least about the cause, so it comes last.
     """
+    values = tuple([outcome.value for outcome in outcomes if isinstance(outcome, Ok)])
+    if len(values) == len(calls):
+        return values
     failures = [
         (call, outcome)
         for call, outcome in zip(calls, outcomes, strict=True)
         if isinstance(outcome, Failed)
     ]
-    if failures:
-        failures.sort(key=lambda failure: failure[1].kind is FailureKind.CANCELLED)
-        call, failed = failures[0]
-        raise PeerFailed(call.peer, failed)
-    return tuple(outcome.value for outcome in outcomes if isinstance(outcome, Ok))
+    failures.sort(key=lambda failure: failure[1].kind is FailureKind.CANCELLED)
+    call, failed = failures[0]
+    raise PeerFailed(call.peer, failed)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from agent_samples import create_context
+from pydantic import TypeAdapter
 
 from meshpoint import (
     Call,
@@ -20,8 +21,11 @@ from meshpoint import (
     Paused,
     Peer,
     TaskExecutionContext,
+    TokenUsage,
     agent,
 )
+from meshpoint.agents import journal
+from meshpoint.model.usage import Tokens
 from meshpoint.ports.agent import readable_formats
 from meshpoint.testing.conformance.agent import (
     DurableAgentSuite,
@@ -65,6 +69,17 @@ async def pauses_of(
         found.append((result, log))
         result = await resumed(function_agent, ctx, result, log, outcomes)
     return found
+
+
+def as_json(entry: bytes) -> dict[str, Any]:
+    """An entry in the form that has all texts in its JSON."""
+    line, _, texts = entry.partition(b"\n")
+    data: dict[str, Any] = json.loads(line)
+    for outcome in data["outcomes"]:
+        if (size := outcome.pop("text_bytes", None)) is not None:
+            outcome["value"], texts = texts[:size].decode(), texts[size:]
+    assert texts == b""
+    return data
 
 
 class TestLoggingFunctionAgentContract(DurableAgentSuite):
@@ -112,11 +127,11 @@ async def test_failures_are_appended_too() -> None:
 async def test_a_task_paused_before_there_were_logs_continues() -> None:
     """The previous release wrote every entry into the state."""
     pause, log = (await pauses_of(editor, 5))[3]
-    journal = json.loads(pause.state)
-    for entry in map(json.loads, log):
-        journal["entries"][-1]["outcomes"] = entry["outcomes"]
-        journal["entries"].append(entry["entry"])
-    state = json.dumps(journal).encode()
+    stored = json.loads(pause.state)
+    for entry in map(as_json, log):
+        stored["entries"][-1]["outcomes"] = entry["outcomes"]
+        stored["entries"].append(entry["entry"])
+    state = json.dumps(stored).encode()
     outcomes = answered(pause, long_answer)
     next_pause = await editor.resume(create_context(), state, outcomes)
     assert isinstance(next_pause, Paused)
@@ -128,12 +143,111 @@ async def test_a_task_paused_before_there_were_logs_continues() -> None:
     )
 
 
-@pytest.mark.parametrize("entry", [b"", b"{}", b"[]", b'{"outcomes": [], "entry": null}', b"\xff"])
-async def test_an_unreadable_entry_is_incompatible(entry: bytes) -> None:
-    pause, log = (await pauses_of(editor, 3))[2]
-    with pytest.raises(IncompatibleState):
+async def test_long_texts_follow_the_json_of_an_entry() -> None:
+    text = TEXT + 'é "quoted"\n\\'
+    pause, _ = (await pauses_of(editor, 3, lambda call: Ok(text)))[2]
+    assert pause.append is not None
+    line, texts = pause.append.split(b"\n", 1)
+    assert texts == text.encode()
+    assert TEXT not in line.decode()
+
+
+async def test_an_entry_with_long_texts_in_its_json_is_read() -> None:
+    pause, log = (await pauses_of(editor, 4))[3]
+    entries = [json.dumps(as_json(entry)).encode() for entry in log]
+    outcomes = answered(pause, long_answer)
+    assert await resumed(editor, create_context(), pause, entries, outcomes) == Done(4 * len(TEXT))
+
+
+@pytest.mark.parametrize("usage", [None, TokenUsage(total=Tokens(input=3))])
+async def test_outcomes_of_all_kinds_return_from_the_log(usage: TokenUsage | None) -> None:
+    answers: dict[Any, Outcome] = {
+        0: Ok(TEXT + '"é\n', ({"name": "draft"},), usage or TokenUsage()),
+        1: Failed(FailureKind.ERROR, TEXT),
+        2: Ok({"text": TEXT}),
+        3: Ok("\n" + TEXT),
+        4: Ok(None),
+    }
+    any_peer: Peer[int, Any] = Peer("any", int, TypeAdapter(Any))
+
+    @agent("collector")
+    async def collector(ctx: TaskExecutionContext, rounds: int) -> list[Any]:
+        found: list[Any] = []
+        for _ in range(rounds):
+            calls = [any_peer(number) for number in answers]
+            found.append(await ctx.gather_outcomes(*calls))
+        first, *others = found
+        assert all(each == first for each in others)
+        return [
+            each.message if isinstance(each, Failed) else [each.value, each.artifacts, each.usage]
+            for each in first
+        ]
+
+    values = await run_agent(collector, 4, lambda call: answers[call.input])
+    assert values == [
+        each.message if isinstance(each, Failed) else [each.value, each.artifacts, each.usage]
+        for each in answers.values()
+    ]
+
+
+async def test_each_entry_is_decoded_once_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    pause, log = (await pauses_of(editor, 6))[5]
+    decoded: list[bytes] = []
+    decode = journal._LogEntry.from_bytes
+
+    def from_bytes(encoded: bytes) -> Any:
+        decoded.append(encoded)
+        return decode(encoded)
+
+    monkeypatch.setattr(journal._LogEntry, "from_bytes", from_bytes)
+    outcomes = answered(pause, long_answer)
+    assert await resumed(editor, create_context(), pause, log, outcomes) == Done(6 * len(TEXT))
+    assert decoded == [log[-1], *log]  # the last one says what the task waits for
+
+
+DAMAGED = [
+    b"",
+    b"{}",
+    b"[]",
+    b'{"outcomes": [], "entry": null}',
+    b"\xff",
+    b"{}\n" + TEXT.encode(),
+]
+
+
+@pytest.mark.parametrize("entry", DAMAGED)
+@pytest.mark.parametrize("place", [0, 1, 2])
+async def test_an_unreadable_entry_is_incompatible(entry: bytes, place: int) -> None:
+    """Although the code catches the error where it reaches the entry."""
+    pause, log = (await pauses_of(editor, 4))[3]
+    damaged = (*log[:place], entry, *log[place + 1 :])
+    with pytest.raises(IncompatibleState, match="not a journal of editor/function/1: "):
         await editor.resume_with_log(
-            create_context(), pause.state, (*log[:-1], entry), answered(pause, long_answer)
+            create_context(), pause.state, damaged, answered(pause, long_answer)
+        )
+
+
+@pytest.mark.parametrize("cut", [1, len(TEXT)])
+@pytest.mark.parametrize("place", [0, 2])
+async def test_a_text_of_another_length_is_incompatible(place: int, cut: int) -> None:
+    pause, log = (await pauses_of(editor, 4))[3]
+    for entry in (log[place][:-cut], log[place] + b"x" * cut, log[place][:-1] + b"\xff"):
+        damaged = (*log[:place], entry, *log[place + 1 :])
+        with pytest.raises(IncompatibleState, match="not a journal of"):
+            await editor.resume_with_log(
+                create_context(), pause.state, damaged, answered(pause, long_answer)
+            )
+
+
+async def test_an_entry_without_outcomes_is_incompatible() -> None:
+    pause, log = (await pauses_of(editor, 4))[3]
+    entry = json.dumps(as_json(log[1]) | {"outcomes": []}).encode()
+    with pytest.raises(IncompatibleState, match="it is not at a pause"):
+        await editor.resume_with_log(
+            create_context(),
+            pause.state,
+            (log[0], entry, log[2]),
+            answered(pause, long_answer),
         )
 
 
