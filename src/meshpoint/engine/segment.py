@@ -17,7 +17,7 @@ from meshpoint.engine.containment import is_user_interrupt
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.senders import Sender
 from meshpoint.engine.step_log import SegmentStepLog
-from meshpoint.engine.task_log import NO_LOG, Notes, TaskLog
+from meshpoint.engine.task_log import Notes, TaskLog
 from meshpoint.engine.unacked import may_run_elsewhere
 from meshpoint.errors import AgentMisbehaved, IncompatibleState
 from meshpoint.model.calls import Paused
@@ -95,7 +95,7 @@ class Segment:
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     removed: asyncio.Event = field(default_factory=asyncio.Event)
     stop_reason: StopReason | None = None
-    log: TaskLog = NO_LOG
+    log: TaskLog = field(default_factory=TaskLog)
     attempt: int = 1
     dead_reason: str | None = None
     keep_alive_at: float | None = None

@@ -9,8 +9,9 @@ deletes all entries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import overload
 
 from meshpoint.errors import IncompatibleState
 from meshpoint.model.calls import Paused
@@ -55,6 +56,30 @@ class StepEntry:
         return _Kind.STEP + self.attempt.to_bytes(4) + self.record
 
 
+class Contents(Sequence[bytes]):
+    """The contents of entries of one kind.
+
+    Each is copied when it is read, since all of them together may have megabytes.
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(self, entries: Sequence[bytes] = ()) -> None:
+        self.entries = entries
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Contents: ...
+    def __getitem__(self, index: int | slice) -> bytes | Contents:
+        if isinstance(index, slice):
+            return Contents(self.entries[index])
+        return self.entries[index][1:]
+
+
 @dataclass(frozen=True, slots=True)
 class TaskLog:
     """A task's log as its run found it.
@@ -66,7 +91,8 @@ class TaskLog:
             the task starts again from its request.
         agent: What the agent appended, oldest first. Empty if its state stands alone.
         notes: The notes, oldest first.
-        steps: The step records, oldest first, each with the attempt that made it.
+        steps: The step records, oldest first, each with the attempt that made it. `with_steps`
+            adds to them in place.
         has_ended: Whether there are agent entries that no longer continue a state.
         has_ended_steps: Whether there are step records of an attempt that began elsewhere.
         is_stale: Whether no entry counts, because a release without logs paused the task.
@@ -75,9 +101,9 @@ class TaskLog:
     seq: int = 0
     size: int = 0
     state: bytes | None = None
-    agent: tuple[bytes, ...] = ()
+    agent: Contents = field(default_factory=Contents)
     notes: tuple[bytes, ...] = ()
-    steps: tuple[StepEntry, ...] = ()
+    steps: list[StepEntry] = field(default_factory=list)
     has_ended: bool = False
     has_ended_steps: bool = False
     is_stale: bool = False
@@ -96,7 +122,7 @@ class TaskLog:
         for entry in task.log:
             match entry[:1]:
                 case _Kind.AGENT:
-                    agent.append(entry[1:])
+                    agent.append(entry)
                 case _Kind.NOTES:
                     notes.append(entry[1:])
                 case _Kind.AGENT_RESTART:
@@ -110,7 +136,7 @@ class TaskLog:
                 case _:
                     raise IncompatibleState("its log has an entry of an unknown kind")
         if task.run.generation == 0:  # an attempt from the beginning
-            own = tuple(each for each in steps if each.attempt == task.retry_count)
+            own = [each for each in steps if each.attempt == task.retry_count]
             return cls(
                 task.log_seq,
                 size,
@@ -119,7 +145,7 @@ class TaskLog:
                 has_ended=bool(agent),
                 has_ended_steps=len(own) < len(steps),
             )
-        return cls(task.log_seq, size, task.state, tuple(agent), tuple(notes), tuple(steps))
+        return cls(task.log_seq, size, task.state, Contents(agent), tuple(notes), steps)
 
     def change(
         self, paused: Paused, notes: Notes | None = None, *, keeps_steps: bool = False
@@ -135,15 +161,17 @@ class TaskLog:
         ends_steps = self.has_ended_steps or bool(self.steps and not keeps_steps)
         if not (entries or ends or ends_steps or (self.is_stale and self.size)):
             return None
-        live = self._live(
-            agent=not ends,
-            notes=notes is None or not notes.replace,
-            steps=keeps_steps,
-        )
         continues = bool(self.agent) and not (ends or ends_steps)
-        halves = bool(self.size) and 2 * sum(map(len, live)) <= self.size
-        if self.is_stale or (halves and not continues):
-            return LogChange((*live, *entries), self.seq, replaces=True, keeps_state=keeps_state)
+        if self.is_stale or not continues:
+            live = self._live(
+                agent=not ends,
+                notes=notes is None or not notes.replace,
+                steps=keeps_steps,
+            )
+            halves = bool(self.size) and 2 * sum(map(len, live)) <= self.size
+            if self.is_stale or halves:
+                entries = (*live, *entries)
+                return LogChange(entries, self.seq, replaces=True, keeps_state=keeps_state)
         if ends_steps:
             entries = (*self._steps_restart(keeps_steps), *entries)
         if ends:
@@ -153,7 +181,7 @@ class TaskLog:
     def _live(self, *, agent: bool, notes: bool, steps: bool) -> tuple[bytes, ...]:
         """The entries of these kinds that still count, to be written again."""
         return (
-            *(_Kind.AGENT + each for each in self.agent if agent),
+            *(self.agent.entries if agent else ()),
             *(_Kind.NOTES + each for each in self.notes if notes),
             *(each.entry for each in self.steps if steps),
         )
@@ -173,12 +201,12 @@ class TaskLog:
         return LogChange(entries, self.seq, kept_bytes=self.size)
 
     def with_steps(self, change: LogChange, records: Sequence[StepEntry]) -> TaskLog:
-        """The log after `change`, which has appended these records."""
+        """The log after `change`, which has appended these records. It replaces this one."""
+        self.steps.extend(records)
         return replace(
             self,
             seq=self.seq + len(change.entries),
             size=change.log_bytes,
-            steps=(*self.steps, *records),
             has_ended_steps=False,
             is_stale=False,
         )
@@ -200,7 +228,3 @@ def step_entries(entry: bytes) -> tuple[StepEntry, ...]:
     if entry[:1] != _Kind.STEP:
         return ()
     return (StepEntry(int.from_bytes(entry[1:5]), entry[5:]),)
-
-
-NO_LOG = TaskLog()
-"""The log of a new task."""
