@@ -371,7 +371,7 @@ class StatementRun:
         await self._store.end([an_end(arrival.task.run)])
 
     async def _append(self) -> None:
-        """Append to logs, replace one, read one in parts, and end the tasks."""
+        """Append to logs, replace one, read large ones, and end the tasks."""
         pauses = [logged_pause(b"a", b"b") for _ in range(self._batch)]
         await self._store.pause(pauses)
         tasks = [await resumed(self._store, pause, replica=READER) for pause in pauses]
@@ -384,13 +384,22 @@ class StatementRun:
         await self._store.end(
             [an_end((await resumed(self._store, pause, replica=READER)).run) for pause in pauses]
         )
-        (pause, *_) = await self._pause({"call_id": "a"})
-        with patch.object(fast_path, "PART_BYTES", 0), patch.object(owning, "PART_BYTES", 0):
-            task = await resumed(self._store, pause)
-            task = await continued(self._store, logged_pause(b"a", run=task.run))
-        assert task.log == (b"a",)
-        await self._store.end([an_end(task.run)])
+        await self._read_large_logs()
         await self._append_between_pauses()
+
+    async def _read_large_logs(self) -> None:
+        """Read logs that are too large for a claim's result, and for one statement."""
+        for part_bytes in (1000, 0):
+            (pause, *_) = await self._pause({"call_id": "a"})
+            with (
+                patch.object(fast_path, "INLINE_LOG_BYTES", 0),
+                patch.object(fast_path, "PART_BYTES", part_bytes),
+                patch.object(owning, "PART_BYTES", part_bytes),
+            ):
+                task = await resumed(self._store, pause)
+                task = await continued(self._store, logged_pause(b"a", run=task.run))
+            assert task.log == (b"a",)
+            await self._store.end([an_end(task.run)])
 
     async def _append_between_pauses(self) -> None:
         """Append to the logs of running tasks, repeatedly, replace the logs, end the tasks."""

@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from meshpoint.adapters.sql import SqlStore, batcher, checkpointing, fast_path, owning
-from meshpoint.errors import AgentMisbehaved
+from meshpoint.adapters.sql import (
+    SqlStore,
+    batch_statements,
+    batcher,
+    checkpointing,
+    fast_path,
+    owning,
+)
+from meshpoint.adapters.sql.prepared import PreparedConnection
+from meshpoint.errors import AgentMisbehaved, StoreUnavailable
 from meshpoint.model.ids import TaskId
 from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import Resumable, TaskState
@@ -176,6 +184,39 @@ async def test_a_reader_ignores_entries_after_the_last_one_in_the_row(store: Sql
     assert one(await store.acquire(READER, 10)).log == (b"a",)
 
 
+@pytest.fixture(params=[fast_path.INLINE_LOG_BYTES, 0], ids=["in the claim", "apart"])
+def inline_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger logs are not read by the statement of the claim."""
+    monkeypatch.setattr(fast_path, "INLINE_LOG_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("inline_bytes")
+async def test_a_claim_returns_the_log(store: SqlStore) -> None:
+    task = await with_log(store, b"a", b"b")
+    task = await continued(store, logged_pause(b"c", run=task.run, after=2))
+    assert (task.log, task.log_seq) == ((b"a", b"b", b"c"), 3)
+    task = await continued(store, logged_pause(b"d", run=task.run, after=3, replaces=True))
+    assert (task.log, task.log_seq) == ((b"d",), 4)
+
+
+async def test_a_log_whose_statement_fails_is_read_again(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, failures = PreparedConnection.read, list[str]()
+
+    async def failing(connection: PreparedConnection, statement: str, *values: Any) -> Any:
+        if statement != batch_statements.READ_OWNED_LOG:
+            return await read(connection, statement, *values)
+        failures.append(statement)
+        raise StoreUnavailable("the connection was closed")
+
+    monkeypatch.setattr(fast_path, "INLINE_LOG_BYTES", 0)
+    monkeypatch.setattr(PreparedConnection, "read", failing)
+    assert (await with_log(store, b"a", b"b")).log == (b"a", b"b")
+    assert len(failures) == (store._fast_path is not None)
+
+
+@pytest.mark.usefixtures("inline_bytes")
 @pytest.mark.parametrize("lost", [1, 2])
 async def test_a_task_with_a_damaged_log_is_parked(store: SqlStore, lost: int) -> None:
     pause = logged_pause(b"a", b"b")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.batcher import split_by_size
-from meshpoint.adapters.sql.codec import Packed, pack_all
+from meshpoint.adapters.sql.codec import pack_entries
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, run_in_rounds
 from meshpoint.adapters.sql.rows import Columns
@@ -29,14 +29,14 @@ class PackedAppend:
     """An append with its entries encoded. `size` is the number of their bytes."""
 
     command: Append
-    entries: tuple[Packed, ...]
+    entries: tuple[bytes, ...]
     size: int
 
     @classmethod
     async def pack(cls, command: Append) -> PackedAppend:
         """Encode `command`."""
-        entries = tuple(await pack_all(command.log.entries))
-        return cls(command, entries, sum(len(entry or b"") for entry in entries))
+        entries = await pack_entries(command.log.entries)
+        return cls(command, entries, sum(map(len, entries)))
 
 
 async def append(
@@ -118,7 +118,7 @@ async def tasks_with_unknown_entries(
 
 
 async def write_logs(
-    tx: Transaction, changes: Sequence[tuple[TaskId, RunId, LogChange, Sequence[Packed]]]
+    tx: Transaction, changes: Sequence[tuple[TaskId, RunId, LogChange, Sequence[bytes]]]
 ) -> None:
     """Delete replaced entries from the logs of tasks, and append the packed new ones."""
     replaced = [

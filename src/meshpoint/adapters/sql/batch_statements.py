@@ -310,7 +310,8 @@ SELECT written.logical_task_id FROM written, clock
 # - for an acquired task, its row, and its earlier outcomes as far as the statement's snapshot has
 #   them. Earlier outcomes of more than `$15` bytes are left to `READ_OWNED`, since a result row
 #   must stay below 1 GiB;
-# - its log, within the same limit. The snapshot has the whole log if it has the last entry: all
+# - its log, unless that has more than `$16` bytes: a driver reads a large array more slowly than
+#   the rows of `READ_OWNED_LOG`. The snapshot has the whole log if it has the last entry: all
 #   entries were committed by pauses, and a later pause would have changed the generation.
 #
 # The statement finds each row by its whole key, regardless of the planner's statistics: calls are
@@ -371,7 +372,7 @@ owned AS (
     wake_at = CASE WHEN met.acquired THEN clock.now + $14::double precision ELSE clock.now END
     FROM met, clock WHERE t.logical_task_id = met.logical_task_id
   RETURNING {_RESUME_COLUMNS})
-SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*, log.*,
+SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*, size.*, log.*,
        CASE WHEN met.acquired THEN counted.seqs END AS seqs,
        CASE WHEN met.acquired THEN counted.call_ids END AS call_ids,
        CASE WHEN met.acquired THEN counted.peers END AS peers
@@ -389,13 +390,15 @@ SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*, log.
                AND s.invocation_id = counted.generation
                AND s.status <> 'pending') <= $15::bigint) AS before ON true
   LEFT JOIN LATERAL (
+    SELECT sum(octet_length(s.entry)) AS log_bytes
+      FROM agent_task_log AS s
+     WHERE owned.log_seq > 0 AND met.acquired
+       AND s.logical_task_id = owned.logical_task_id AND s.seq <= owned.log_seq) AS size ON true
+  LEFT JOIN LATERAL (
     SELECT array_agg(l.entry ORDER BY l.seq) AS log_entries, max(l.seq) AS log_last
       FROM agent_task_log AS l
-     WHERE owned.log_seq > 0 AND met.acquired
-       AND l.logical_task_id = owned.logical_task_id AND l.seq <= owned.log_seq
-       AND (SELECT coalesce(sum(octet_length(s.entry)), 0) FROM agent_task_log AS s
-             WHERE s.logical_task_id = owned.logical_task_id
-               AND s.seq <= owned.log_seq) <= $15::bigint) AS log ON true
+     WHERE size.log_bytes <= $16::bigint
+       AND l.logical_task_id = owned.logical_task_id AND l.seq <= owned.log_seq) AS log ON true
 """
 
 # The same, but tasks that other sessions hold are skipped and left to the general transaction.
@@ -420,6 +423,12 @@ SELECT {_RESUME_COLUMNS}, sizes.outcome_bytes, calls.*
                          ORDER BY seq) AS c) AS calls
  WHERE t.logical_task_id = ANY($1::text[]) AND t.owner = $2::text AND t.status = 'running'
    AND t.run_id = ANY($3::text[])
+"""
+
+# Read the log of an owned task, which does not change meanwhile.
+READ_OWNED_LOG = """/* reads: log */
+SELECT seq, entry FROM agent_task_log
+ WHERE logical_task_id = $1::text AND seq <= $2::int ORDER BY seq
 """
 
 _END_TYPES = {

@@ -14,7 +14,7 @@ from meshpoint.adapters.sql import operation_statements
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.appending import tasks_with_unknown_entries, write_logs
 from meshpoint.adapters.sql.batcher import PART_BYTES, split_by_size
-from meshpoint.adapters.sql.codec import Packed, pack, pack_all
+from meshpoint.adapters.sql.codec import Packed, pack, pack_all, pack_entries
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, run_in_rounds
 from meshpoint.adapters.sql.records import (
@@ -188,7 +188,7 @@ class PackedPause:
     succeeded: int  # number of closed calls with a result
     earliest_timeout: float | None  # seconds until the first sendable call times out
     checkpoint: CheckpointRows | None  # the operation's checkpoint, if the pause has one
-    entries: tuple[Packed, ...]  # appended to the log
+    entries: tuple[bytes, ...]  # appended to the log
     size: int  # approximate bytes it adds to a statement
 
     @classmethod
@@ -222,7 +222,7 @@ class PackedPause:
         )
         bodies = tuple(await pack_all([call.body for call in pause.calls]))
         checkpoint = None if pause.checkpoint is None else checkpoint_rows(pause.checkpoint)
-        entries = tuple(await pack_all(log.entries))
+        entries = await pack_entries(log.entries)
         return cls(
             pause,
             await pack(pause.request),

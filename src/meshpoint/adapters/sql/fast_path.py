@@ -52,6 +52,9 @@ from meshpoint.model.transitions import (
 )
 from meshpoint.ports.clock import Clock
 
+INLINE_LOG_BYTES = 256 * 1024
+"""Larger logs are not part of a claim's result row."""
+
 
 class FastPath:
     """Runs the statements of `batch_statements`, each kind on a connection of its own.
@@ -199,6 +202,7 @@ class FastPath:
             slots,
             replica.lease.total_seconds(),
             PART_BYTES,
+            INLINE_LOG_BYTES,
         )
         positions = [0, *places.values()]  # SQL arrays start at 1
         results: dict[int, ClaimResult] = {}
@@ -219,11 +223,26 @@ class FastPath:
                 if len(outcomes) == row["total_expected"]:
                     # Each lookup of a column in a record is slow, and decoding reads them all.
                     columns = SimpleNamespace(**dict(row))
-                    log = complete_log(columns, columns.log_last, columns.log_entries or ())
-                    owned[command.task_id] = OwnedTask(columns, outcomes, log)
+                    owned[command.task_id] = OwnedTask(
+                        columns, outcomes, await self._complete_log(columns)
+                    )
                 else:  # some were recorded while this statement waited for the task's lock
                     unseen.append(command)
         return results, owned | await self._read_owned(unseen, replica)
+
+    async def _complete_log(self, row: Any) -> Sequence[bytes] | None:
+        """The log of an acquired task, in another statement if it is large.
+
+        `None` if it is too large for one statement, or the database does not respond.
+        """
+        if not INLINE_LOG_BYTES < (row.log_bytes or 0) <= PART_BYTES:
+            return complete_log(row, row.log_last, row.log_entries or ())
+        try:
+            rows = await self._reads.read(sql.READ_OWNED_LOG, row.logical_task_id, row.log_seq)
+        except StoreUnavailable:
+            return None
+        last = rows[-1]["seq"] if rows else None
+        return complete_log(row, last, [each["entry"] for each in rows])
 
     async def _read_owned(self, claims: Sequence[Claim], replica: Replica) -> OwnedTasks:
         if not claims:
@@ -393,7 +412,7 @@ def _log_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
     ]
 
 
-def _entry_arrays(logs: Sequence[tuple[TaskId, Sequence[Packed]]]) -> list[list[Any]]:
+def _entry_arrays(logs: Sequence[tuple[TaskId, Sequence[bytes]]]) -> list[list[Any]]:
     """New log entries as arrays: the task, the number in its log's change, and the bytes."""
     return [
         [task_id for task_id, entries in logs for _ in entries],

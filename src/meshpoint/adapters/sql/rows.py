@@ -12,7 +12,14 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json, to_json
 from sqlalchemy import Row
 
-from meshpoint.adapters.sql.codec import RAW, pack, pack_all, unpack, unpacked_size
+from meshpoint.adapters.sql.codec import (
+    RAW,
+    pack,
+    pack_all,
+    unpack,
+    unpack_entries,
+    unpacked_size,
+)
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
@@ -299,7 +306,7 @@ async def resumable_from_row(
         crash_reason=row.dead_reason,
         refusal_reason=refused,
         digest=row.request_digest,
-        log=tuple([await unpack(entry) or b"" for entry in log]),
+        log=await unpack_entries(log),
         log_seq=row.log_seq,
     )
 
