@@ -19,7 +19,7 @@ from meshpoint.adapters.redis.seal import CODE_BYTES, Seal
 from meshpoint.errors import CheckpointError, ConfigurationError
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord, SubtaskStatus
-from meshpoint.ports.task_store import CacheUnavailable
+from meshpoint.ports.task_store import CacheUnavailable, LeftOut
 from servers import Proxy, RedisServer, redis_data_key
 
 AGENT = AgentName("travel")
@@ -77,15 +77,7 @@ def create_checkpoint(
     seq: int = 1, *, size: int = 0, operation_id: str | None = None
 ) -> AgentCheckpoint:
     """A checkpoint with a deliverable of `size` bytes that compress a little."""
-    text = "".join(random.Random(size).choices("abcdefghijklmnop", k=size))
-    record = SubtaskRecord(
-        name="flights",
-        status=SubtaskStatus.COMPLETED,
-        function="f1",
-        inputs={"to": "d"},
-        seconds=0.1,
-        result=text,
-    )
+    record = a_record("flights", size, size)
     return AgentCheckpoint(
         operation_id=TaskId(operation_id or new_id()),
         agent=AGENT,
@@ -97,6 +89,18 @@ def create_checkpoint(
         agent_config={"depth": 3, "exact": 12345678901234567890, "share": 0.1},
         error_details={"type": "ValueError"},
         checkpoint_time=datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC),
+    )
+
+
+def a_record(name: str, size: int, seed: int) -> SubtaskRecord:
+    """A record with a deliverable of `size` bytes that compress a little."""
+    return SubtaskRecord(
+        name=name,
+        status=SubtaskStatus.COMPLETED,
+        function="f1",
+        inputs={"to": "d"},
+        seconds=0.1,
+        result="".join(random.Random(seed).choices("abcdefghijklmnop", k=size)),
     )
 
 
@@ -125,6 +129,36 @@ async def test_a_large_copy_is_compressed(
     assert await redis.strlen(key_of(namespace, checkpoint)) < 600_000
 
 
+async def test_large_records_are_not_sent_again_with_each_checkpoint(
+    own_redis: RedisServer,
+) -> None:
+    cache = RedisCheckpointCache(
+        own_redis.url, make_timeout=NEVER, namespace="mesh", secret=redis_data_key
+    )
+    records = [a_record(f"subtask {number}", 10_000, number) for number in range(100)]
+    checkpoint, left_out = create_checkpoint(), set[int]()
+    async with Redis.from_url(own_redis.url) as redis:
+        before = (await redis.info("stats"))["total_net_input_bytes"]
+        for count in range(1, len(records) + 1):
+            saved = checkpoint.model_copy(
+                update={
+                    "subtasks": tuple(records[:count]),
+                    "changed": frozenset({records[count - 1].name}),
+                }
+            )
+            await cache.put(saved)
+            if await cache.get(checkpoint.operation_id, AGENT) == LeftOut():
+                left_out.add(count)
+        sent = (await redis.info("stats"))["total_net_input_bytes"] - before
+    assert left_out == set(range(14, 101))
+    assert sent < 2 * sum(len(record.result or "") for record in records)
+    await cache.put(saved.model_copy(update={"changed": None}))  # all of them are new
+    assert await cache.get(checkpoint.operation_id, AGENT) == saved.model_copy(
+        update={"changed": None}
+    )
+    await cache.close()
+
+
 async def test_a_checkpoint_that_was_never_put_has_no_copy(cache: RedisCheckpointCache) -> None:
     await cache.put(create_checkpoint())
     assert await cache.get(TaskId(new_id()), AGENT) is None
@@ -148,7 +182,7 @@ async def test_a_later_copy_replaces_an_earlier_one(cache: RedisCheckpointCache)
     await cache.put(first)
     await cache.put(first.model_copy(update={"seq": 2}))
     found = await cache.get(first.operation_id, AGENT)
-    assert found is not None
+    assert isinstance(found, AgentCheckpoint)
     assert found.seq == 2
 
 

@@ -14,6 +14,7 @@ Rules for every method:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Protocol
 
@@ -479,6 +480,11 @@ class CacheUnavailable(Unavailable):
     """The cache did not answer in time."""
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """An entry of a checkpoint that is only in the database."""
+
+
 class CheckpointCache(Protocol):
     """A cache with one entry per operation and agent.
 
@@ -488,12 +494,17 @@ class CheckpointCache(Protocol):
     async def put(self, checkpoint: AgentCheckpoint) -> None:
         """Replace the cached copy and restart its time to live.
 
+        A cache may leave out a checkpoint most of whose records have not changed, so that all puts
+        of an operation together write bytes in proportion to its records.
+
         Raises:
             CacheUnavailable: the entry may or may not have been written.
             CheckpointError: the checkpoint is too large to cache.
         """
 
-    async def get(self, operation_id: TaskId, agent: AgentName) -> AgentCheckpoint | None:
+    async def get(
+        self, operation_id: TaskId, agent: AgentName
+    ) -> AgentCheckpoint | LeftOut | None:
         """Return the cached copy, or `None` if there is no entry.
 
         Raises:

@@ -11,7 +11,7 @@ from meshpoint.errors import CheckpointError
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.subtasks import AgentCheckpoint, SaveCommitted
 from meshpoint.model.transitions import Save, SaveResult
-from meshpoint.ports.task_store import CacheUnavailable, CheckpointCache, Operations
+from meshpoint.ports.task_store import CacheUnavailable, CheckpointCache, LeftOut, Operations
 
 
 class CheckpointSource(StrEnum):
@@ -28,6 +28,7 @@ class FallbackReason(StrEnum):
     STALE = "stale"  # it is not a copy of the last checkpoint
     CORRUPT = "garbage"  # it cannot be read
     UNAVAILABLE = "unavailable"  # the cache did not answer
+    LEFT_OUT = "left_out"  # it would be large, and most of it had been copied before
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,8 @@ class AgentCheckpointer:
     ) -> AgentCheckpoint | FallbackReason:
         try:
             cached = await cache.get(operation_id, agent)
+            if isinstance(cached, LeftOut):
+                return FallbackReason.LEFT_OUT
             if cached is not None and cached.seq == seq:
                 return cached
             failure = (
@@ -141,7 +144,7 @@ class AgentCheckpointer:
         checkpoint = await self._store.latest(operation_id, agent)
         if checkpoint is None:
             return None
-        if fallback is not None and fallback is not FallbackReason.UNAVAILABLE:
+        if fallback not in {None, FallbackReason.UNAVAILABLE, FallbackReason.LEFT_OUT}:
             await self.write_to_cache(checkpoint)
         return RestoredCheckpoint(checkpoint, CheckpointSource.SQL, fallback)
 

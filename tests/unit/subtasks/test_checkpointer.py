@@ -15,7 +15,7 @@ from meshpoint.model.operations import OperationStatus, OperationSummary
 from meshpoint.model.subtasks import AgentCheckpoint, SaveCommitted
 from meshpoint.model.tasks import Run
 from meshpoint.model.transitions import CancelFound, Fenced, Save, SaveResult
-from meshpoint.ports.task_store import CacheUnavailable
+from meshpoint.ports.task_store import CacheUnavailable, LeftOut
 from meshpoint.subtasks.checkpointer import (
     AgentCheckpointer,
     CheckpointSource,
@@ -82,7 +82,7 @@ class FakeCache:
     """Holds one copy. `get_error` and `put_error` are raised; `gate` delays every answer."""
 
     calls: list[str]
-    copy: AgentCheckpoint | None = None
+    copy: AgentCheckpoint | LeftOut | None = None
     get_error: Exception | None = None
     put_error: Exception | None = None
     gate: asyncio.Event | None = None
@@ -92,7 +92,9 @@ class FakeCache:
         await self._answer("put", self.put_error)
         self.copy = checkpoint
 
-    async def get(self, operation_id: TaskId, agent: AgentName) -> AgentCheckpoint | None:
+    async def get(
+        self, operation_id: TaskId, agent: AgentName
+    ) -> AgentCheckpoint | LeftOut | None:
         await self._answer("get", self.get_error)
         return self.copy
 
@@ -232,6 +234,18 @@ async def test_the_database_is_used_if_the_copy_is_unusable(
     healed = reason is not FallbackReason.UNAVAILABLE
     assert harness.calls == ["get", "latest", *(["put"] if healed else [])]
     assert harness.cache.copy == (create_checkpoint(3) if healed else None)
+
+
+async def test_a_checkpoint_that_was_left_out_is_read_from_the_database(
+    harness: CheckpointerHarness,
+) -> None:
+    harness.store.stored, harness.cache.copy = create_checkpoint(3), LeftOut()
+    restored = await harness.checkpointer.restore(OPERATION, AGENT, seq=3)
+    assert restored == RestoredCheckpoint(
+        create_checkpoint(3), CheckpointSource.SQL, FallbackReason.LEFT_OUT
+    )
+    assert harness.calls == ["get", "latest"]  # not copied either
+    assert harness.problems == []
 
 
 async def test_a_restore_succeeds_if_the_copy_cannot_be_rewritten(

@@ -19,7 +19,7 @@ from meshpoint.errors import CheckpointError
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.own_threads import run_in_own_thread
-from meshpoint.ports.task_store import CacheUnavailable
+from meshpoint.ports.task_store import CacheUnavailable, LeftOut
 
 _MAX_CONNECTIONS = 4
 _TIMEOUT = timedelta(milliseconds=500)
@@ -28,8 +28,17 @@ _PLAIN, _ZSTD = b"\x02", b"\x03"
 
 Neither release reads the copies of the other: they read the database, which both can.
 """
+_LEFT_OUT = b"\x04"
+"""The copy of a checkpoint that is only in the database. Releases without it read the database."""
 _MIN_COMPRESS_BYTES = 1024
 _MIN_THREAD_BYTES = 256 * 1024
+
+_ALWAYS_COPIED = 128 * 1024
+_MAX_REPEATED = 4
+"""Larger records are copied only if they have at most four times the characters of changed ones.
+
+Otherwise a task with many subtasks would send all of its records to Redis with each of them.
+"""
 
 MAX_COPY_BYTES = 16 * 1024 * 1024
 """Maximum size of a copy, in bytes.
@@ -74,19 +83,24 @@ class RedisCheckpointCache:
     async def put(self, checkpoint: AgentCheckpoint) -> None:
         """Replace the copy, which expires after `ttl`.
 
+        A checkpoint with large records, few of which have changed, is left out.
+
         Raises:
             CheckpointError: the checkpoint exceeds `MAX_COPY_BYTES`.
         """
         key = self._key(checkpoint.operation_id, checkpoint.agent)
         self._connection.raise_if_unavailable(key)
-        copy = await self._seal.seal(key, await encode_checkpoint(checkpoint))
+        content = await encode_checkpoint(checkpoint) if _is_copied(checkpoint) else _LEFT_OUT
+        copy = await self._seal.seal(key, content)
         if len(copy) > MAX_COPY_BYTES:
             raise CheckpointError(
                 f"{key}: {len(copy):,} bytes exceed the limit of {MAX_COPY_BYTES:,} for copies"
             )
         await self._execute(key, lambda redis: redis.set(key, copy, px=self._ttl))
 
-    async def get(self, operation_id: TaskId, agent: AgentName) -> AgentCheckpoint | None:
+    async def get(
+        self, operation_id: TaskId, agent: AgentName
+    ) -> AgentCheckpoint | LeftOut | None:
         """The copy, or `None` if the key is missing or empty."""
         key = self._key(operation_id, agent)
         stored = await self._execute(
@@ -99,7 +113,10 @@ class RedisCheckpointCache:
                 f"{key}: larger than {MAX_COPY_BYTES:,} bytes, so not written by Meshpoint"
             )
         try:
-            checkpoint = await decode_checkpoint(await self._seal.unseal(key, stored))
+            content = await self._seal.unseal(key, stored)
+            if content == _LEFT_OUT:
+                return LeftOut()
+            checkpoint = await decode_checkpoint(content)
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from error
         if (checkpoint.operation_id, checkpoint.agent) != (operation_id, agent):
@@ -131,6 +148,14 @@ class RedisCheckpointCache:
             return await self._connection.execute(key, request)
         except ResponseError as error:
             raise CheckpointError(f"{key}: not a string") from error
+
+
+def _is_copied(checkpoint: AgentCheckpoint) -> bool:
+    sizes = {record.name: len(record.result or "") for record in checkpoint.subtasks}
+    total, changed = sum(sizes.values()), checkpoint.changed
+    if total <= _ALWAYS_COPIED or changed is None:
+        return True
+    return total <= _MAX_REPEATED * sum(sizes.get(name, 0) for name in changed)
 
 
 async def encode_checkpoint(checkpoint: AgentCheckpoint) -> bytes:
