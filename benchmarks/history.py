@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from statistics import median
 from typing import Any
 
 from pydantic import JsonValue
@@ -35,6 +36,9 @@ from meshpoint import (
 from meshpoint.adapters.sql.prepared import PreparedConnection
 from meshpoint.local import local_mesh
 
+FEW, MANY = 50, 400
+MAX_RATIO = 12
+RUNS = 3
 TEXT, TURN = 10_000, 2_000
 KEYS, TURNS = 20, 20
 
@@ -113,6 +117,14 @@ async def keeper(ctx: TaskExecutionContext, plan: list[int]) -> int:
     return pauses
 
 
+REPEATED: dict[str, DurableAgent[Any, Any]] = {
+    "calls": caller,
+    "subtasks": worker,
+    "steps": stepper,
+}
+"""What a task may do many times. Eight times as many should take eight times as long."""
+
+
 @dataclass(slots=True)
 class Written:
     """Bytes of the statements of one task, in all and as notes of its memory's writes."""
@@ -187,23 +199,34 @@ def counted() -> Iterator[Written]:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One request to one agent, and the limits of what it may write."""
+    """One request to one agent, and the limits of what it may write.
+
+    Its time is the median of `runs` runs.
+    """
 
     name: str
     served: DurableAgent[Any, Any]
     plan: tuple[int, int]
     limit: int
     notes_limit: int | None = None
+    runs: int = 1
 
 
 def scenarios(*, quick: bool) -> list[Scenario]:
     """All scenarios. With `quick`, a tenth of the calls, with a tenth of the limits."""
     part = 10 if quick else 1
     return [
-        Scenario(f"{50 // part} calls", caller, (50 // part, TEXT), 1_250_000 // part),
-        Scenario(f"{400 // part} calls", caller, (400 // part, TEXT), 10_000_000 // part),
-        Scenario(f"{400 // part} subtasks", worker, (400 // part, TEXT), 10_000_000 // part),
-        Scenario(f"{400 // part} steps", stepper, (400 // part, TEXT), 10_000_000 // part),
+        *(
+            Scenario(
+                f"{count // part} {what}",
+                served,
+                (count // part, TEXT),
+                count * 25_000 // part,
+                runs=RUNS,
+            )
+            for what, served in REPEATED.items()
+            for count in (FEW, MANY)
+        ),
         Scenario(f"{TURNS} turns", Chatter(), (TURNS, TURN), 80_000),
         Scenario(
             f"{200 // part} pauses, {KEYS} keys",
@@ -228,9 +251,10 @@ async def _run(scenario: Scenario, db_url: str) -> tuple[Written, float]:
 
 
 async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
-    """Run each scenario once on each database."""
+    """Run each scenario on each database."""
     rows: list[list[Cell]] = []
     figures: dict[str, JsonValue] = {}
+    ratios: list[list[Cell]] = []
     with tempfile.TemporaryDirectory() as folder:
 
         async def sqlite(name: str) -> str:
@@ -244,8 +268,14 @@ async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
             "PostgreSQL": postgres,
         }
         for database, create in databases.items():
-            for number, scenario in enumerate(scenarios(quick=quick)):
-                written, seconds = await _run(scenario, await create(str(number)))
+            seconds: dict[str, float] = {}
+            for scenario in scenarios(quick=quick):
+                runs = [
+                    await _run(scenario, await create(f"{scenario.name} {number}"))
+                    for number in range(1 if quick else scenario.runs)
+                ]
+                written = runs[0][0]
+                seconds[scenario.name] = median(each for _, each in runs)
                 notes = None if scenario.notes_limit is None else written.notes
                 rows.append(
                     [
@@ -254,15 +284,30 @@ async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
                         scenario.limit / 1e6,
                         None if notes is None else notes / 1e6,
                         None if notes is None else (scenario.notes_limit or 0) / 1e6,
-                        seconds,
+                        seconds[scenario.name],
                     ]
                 )
                 figures[f"{database}: {scenario.name}"] = {
                     "bytes": written.total,
                     "notes": notes,
-                    "seconds": round(seconds, 3),
+                    "seconds": round(seconds[scenario.name], 3),
                 }
-    return Report("history", await stage.describe("zstandard"), [_table(rows)], figures)
+            part = 10 if quick else 1
+            for what in REPEATED:
+                ratio = seconds[f"{MANY // part} {what}"] / seconds[f"{FEW // part} {what}"]
+                ratios.append([f"{database}: {what}", ratio, MAX_RATIO])
+                figures[f"{database}: {MANY // part} to {FEW // part} {what}"] = round(ratio, 2)
+    tables = [_table(rows), _ratio_table(ratios)]
+    return Report("history", await stage.describe("zstandard"), tables, figures)
+
+
+def _ratio_table(rows: list[list[Cell]]) -> Table:
+    return Table(
+        "How the time of one task grows",
+        ["", f"time of {MANY} / time of {FEW}", "limit"],
+        rows,
+        f"{MANY // FEW} is linear. Medians of {RUNS} runs; with --quick, a tenth, and one run.",
+    )
 
 
 def _table(rows: list[list[Cell]]) -> Table:
