@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from sqlalchemy import Row
@@ -129,7 +130,8 @@ async def _read_small_logs(
     if not rows:
         return {}
     ids = sorted(row.logical_task_id for row in rows)
-    entries = group_by_task(await tx.fetch(sql.READ_LOGS, ids=ids, max_bytes=PART_BYTES))
+    read = await tx.fetch(sql.READ_LOGS, ids=ids, max_bytes=PART_BYTES)
+    entries = group_by_task(sorted(read, key=attrgetter("seq")))
     found = {row.logical_task_id: entries.get(row.logical_task_id, []) for row in rows}
     return {
         row.logical_task_id: complete_log(

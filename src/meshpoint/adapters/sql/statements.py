@@ -119,17 +119,15 @@ SELECT t.*, (SELECT coalesce(sum(length(c.outcome)), 0) FROM agent_peer_sub_task
   FROM agent_paused_tasks AS t WHERE t.logical_task_id {one_of:ids}
 """
 
-# Read the logs of tasks up to the last entry in the task's row, unless they are too large.
+# Read the logs of tasks up to the last entry in the task's row, unless they are too large. In no
+# order, because SQLite would copy all entries to sort them.
 READ_LOGS = """
 SELECT l.logical_task_id, l.seq, l.entry
-  FROM (SELECT s.logical_task_id, t.log_seq, sum(length(s.entry)) AS bytes
-          FROM agent_task_log AS s JOIN agent_paused_tasks AS t
-            ON t.logical_task_id = s.logical_task_id AND s.seq <= t.log_seq
-         WHERE s.logical_task_id {one_of:ids} GROUP BY s.logical_task_id, t.log_seq) AS sizes
-  JOIN agent_task_log AS l
-    ON l.logical_task_id = sizes.logical_task_id AND l.seq <= sizes.log_seq
- WHERE sizes.bytes <= :max_bytes AND l.logical_task_id {one_of:ids}
- ORDER BY l.logical_task_id, l.seq
+  FROM agent_paused_tasks AS t
+  JOIN agent_task_log AS l ON l.logical_task_id = t.logical_task_id AND l.seq <= t.log_seq
+ WHERE t.logical_task_id {one_of:ids}
+   AND (SELECT sum(length(s.entry)) FROM agent_task_log AS s
+         WHERE s.logical_task_id = t.logical_task_id AND s.seq <= t.log_seq) <= :max_bytes
 """
 
 # Read the sizes of a task's log entries, oldest first.
