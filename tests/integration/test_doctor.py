@@ -6,10 +6,10 @@ import asyncio
 import shlex
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import asyncpg
 import pytest
@@ -404,27 +404,43 @@ async def test_a_killed_replica_is_not_counted_in_a_file(
     assert dead.data["replicas"] == 0
 
 
-@asynccontextmanager
-async def silent_server() -> AsyncIterator[int]:
-    """The port of a server that accepts connections and never answers."""
-    held: list[asyncio.StreamWriter] = []
-    server = await asyncio.start_server(lambda reader, writer: held.append(writer), "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        for writer in held:
-            writer.close()
-        server.close()
+@dataclass
+class SilentServer:
+    """Accepts connections and never answers."""
+
+    port: int = 0
+    is_connected: asyncio.Event = field(default_factory=asyncio.Event)
+    _connections: list[asyncio.StreamWriter] = field(default_factory=list)
+    _server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Close all connections and accept no more."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.close()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.append(writer)
+        self.is_connected.set()
 
 
 async def test_servers_that_do_not_answer_hide_no_other(
     configure: Callable[..., Settings], redis_url: str
 ) -> None:
-    async with silent_server() as port:
+    async with SilentServer() as server:
         settings = configure(
-            f"amqp://guest:guest@127.0.0.1:{port}/",
-            f"postgresql://user:secret@127.0.0.1:{port}/mesh",
-            memory_url=f"redis://127.0.0.1:{port}/0",
+            f"amqp://guest:guest@127.0.0.1:{server.port}/",
+            f"postgresql://user:secret@127.0.0.1:{server.port}/mesh",
+            memory_url=f"redis://127.0.0.1:{server.port}/0",
             memory_snapshot_url=redis_url,
         )
         # Long enough for a busy machine: the other Redis must answer in time.
@@ -438,6 +454,27 @@ async def test_servers_that_do_not_answer_hide_no_other(
         assert "secret" not in str(failed)
         assert worst(findings) is Severity.UNAVAILABLE
         assert named(findings, "replicas") == []
+
+
+async def test_all_servers_are_read_at_the_same_time(configure: Callable[..., Settings]) -> None:
+    """None stops before all have a connection, and the last one is reported first."""
+    async with SilentServer() as database, SilentServer() as broker, SilentServer() as redis:
+        settings = configure(
+            f"amqp://guest:guest@127.0.0.1:{broker.port}/",
+            f"postgresql://user:secret@127.0.0.1:{database.port}/mesh",
+            memory_url=f"redis://127.0.0.1:{redis.port}/0",
+        )
+        diagnosis = asyncio.ensure_future(diagnose(settings, timeout=timedelta(hours=1)))
+        for server in (database, broker, redis):
+            await server.is_connected.wait()
+        for server in (redis, broker, database):
+            server.stop()
+        failed = [each for each in await diagnosis if each.severity is Severity.UNAVAILABLE]
+        assert [each.check for each in failed] == [
+            "database.unavailable",
+            "broker.unavailable",
+            "redis.unavailable",
+        ]
 
 
 async def of_redis(settings: Settings) -> list[Finding]:

@@ -185,50 +185,69 @@ class FactReader:
         self._on_step = on_step
 
     async def read(self) -> Facts:
-        """Read the databases first, because their tasks name agents to look for at the broker."""
+        """Read all servers at the same time, so that dead ones share one time limit.
+
+        Only the queues wait for the databases, whose tasks name agents to look for at the broker.
+        """
         stores = {
             each.settings.session_db_url: each.settings.store_settings()
             for each in self._facts.releases
             if each.settings.has_database
         }
         stores |= {each.url: each for each in self._others}
-        for store in stores.values():
-            await self._read_database(store)
-        await self._read_broker()
-        for url, names in self._redis_urls().items():
-            await self._read_redis(url, names)
+        self._facts.databases = {url: DatabaseFacts(redact_url(url)) for url in stores}
+        async with asyncio.TaskGroup() as servers:
+            databases = [
+                servers.create_task(self._read_database(store)) for store in stores.values()
+            ]
+            broker = servers.create_task(self._read_broker(databases))
+            caches = [
+                servers.create_task(self._read_redis(url, names))
+                for url, names in self._redis_urls().items()
+            ]
+        for read in (*databases, broker, *caches):
+            match read.result():
+                case Finding() as failure:
+                    self._facts.failures.append(failure)
+                case RedisFacts() as facts:
+                    self._facts.redis.append(facts)
         return self._facts
 
-    async def _read_database(self, store: StoreSettings) -> None:
-        shown = redact_url(store.url)
-        facts = DatabaseFacts(shown)
-        async with self._guard("database", shown, "session_db_url"):
+    async def _read_database(self, store: StoreSettings) -> Finding | None:
+        facts = self._facts.databases[store.url]
+
+        async def read() -> None:
             inspection = wiring.inspect_database(
                 store, self._facts.settings.mesh.namespace, self._timeout
             )
-            async with self._opened(inspection, f"the database {shown}"):
+            async with self._opened(inspection, f"the database {facts.url}"):
                 facts.schema = await self._limit(inspection.schema())
                 facts.clock = await self._measure(inspection.now)
                 facts.problem = await self._limit(inspection.problem())
                 for agent in await self._limit(inspection.agents()):
                     self._on_step(f"the tasks of {agent}")
                     facts.tasks[agent] = await self._limit(inspection.tasks(agent))
-        self._facts.databases[store.url] = facts
 
-    async def _read_broker(self) -> None:
+        return await self._attempt(read(), "database", facts.url, "session_db_url")
+
+    async def _read_broker(self, databases: Sequence[Awaitable[object]]) -> Finding | None:
+        """Connect, and look for agents once `databases` have been read."""
         mesh = self._facts.settings.mesh
         shown = redact_url(mesh.broker_url)
-        inspection = wiring.inspect_broker(mesh, self._timeout)
-        if inspection is None:
-            return
-        async with self._guard("broker", shown, "mesh.broker_url"):
+
+        async def read() -> None:
+            inspection = wiring.inspect_broker(mesh, self._timeout)
+            if inspection is None:
+                return
             async with self._opened(inspection, f"the broker {shown}"):
+                await asyncio.gather(*databases)
                 shards = {each.name: each.settings.request_shards for each in self._facts.releases}
-                found = {
+                self._facts.broker = {
                     agent: await self._read_queues(inspection, agent, shards.get(agent))
                     for agent in self._all_agents()
                 }
-            self._facts.broker = found
+
+        return await self._attempt(read(), "broker", shown, "mesh.broker_url")
 
     async def _read_queues(
         self, inspection: BrokerInspection, agent: AgentName, shards: int | None
@@ -251,20 +270,23 @@ class FactReader:
             facts.other_arguments = await self._limit(inspection.other_arguments(agent, shards))
         return facts
 
-    async def _read_redis(self, url: str, names: Sequence[str]) -> None:
-        shown = redact_url(url)
-        self._on_step(f"Redis {shown}")
-        async with self._guard("redis", shown, f"agent.{names[0]}"):
+    async def _read_redis(self, url: str, names: Sequence[str]) -> RedisFacts | Finding:
+        shown, key = redact_url(url), f"agent.{names[0]}"
+
+        async def read() -> RedisFacts:
+            self._on_step(f"Redis {shown}")
             inspection = wiring.inspect_redis(
-                url, f"agent.{names[0]}", self._facts.settings.mesh.namespace, self._timeout
+                url, key, self._facts.settings.mesh.namespace, self._timeout
             )
             try:
                 sent = self._clock.now()
                 facts = await self._limit(inspection.read())
                 offset = _offset(facts.now, sent, self._clock.now())
-                self._facts.redis.append(RedisFacts(shown, tuple(names), facts, offset))
+                return RedisFacts(shown, tuple(names), facts, offset)
             finally:
                 await self._limit(inspection.close())
+
+        return await self._attempt(read(), "redis", shown, key)
 
     def _redis_urls(self) -> Mapping[str, list[str]]:
         """The keys of the configuration that name each Redis."""
@@ -296,19 +318,20 @@ class FactReader:
         finally:
             await self._limit(inspection.close())
 
-    @asynccontextmanager
-    async def _guard(self, server: str, shown: str, key: str) -> AsyncIterator[None]:
-        """Turn the failure of a server into a finding."""
+    async def _attempt(
+        self, read: Awaitable[_T], server: str, shown: str, key: str
+    ) -> _T | Finding:
+        """Return the failure of a server as a finding."""
         try:
-            yield
+            return await read
         except ConfigurationError as refusal:
-            self._facts.failures.append(refused(f"{server}.refused", shown, refusal))
+            return refused(f"{server}.refused", shown, refusal)
         except (Unavailable, TimeoutError) as failure:
             reason = str(failure).removeprefix(f"Redis, {key}: ").rstrip(".")
             reason = reason or f"no answer within {self._timeout.total_seconds():g} s"
             problem = f"{_NAMES[server]} does not answer: {reason}"
             fix = f"check that it is running and that {key} is correct"
-            self._facts.failures.append(unavailable(f"{server}.unavailable", shown, problem, fix))
+            return unavailable(f"{server}.unavailable", shown, problem, fix)
 
     async def _limit(self, step: Awaitable[_T]) -> _T:
         async with asyncio.timeout(self._timeout.total_seconds()):
