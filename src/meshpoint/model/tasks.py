@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from pydantic import JsonValue
 
@@ -18,6 +18,7 @@ from meshpoint.model.outcomes import Outcome
 from meshpoint.model.usage import TokenUsage
 
 CheckpointDict: TypeAlias = dict[str, JsonValue]
+_Instant = TypeVar("_Instant", datetime, float)
 
 SUSPECT_AFTER_RESCUES = 2
 """Number of rescues since the last pause after which a task is a suspect and runs isolated."""
@@ -115,6 +116,11 @@ KEEP_ALIVES_PER_TIMEOUT = 3
 """Keep-alives in one idle timeout, so that a requester misses two before it gives up."""
 NO_DEADLINE = datetime(8000, 1, 1, tzinfo=UTC)
 """The stored deadline of a call without one. Earlier versions cannot read a missing deadline."""
+
+
+def parked_until(limit_at: _Instant, deadline: _Instant | None) -> _Instant:
+    """When a parked task must be ended: at the limit or at its own deadline, if earlier."""
+    return limit_at if deadline is None else min(limit_at, deadline)
 
 
 @dataclass(frozen=True, slots=True)

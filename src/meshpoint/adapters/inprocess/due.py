@@ -25,6 +25,7 @@ from meshpoint.model.tasks import (
     Resumable,
     Run,
     TaskState,
+    parked_until,
 )
 from meshpoint.model.transitions import ExpiryResult, JoinCompleted, Overdue, StillWaiting
 
@@ -181,7 +182,8 @@ class InProcessDueWork:
             self._leave(row, replica)
             if row.parked_since is not None:
                 row.state = TaskState.PARKED
-                row.due_at = row.parked_until(row.parked_since, self._tables.timings.parked_limit)
+                limit_at = row.parked_since + self._tables.timings.parked_limit
+                row.due_at = parked_until(limit_at, row.requester.deadline)
         return [row.task_id for row in released]
 
     def _lost_unread(self, replica: Replica) -> list[TaskRow]:

@@ -37,6 +37,7 @@ from meshpoint.model.tasks import (
     Resumable,
     Run,
     TaskState,
+    parked_until,
 )
 from meshpoint.model.transitions import ExistingTask, LogChange, Pause, StoreReply
 from meshpoint.model.usage import TokenUsage, parse_usage
@@ -264,18 +265,13 @@ class TaskRow:
         self.parked_since = self.parked_since or now
         tried = [each for each in self.tried_versions if each != version]
         self.tried_versions = (*tried, version)[-_MAX_TRIED_VERSIONS:]
-        self.due_at = self.parked_until(self.parked_since, limit)
-
-    def parked_until(self, since: datetime, limit: timedelta) -> datetime:
-        """When the task must be ended if it is parked `since` then."""
-        deadline = self.requester.deadline
-        return since + limit if deadline is None else min(since + limit, deadline)
+        self.due_at = parked_until(self.parked_since + limit, self.requester.deadline)
 
     def adopt(self, requester: Requester, now: datetime, parked_limit: timedelta) -> None:
         """Let the task continue for `requester`, whose deadline also limits its parking."""
         self.requester, self.keep_alive_at = requester, next_keep_alive_at(requester, now)
         if self.state is TaskState.PARKED and self.parked_since is not None:
-            self.due_at = self.parked_until(self.parked_since, parked_limit)
+            self.due_at = parked_until(self.parked_since + parked_limit, requester.deadline)
 
     def forget_parking(self) -> None:
         """Forget which versions of the agent's code could not continue the task."""

@@ -31,7 +31,6 @@ from meshpoint.adapters.sql.rows import (
     AgentNames,
     Columns,
     endable_from_row,
-    parked_until,
     requester_from_row,
     resumable_from_row,
     run_from_row,
@@ -50,6 +49,7 @@ from meshpoint.model.tasks import (
     Resumable,
     Run,
     TaskState,
+    parked_until,
 )
 from meshpoint.model.transitions import ExpiryResult, Overdue, Release
 
@@ -436,7 +436,7 @@ def _unread_columns(replica: Replica, row: Row[Any], parked_limit: float) -> Col
     left = _left_columns(replica, row)
     if row.incompatible_since is None:
         return left
-    due_at = parked_until(row.incompatible_since, row.task_deadline, parked_limit)
+    due_at = parked_until(row.incompatible_since + parked_limit, row.task_deadline)
     return {**left, "status": TaskState.PARKED.value, "wake_at": due_at}
 
 

@@ -17,7 +17,6 @@ from meshpoint.adapters.sql.rows import (
     Columns,
     add_version,
     is_early_cancel,
-    parked_until,
     reply_from_row,
     requester_from_row,
 )
@@ -29,6 +28,7 @@ from meshpoint.model.tasks import (
     Run,
     TaskState,
     add_canceller,
+    parked_until,
     same_requester,
 )
 from meshpoint.model.transitions import (
@@ -221,7 +221,7 @@ def _release_columns(tx: Transaction, command: Release, row: Row[Any], now: floa
     tried = None if row.incompatible_since is None else row.tried_versions
     return columns | {
         "status": TaskState.PARKED.value,
-        "wake_at": parked_until(since, row.task_deadline, tx.options.parked_limit),
+        "wake_at": parked_until(since + tx.options.parked_limit, row.task_deadline),
         "incompatible_since": since,
         "tried_versions": add_version(tried, command.version),
         "parked_reason": command.parked_reason,

@@ -17,7 +17,6 @@ from meshpoint.adapters.sql.rows import (
     instant,
     is_early_cancel,
     keep_alive_at,
-    parked_until,
     requester_columns,
     requester_from_row,
 )
@@ -35,7 +34,7 @@ from meshpoint.model.operations import (
     Revived,
     ReviveResult,
 )
-from meshpoint.model.tasks import Requester, TaskState, same_input
+from meshpoint.model.tasks import Requester, TaskState, parked_until, same_input
 
 
 async def revive(
@@ -104,8 +103,8 @@ def _parked_until(tx: Transaction, row: Row[Any], requester: Requester) -> float
     """When a parked task is due to be ended for `requester`, or `None` if it is not parked."""
     if row.status != TaskState.PARKED or row.incompatible_since is None:
         return None
-    deadline = epoch_seconds(requester.deadline)
-    return parked_until(row.incompatible_since, deadline, tx.options.parked_limit)
+    limit_at: float = row.incompatible_since + tx.options.parked_limit
+    return parked_until(limit_at, epoch_seconds(requester.deadline))
 
 
 def _requester(command: Revive, row: Row[Any], details: Row[Any]) -> Requester:

@@ -350,11 +350,6 @@ def tried_versions(stored: str | None) -> tuple[str, ...]:
     return () if stored is None else tuple(json.loads(stored))
 
 
-def parked_until(since: float, deadline: float | None, limit: float) -> float:
-    """When a task must be ended that is parked `since` then."""
-    return since + limit if deadline is None else min(since + limit, deadline)
-
-
 def group_by_task(rows: Sequence[Row[Any]]) -> dict[str, list[Row[Any]]]:
     """Group rows of calls by task, keeping their order."""
     grouped: dict[str, list[Row[Any]]] = {}
