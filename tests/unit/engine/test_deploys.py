@@ -303,6 +303,14 @@ async def test_a_recorded_result_of_another_type_parks_a_rescued_first_segment(
     assert await client.reply(task_id) == Ok("4")
 
 
+async def timeout_message(client: FakePeer, task_id: str) -> str:
+    """The message of the reply to a task that has ended at its deadline."""
+    reply = await client.reply(task_id)
+    assert isinstance(reply, Failed)
+    assert reply.kind is FailureKind.TIMEOUT
+    return reply.message
+
+
 async def test_a_parked_task_ends_at_its_deadline(
     mesh: Mesh, client: FakePeer, peer: FakePeer
 ) -> None:
@@ -310,10 +318,8 @@ async def test_a_parked_task_ends_at_its_deadline(
     await mesh.advance(19)
     assert client.replies(task_id) == []
     await mesh.advance(2)
-    reply = await client.reply(task_id)
-    assert isinstance(reply, Failed)
-    assert reply.kind is FailureKind.TIMEOUT
-    assert reply.message.endswith(f"while it was parked: {_OTHER_PATH}")
+    message = await timeout_message(client, task_id)
+    assert message.endswith(f"while it was parked: {_OTHER_PATH}")
 
 
 async def test_a_ready_task_that_no_replica_reads_ends_at_its_deadline(
@@ -335,12 +341,8 @@ async def test_a_ready_task_that_no_replica_reads_ends_at_its_deadline(
     assert await mesh.state(task_id) is TaskState.READY
     assert mesh.events.matching(Step.ACQUIRE, Phase.AFTER) == [], "it is not cycled"
     await mesh.advance(2)
-    reply = await client.reply(task_id)
-    assert isinstance(reply, Failed)
-    assert (reply.kind, reply.message) == (
-        FailureKind.TIMEOUT,
-        "the task's deadline has passed while it was ready",
-    )
+    message = await timeout_message(client, task_id)
+    assert message == "the task's deadline has passed while it was ready"
 
 
 async def test_a_lost_task_that_no_replica_reads_ends_at_its_deadline(
@@ -365,12 +367,8 @@ async def test_a_lost_task_that_no_replica_reads_ends_at_its_deadline(
     (rescue,) = mesh.events.matching(Step.RESCUE, Phase.AFTER)
     assert rescue.task_ids == (task_id,)
     await mesh.advance(61)
-    reply = await client.reply(task_id)
-    assert isinstance(reply, Failed)
-    assert (reply.kind, reply.message) == (
-        FailureKind.TIMEOUT,
-        "the task's deadline has passed while it was ready",
-    )
+    message = await timeout_message(client, task_id)
+    assert message == "the task's deadline has passed while it was ready"
 
 
 async def test_an_overdue_task_ends_although_all_slots_are_taken(
@@ -392,9 +390,7 @@ async def test_an_overdue_task_ends_although_all_slots_are_taken(
     await gate.wait_reached()
     await peer.respond(request, "yes")
     await mesh.advance(21)
-    reply = await client.reply(task_id)
-    assert isinstance(reply, Failed)
-    assert reply.kind is FailureKind.TIMEOUT
+    await timeout_message(client, task_id)
     gate.opened.set()
     await peer.respond(await peer.wait_for_request(2), "yes")
     await mesh.idle()
