@@ -241,6 +241,7 @@ def _describe_replica(
         options.lease,
         isolates=isolates,
         version=options.app_version or source_version(list_versions(agent)),
+        fails_lost=options.on_lost_owner == "fail",
     )
 
 

@@ -187,8 +187,7 @@ class SegmentRunner:
         if exhausted_reason := find_exhausted_reason(task, self._runtime.options):
             segment.dead_reason = exhausted_reason + _resume_advice(task)
             return partial(_return_result, Failed(FailureKind.ERROR, segment.dead_reason))
-        should_fail_lost = self._runtime.options.on_lost_owner == "fail"
-        if rescued and task.checkpoint is not None and should_fail_lost:
+        if rescued and task.checkpoint is not None and self._runtime.replica.fails_lost:
             reason = f"the replica that ran it is gone{_resume_advice(task)}"
             self._runtime.steps.emit(Step.OWNER_LOST, task.run.task_id, reason=reason)
             return partial(_return_result, Failed(FailureKind.ERROR, reason))

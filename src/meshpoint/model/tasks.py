@@ -73,7 +73,8 @@ class Replica:
 
     `version` identifies the agent's code: each version tries a parked task once. If `isolates`, it
     runs suspects in their own processes and counts the crashes there as attempts. Otherwise every
-    rescue counts as an attempt.
+    rescue counts as an attempt. If `fails_lost`, it rescues operations only to end them as failed,
+    without their code, so it needs neither their format nor room for suspects.
     """
 
     id: ReplicaId
@@ -82,6 +83,7 @@ class Replica:
     lease: timedelta
     isolates: bool = False
     version: str = ""
+    fails_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,11 +220,11 @@ class DueWork(Protocol):
         In generation 0, or once a cancel was requested, any replica of the agent may rescue them;
         otherwise only replicas that read the format. Suspects (rescued at least
         `SUSPECT_AFTER_RESCUES` times) beyond the limit `suspect_slots` become `ready` without an
-        owner and are not returned.
+        owner and are not returned. With `Replica.fails_lost` neither limit applies to operations.
         """
 
     async def release_unread(self, replica: Replica, limit: int) -> list[TaskId]:
-        """Take tasks whose format `replica` does not read from their lost owners.
+        """Take tasks that `replica` may not rescue, because of their format, from lost owners.
 
         These are `running` tasks that no replica has rescued since their lease expired, for as
         long as another lease. They get rescues + 1, and attempt + 1 as in `rescue`. A task that

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fake_peer import FakePeer
-from meshpoint.agents.function import agent
+from meshpoint.agents.function import FunctionAgent, agent
 from meshpoint.agents.peer import Peer
 from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.context import TaskExecutionContext
@@ -498,6 +498,41 @@ async def test_an_operation_whose_owner_died_can_be_failed_for_review(
     assert gate.visits == 1
     last = await mesh.store.latest(task_id)
     assert (last.failure_reason if last else None) == (reply.message if saved else None)
+
+
+async def test_an_operation_to_fail_needs_no_replica_that_reads_it(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    steps = Steps()
+    gate = steps.gate("b")
+
+    def versioned(version: str) -> FunctionAgent[int, int]:
+        @agent("agent", version=version)
+        async def pausing(ctx: TaskExecutionContext, number: int) -> int:
+            answer = await ctx.call(int_peer(await steps(ctx, "a", number)))
+            return await steps(ctx, "b", answer)
+
+        return pausing
+
+    first = await mesh.replica(versioned("1"), on_lost_owner="fail")
+    task_id = await client.ask("agent", 1)
+    await peer.respond(await peer.wait_for_request(), 10)
+    await gate.wait_reached()
+    await mesh.idle()
+    await first.crash()
+    await mesh.replica(versioned("2"), on_lost_owner="fail")
+    await mesh.advance(17)
+    reply = await client.reply(task_id)
+    assert isinstance(reply, Failed)
+    assert reply.message == (
+        "the replica that ran it is gone; checkpoint available: "
+        f"resume with `meshpoint tasks resume {task_id}`"
+    )
+    (event,) = mesh.events.matching(Step.OWNER_LOST)
+    assert event.task_ids == (task_id,)
+    last = await mesh.store.latest(task_id)
+    assert last is not None
+    assert last.failure_reason == reply.message
 
 
 async def test_a_task_that_is_not_an_operation_is_still_rescued(

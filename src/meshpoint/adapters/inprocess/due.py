@@ -53,7 +53,7 @@ class InProcessDueWork:
         sending = [row for row in self._tables.sending.values() if row.agent == replica.agent]
         return DueCounts(
             ready=len(self._due_rows(TaskState.READY, limit, readable)),
-            lapsed=len(self._due_rows(TaskState.RUNNING, limit, readable)),
+            lapsed=len(self._due_rows(TaskState.RUNNING, limit, self._rescuable(replica))),
             expired=len(self._due_rows(TaskState.WAITING, limit, own_rows)),
             keep_alives=min(limit, sum(_owes_keep_alive(row, now) for row in own_rows)),
             unsent=min(limit, sum(map(count_due_sends, sending, repeat(now)))),
@@ -154,13 +154,14 @@ class InProcessDueWork:
         self, replica: Replica, limit: int, suspect_slots: int = 0
     ) -> list[Resumable]:
         """Rescue running tasks whose lease has expired."""
-        readable = [row for row in self._live_rows(replica) if row.readable_by(replica)]
         owned: list[Resumable] = []
-        for row in self._due_rows(TaskState.RUNNING, limit, readable):
-            if row.rescues + 1 < SUSPECT_AFTER_RESCUES or suspect_slots > 0:
+        for row in self._due_rows(TaskState.RUNNING, limit, self._rescuable(replica)):
+            will_run = not row.only_ends_at(replica)
+            is_suspect = will_run and row.rescues + 1 >= SUSPECT_AFTER_RESCUES
+            if not is_suspect or suspect_slots > 0:
                 row.rescues += 1
                 row.attempt += not replica.isolates
-                suspect_slots -= row.rescues >= SUSPECT_AFTER_RESCUES
+                suspect_slots -= is_suspect
                 with _skip_damaged(row):
                     owned.append(self._tables.assign_owner(row, replica, RunId(new_id())))
             else:
@@ -176,7 +177,7 @@ class InProcessDueWork:
         self._tables.put(row)
 
     async def release_unread(self, replica: Replica, limit: int) -> list[TaskId]:
-        """Release tasks that no replica has rescued, in formats that `replica` does not read."""
+        """Release tasks that no replica has rescued, and that `replica` cannot rescue."""
         released = self._lost_unread(replica)[:limit]
         for row in released:
             self._leave(row, replica)
@@ -193,7 +194,7 @@ class InProcessDueWork:
             for row in self._live_rows(replica)
             if row.state is TaskState.RUNNING
             and row.due_at <= expired_before
-            and not row.readable_by(replica)
+            and not _can_rescue(replica, row)
         ]
 
     async def find_owned(self, run: Run) -> Resumable | None:
@@ -249,6 +250,9 @@ class InProcessDueWork:
     def _live_rows(self, replica: Replica) -> list[TaskRow]:
         return [row for row in self._tables.live.values() if row.agent == replica.agent]
 
+    def _rescuable(self, replica: Replica) -> list[TaskRow]:
+        return [row for row in self._live_rows(replica) if _can_rescue(replica, row)]
+
     def _due_rows(self, state: TaskState, limit: int, rows: Iterable[TaskRow]) -> list[TaskRow]:
         now = self._tables.clock.now()
         due = [
@@ -286,6 +290,10 @@ def _extend_late_calls(row: TaskRow, now: datetime) -> None:
     for call in row.pending_calls:
         if call.idle_timeout is not None and now - call.due_at > MAX_SWEEP_DELAY:
             call.due_at = min(now + call.idle_timeout, call.deadline)
+
+
+def _can_rescue(replica: Replica, row: TaskRow) -> bool:
+    return row.readable_by(replica) or row.only_ends_at(replica)
 
 
 def _is_overdue(row: TaskRow, now: datetime) -> bool:

@@ -259,6 +259,10 @@ class TaskRow:
             self.generation == 0 or self.cancel_requested or self.state_format in replica.formats
         )
 
+    def only_ends_at(self, replica: Replica) -> bool:
+        """Whether `replica` rescues the task only to end it as failed."""
+        return replica.fails_lost and self.operation is not None
+
     def park(self, reason: str, version: str, now: datetime, limit: timedelta) -> None:
         """Park the task, because `version` of its agent's code cannot continue it."""
         self.state, self.parked_reason = TaskState.PARKED, reason

@@ -74,6 +74,7 @@ class SqlDueWork:
             sql.COUNT_DUE,
             agent=self._database.options.names.qualified(replica.agent),
             formats=sorted(replica.formats),
+            fails_lost=replica.fails_lost,
             lease=replica.lease.total_seconds(),
             limit=limit,
         )
@@ -183,17 +184,23 @@ class SqlDueWork:
 
         At most `suspect_slots` of them are suspects; further ones become ready instead.
         """
-        formats = sorted(replica.formats)
-        query = self._query(sql.PICK_LOST, replica.agent, limit, formats=formats)
+        query = self._query(
+            sql.PICK_LOST,
+            replica.agent,
+            limit,
+            formats=sorted(replica.formats),
+            fails_lost=replica.fails_lost,
+        )
         return await self._acquire_due(query, replica, suspect_slots, _rescue)
 
     async def release_unread(self, replica: Replica, limit: int) -> list[TaskId]:
-        """Release tasks that no replica has rescued, in formats that `replica` does not read."""
+        """Release tasks that no replica has rescued, and that `replica` cannot rescue."""
         query = self._query(
             sql.PICK_LOST_UNREAD,
             replica.agent,
             limit,
             formats=sorted(replica.formats),
+            fails_lost=replica.fails_lost,
             lease=replica.lease.total_seconds(),
         )
         parked_limit = self._database.options.parked_limit
@@ -411,7 +418,11 @@ async def _acquire(
 async def _rescue(
     tx: Transaction, due: Sequence[Row[Any]], replica: Replica, suspects: int
 ) -> OwnedTasks:
-    mine, others = _split_suspects(due, suspects, lambda row: row.rescues + 1)
+    def rescues(row: Row[Any]) -> int:
+        only_ends = replica.fails_lost and row.checkpoint_seq is not None
+        return 0 if only_ends else row.rescues + 1
+
+    mine, others = _split_suspects(due, suspects, rescues)
     rescued = [
         *({**_acquired_columns(replica, row), **_lost_attempt(replica, row)} for row in mine),
         *(_left_columns(replica, row) for row in others),

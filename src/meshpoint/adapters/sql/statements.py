@@ -26,10 +26,9 @@ _REQUESTER, _REQUESTER_VALUES = (
 )
 _CONTEXT, _CONTEXT_VALUES = comma_separated(columns.CONTEXT), comma_separated(columns.CONTEXT, ":")
 _REPLY = comma_separated(columns.REPLY)
-_ACQUIRED = "logical_task_id, agent_name, generation, fence, attempt, rescues"
+_ACQUIRED = "logical_task_id, agent_name, generation, fence, attempt, rescues, checkpoint_seq"
 _ENDABLE = (
-    f"{_ACQUIRED}, {_REQUESTER}, state_format, cancel_requested, checkpoint_seq, retry_count, "
-    "request_digest"
+    f"{_ACQUIRED}, {_REQUESTER}, state_format, cancel_requested, retry_count, request_digest"
 )
 
 # Lock tasks by id. Also returns the time after the last lock, in a row of NULLs if no task exists.
@@ -317,10 +316,11 @@ _READABLE = f"AND {_IS_READABLE}"
 _DUE_TASKS = """FROM agent_paused_tasks
  WHERE agent_name = :agent AND wake_at <= {instant} AND status"""
 _READY = f"{_DUE_TASKS} = 'ready' {_READABLE}"
-_LOST = f"{_DUE_TASKS} = 'running' {_READABLE}"
+_CAN_BE_RESCUED = f"({_IS_READABLE} OR (:fails_lost AND checkpoint_seq IS NOT NULL))"
+_LOST = f"{_DUE_TASKS} = 'running' AND {_CAN_BE_RESCUED}"
 _LOST_UNREAD = f"""FROM agent_paused_tasks
  WHERE agent_name = :agent AND wake_at <= {{instant}} - :lease AND status = 'running'
-   AND NOT {_IS_READABLE}"""
+   AND NOT {_CAN_BE_RESCUED}"""
 _EXPIRED = f"{_DUE_TASKS} = 'waiting'"
 _PARKED_TOO_LONG = f"{_DUE_TASKS} = 'parked'"
 _READY_TOO_LATE = """FROM agent_paused_tasks
@@ -439,14 +439,13 @@ UPDATE agent_paused_tasks SET status = 'ready', wake_at = :now, {emptied(columns
 WHERE logical_task_id = :task_id
 """
 
-# Pick running tasks with an expired lease that a replica can resume.
+# Pick running tasks with an expired lease that a replica can resume, or only needs to end.
 PICK_LOST = f"""
 SELECT {_ACQUIRED}, {{instant}} AS now
   {_LOST} ORDER BY wake_at LIMIT :limit {{skip_locked}}
 """
 
-# Pick running tasks whose lease expired at least one lease ago, in formats that a replica does not
-# read.
+# Pick running tasks whose lease expired at least one lease ago, and that a replica cannot rescue.
 PICK_LOST_UNREAD = f"""
 SELECT {_ACQUIRED}, incompatible_since, task_deadline, {{instant}} AS now
   {_LOST_UNREAD} ORDER BY wake_at LIMIT :limit {{skip_locked}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 from meshpoint.model.ids import TaskId
@@ -28,6 +29,7 @@ from meshpoint.testing.conformance.build import (
     a_requester,
     a_revive,
     an_end,
+    an_operation,
     begun,
     one,
     parked,
@@ -320,6 +322,48 @@ class ParkingSuite:
         clock.advance(SECOND)
         overdue = one(await store.acquire_overdue(STRANGER, 10))
         assert (overdue.past_deadline, overdue.parked_reason) == (False, "call 1")
+
+    async def test_a_lost_operation_to_fail_needs_no_reader(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        failing = replace(STRANGER, fails_lost=True)
+        operation, other = (await resumed(store)).run, (await resumed(store)).run
+        await store.track(operation, an_operation())
+        clock.advance(LEASE - SECOND)
+        assert await store.rescue(failing, 10) == []
+        clock.advance(SECOND)
+        assert (await store.due(STRANGER, 10)).lapsed == 0
+        assert (await store.due(failing, 10)).lapsed == 1
+        assert await store.rescue(STRANGER, 10) == []
+        task = one(await store.rescue(failing, 10))
+        assert (task.run.task_id, task.checkpoint) == (operation.task_id, 0)
+        assert task.run.fence > operation.fence
+        assert await state_of(store, other.task_id) is TaskState.RUNNING
+
+    async def test_a_lost_operation_to_fail_is_not_released(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        failing = replace(STRANGER, fails_lost=True)
+        operation, other = (await resumed(store)).run, (await resumed(store)).run
+        await store.track(operation, an_operation())
+        clock.advance(2 * LEASE)
+        assert (await store.due(STRANGER, 10)).lost_unread == 2
+        assert (await store.due(failing, 10)).lost_unread == 1
+        assert await store.release_unread(failing, 10) == [other.task_id]
+        assert await state_of(store, operation.task_id) is TaskState.RUNNING
+
+    async def test_a_lost_operation_to_fail_needs_no_room_for_suspects(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        failing = replace(HERE, fails_lost=True)
+        operation, other = (await resumed(store)).run, (await resumed(store)).run
+        await store.track(operation, an_operation())
+        clock.advance(LEASE)
+        assert len(await store.rescue(HERE, 10)) == 2
+        clock.advance(LEASE)
+        task = one(await store.rescue(failing, 10, suspect_slots=0))
+        assert (task.run.task_id, task.rescues) == (operation.task_id, 2)
+        assert await state_of(store, other.task_id) is TaskState.READY
 
     async def test_a_cancelled_task_needs_no_reader(
         self, store: CheckpointStore, clock: FakeClock
