@@ -98,6 +98,7 @@ def make_store(store: StoreSettings, namespace: str) -> CheckpointStore:
         checkpoint_ttl=timings.checkpoint_ttl,
         checkpoint_history=timings.checkpoint_history,
         checkpoint_archive=timings.checkpoint_archive,
+        keep_security_context=timings.keep_security_context,
         pool_size=store.pool_size,
         max_join_bytes=store.max_join_bytes,
         confirm_linger=timings.dispatch_lease / 25,

@@ -26,6 +26,7 @@ async def open_store(url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
         checkpoint_ttl=TIMINGS.checkpoint_ttl,
         checkpoint_history=TIMINGS.checkpoint_history,
         checkpoint_archive=TIMINGS.checkpoint_archive,
+        keep_security_context=TIMINGS.keep_security_context,
         clock=clock,
     )
     await store.open()

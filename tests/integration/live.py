@@ -34,6 +34,7 @@ TIMINGS = StoreTimings(
     checkpoint_ttl=timedelta(hours=1),
     checkpoint_history=3,
     checkpoint_archive=False,
+    keep_security_context=False,
 )
 
 

@@ -24,7 +24,7 @@ from meshpoint.adapters.sql.rows import AgentNames
 from meshpoint.errors import StoreUnavailable
 from meshpoint.testing.conformance.build import an_end, begun
 
-OPTIONS = StoreOptions(AgentNames("test"), 5.0, 60.0, 60.0, 60.0, 5, False, 1_000_000)
+OPTIONS = StoreOptions(AgentNames("test"), 5.0, 60.0, 60.0, 60.0, 5, False, False, 1_000_000)
 
 
 @pytest.fixture
@@ -307,7 +307,9 @@ from meshpoint.adapters.sql.rows import AgentNames
 async def main():
     database = Database(
         "sqlite:///{tmp_path}/tasks.db",
-        options=StoreOptions(AgentNames("test"), 5.0, 60.0, 60.0, 60.0, 5, False, 1_000_000),
+        options=StoreOptions(
+            AgentNames("test"), 5.0, 60.0, 60.0, 60.0, 5, False, False, 1_000_000
+        ),
         command_timeout=timedelta(days=1),
         pool_size=1,
         clock=None,

@@ -48,6 +48,7 @@ def sql_machine(url: str) -> type[StoreMachine]:
                 checkpoint_ttl=TIMINGS.checkpoint_ttl,
                 checkpoint_history=TIMINGS.checkpoint_history,
                 checkpoint_archive=TIMINGS.checkpoint_archive,
+                keep_security_context=TIMINGS.keep_security_context,
                 pool_size=1,
                 clock=self.clock,
             )

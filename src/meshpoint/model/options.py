@@ -76,3 +76,4 @@ class StoreTimings:
     checkpoint_ttl: timedelta = timedelta(days=30)  # for operations that failed or were cancelled
     checkpoint_history: int = 5  # number of most recent checkpoints kept per operation
     checkpoint_archive: bool = False  # on success, move checkpoints instead of deleting them
+    keep_security_context: bool = False  # in the last pause of an operation that did not complete

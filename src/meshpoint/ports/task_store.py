@@ -339,11 +339,11 @@ class Operations(Protocol):
       returns `Fenced` and writes nothing.
     - `end` as completed deletes its checkpoints, or moves them to the archive if the store keeps
       one. A preserved operation keeps them. `end` as failed or cancelled keeps the request, the
-      log and the last pause, except its security context, and the requests of calls that have a
-      result. It writes `End.checkpoint` (or repeats the last checkpoint with `End.reason` or
-      `dead_reason`), and keeps all of it for `checkpoint_ttl` instead of `tombstone_ttl`, or
-      forever if preserved. `cancel` of a waiting task does the same with the reason "cancelled on
-      request".
+      log and the last pause, except the requests of calls that have a result and, unless the store
+      keeps it, the security context. It writes `End.checkpoint` (or repeats the last checkpoint
+      with `End.reason` or `dead_reason`), and keeps all of it for `checkpoint_ttl` instead of
+      `tombstone_ttl`, or forever if preserved. `cancel` of a waiting task does the same with the
+      reason "cancelled on request".
     - `purge` deletes the operation and its checkpoints together with the tombstone.
 
     Only the newest working memory stored with an operation's checkpoints is kept: a checkpoint

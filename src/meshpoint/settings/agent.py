@@ -261,6 +261,11 @@ class AgentOptions(Section):
         default=_DEFAULT_TIMINGS.checkpoint_archive,
         description="archive the checkpoints of a completed operation instead of deleting them",
     )
+    keep_security_context: bool = Field(
+        default=_DEFAULT_TIMINGS.keep_security_context,
+        description="keep the security context of a failed or cancelled operation's last pause, "
+        "so that a resume there has it; otherwise it is wiped",
+    )
     checkpoint_cache_url: str | None = Field(
         default=None,
         description="redis:// URL for copies of the last checkpoints, for faster restores; "
@@ -441,6 +446,7 @@ class AgentOptions(Section):
             checkpoint_ttl=timedelta(seconds=self.checkpoint_ttl_seconds),
             checkpoint_history=self.checkpoint_history,
             checkpoint_archive=self.checkpoint_archive,
+            keep_security_context=self.keep_security_context,
         )
         return StoreSettings(self.session_db_url, timings, self.db_pool_size, self.max_join_bytes)
 

@@ -125,6 +125,7 @@ def test_the_durations_of_the_store_are_settings() -> None:
         dispatch_lease_seconds=1,
         tombstone_ttl_seconds=2,
         parked_limit_seconds=3,
+        keep_security_context=True,
     )
     timings = agent.store_settings().timings
     assert (timings.dispatch_lease, timings.tombstone_ttl, timings.parked_limit) == (
@@ -132,6 +133,7 @@ def test_the_durations_of_the_store_are_settings() -> None:
         timedelta(seconds=2),
         timedelta(seconds=3),
     )
+    assert timings.keep_security_context
 
 
 def test_a_store_without_an_agent_has_the_defaults_of_an_agents_store() -> None:

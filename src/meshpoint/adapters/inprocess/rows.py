@@ -319,16 +319,21 @@ class TaskRow:
         context = json.loads(self.context) | {"token_usage": usage.model_dump(mode="json")}
         self.context = json.dumps(context)
 
-    def strip_pause(self) -> None:
-        """Remove what no resume needs from the last pause: requests of calls with a result, and
-        security contexts.
+    def strip_pause(self, *, keep_security_context: bool) -> None:
+        """Remove what no resume needs from the last pause.
+
+        These are the requests of calls with a result and, unless they are kept, security contexts.
         """
+        for call in self.current_calls:
+            if call.outcome is not None and isinstance(decode_outcome(call.outcome), Ok):
+                call.body = b""
+        if keep_security_context:
+            return
         context = json.loads(self.context)
         context.pop("security_context", None)
         self.context = json.dumps(context)
         for call in self.current_calls:
-            has_result = call.outcome is not None and isinstance(decode_outcome(call.outcome), Ok)
-            call.body = b"" if has_result else without_security_context(call.body)
+            call.body = without_security_context(call.body)
 
     def to_last_pause(self) -> LastPause:
         """The pause that an ended operation has kept."""
@@ -600,7 +605,7 @@ class Tables:
         if row.has_kept_pause:
             if not (total := usage or row.merged_usage()).is_empty:
                 row.set_usage(total)
-            row.strip_pause()
+            row.strip_pause(keep_security_context=self.timings.keep_security_context)
         else:
             row.delete_done_calls()
             stored = json.loads(row.context).get("token_usage") if _is_resumable(row) else None

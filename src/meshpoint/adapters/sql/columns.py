@@ -80,7 +80,7 @@ KEPT_PAUSE = (
     "context_rest",
     "state",
 )
-"""What an operation keeps of its last pause when it ends without completing."""
+"""What an operation always keeps of its last pause when it ends without completing."""
 _FOR_PEOPLE = {
     "effective_session_id",
     "user_id",

@@ -71,6 +71,7 @@ class StoreOptions:
     checkpoint_ttl: float
     checkpoint_history: int
     checkpoint_archive: bool
+    keep_security_context: bool
     max_join_bytes: int
 
     def backoff(self, attempts: int) -> float:

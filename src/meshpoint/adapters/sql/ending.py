@@ -136,6 +136,7 @@ def _tombstone_columns(
         "checkpoint_seq": None,
         "keep_usage": False,
         "keep_pause": False,
+        "keep_security_context": False,
         "usage": None,
     }
 

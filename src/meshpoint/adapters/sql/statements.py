@@ -242,6 +242,8 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
+_MAY_BE_KEPT = {*columns.KEPT_PAUSE, "security_context"}
+
 # Turn a task into a tombstone: wipe its context and state, and make its reply due. An operation
 # that can be resumed keeps the tokens of its attempts, and its last pause.
 UPDATE_ENDED = f"""
@@ -250,7 +252,8 @@ UPDATE agent_paused_tasks SET
   reply = :reply, reply_sent = false, reply_attempts = 1, dead_reason = :dead_reason,
   request = CASE WHEN :keep_request THEN request END,
   ended_at = :now, expires_at = :expires_at, checkpoint_seq = :checkpoint_seq,
-  {emptied(name for name in columns.WIPED_AT_END if name not in columns.KEPT_PAUSE)},
+  {emptied(name for name in columns.WIPED_AT_END if name not in _MAY_BE_KEPT)},
+  security_context = CASE WHEN :keep_security_context THEN security_context END,
   {
     ", ".join(
         f"{name} = CASE WHEN :keep_pause THEN {name} END"

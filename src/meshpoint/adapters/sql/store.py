@@ -171,6 +171,8 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
         checkpoint_ttl: How long a failed or cancelled operation is kept with its checkpoints.
         checkpoint_history: Number of an operation's latest checkpoints to keep.
         checkpoint_archive: Move checkpoints to an archive on success instead of deleting them.
+        keep_security_context: Keep the security context in the last pause of an operation that
+            does not complete.
         command_timeout: How long to wait for the database before it counts as unavailable.
         pool_size: Connections to PostgreSQL, in addition to the fast path's. SQLite has one for
             reads and one for writes.
@@ -198,6 +200,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
         checkpoint_ttl: timedelta = timedelta(days=30),
         checkpoint_history: int = 5,
         checkpoint_archive: bool = False,
+        keep_security_context: bool = False,
         command_timeout: timedelta = timedelta(seconds=30),
         pool_size: int = 5,
         clock: Clock | None = None,
@@ -214,6 +217,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
             checkpoint_ttl=checkpoint_ttl.total_seconds(),
             checkpoint_history=checkpoint_history,
             checkpoint_archive=checkpoint_archive,
+            keep_security_context=keep_security_context,
             max_join_bytes=max_join_bytes,
         )
         self._database = Database(

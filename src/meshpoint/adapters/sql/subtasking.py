@@ -159,9 +159,9 @@ async def _keep_pauses(
 ) -> dict[str, TokenUsage]:
     """Remove what no resume needs from the calls of the pauses that are kept.
 
-    These are the requests of calls with a result, and security contexts. Returns, by task, the
-    tokens up to the end of the pause, including its calls. A run that ends its task has
-    counted them itself.
+    These are the requests of calls with a result, and, unless they are kept, security contexts.
+    Returns, by task, the tokens up to the end of the pause, including its calls. A run that ends
+    its task has counted them itself.
     """
     ids = sorted(closing.row.logical_task_id for closing in closings if closing.keeps_pause)
     if not ids:
@@ -181,7 +181,7 @@ async def _keep_pauses(
             {
                 "task_id": call.logical_task_id,
                 "sub_task_id": call.sub_task_id,
-                "request": await _kept_request(call),
+                "request": await _kept_request(call, tx.options),
             }
             for rows in calls.values()
             for call in rows
@@ -201,11 +201,14 @@ async def _read_outcome(call: Row[Any]) -> Outcome | None:
         return None
 
 
-async def _kept_request(call: Row[Any]) -> Packed:
+async def _kept_request(call: Row[Any], options: StoreOptions) -> Packed:
     if isinstance(await _read_outcome(call), Ok):
         return await pack(b"")
     try:
-        return await pack(without_security_context(await unpack(call.request) or b""))
+        request = await unpack(call.request) or b""
+        return await pack(
+            request if options.keep_security_context else without_security_context(request)
+        )
     except Exception:
         _log.exception("task %s: the request of a call is damaged", call.logical_task_id)
         return await pack(b"")
@@ -237,6 +240,7 @@ async def close_operations(
             "keep_request": closing.state is not TaskState.COMPLETED,
             "keep_usage": True,
             "keep_pause": closing.keeps_pause,
+            "keep_security_context": closing.keeps_pause and tx.options.keep_security_context,
             "usage": None
             if (total := closing.usage or usage.get(closing.row.logical_task_id)) is None
             else total.model_dump_json(),

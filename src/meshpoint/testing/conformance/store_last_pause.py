@@ -146,6 +146,27 @@ class LastPauseSuite:
         body = parse_body(RequestBody, last.calls[1].planned.body)
         assert body.metadata == {"userId": "ada"}
 
+    @pytest.fixture
+    def keeping_security_contexts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let stores opened after this keep security contexts."""
+        monkeypatch.setattr(TIMINGS, "keep_security_context", True)
+
+    @pytest.mark.usefixtures("keeping_security_contexts")
+    async def test_security_contexts_are_kept_if_configured(self, store: CheckpointStore) -> None:
+        secret = {"token": "secret"}
+        pause = await failed_after(store, a=ok(), b=error())
+        last = await last_pause_of(store, pause.run.task_id)
+        assert last.context["security_context"] == secret
+        assert last.calls[0].planned.body == b""
+        again = await resume_at_pause(store, pause.run.task_id)
+        dispatch = one(await store.unsent(AGENT, 10))
+        assert isinstance(dispatch, Dispatch)
+        body = parse_body(RequestBody, dispatch.body)
+        assert body.metadata == {"userId": "ada", "securityContext": secret}
+        arrival = one(await store.claim([a_claim(again, "b")], HERE, 1))
+        assert isinstance(arrival, JoinCompleted)
+        assert arrival.task.context["security_context"] == secret
+
     @pytest.mark.parametrize("state", [TaskState.COMPLETED, FAILED])
     async def test_other_tasks_keep_no_pause(
         self, store: CheckpointStore, state: TaskState
