@@ -54,6 +54,31 @@ async def second(ctx: Any, number: int) -> list[int]:
     return [await ctx.call(extra(number)), await ctx.call(peer(number))]
 
 
+@agent("root", version="1")
+async def counts_and_fails(ctx: Any, number: int) -> int:
+    """Counts in its memory before and after its call."""
+    await ctx.memory.incr("count")
+    await ctx.call(peer(number))
+    await ctx.memory.incr("count")
+    raise ValueError("not fixed")
+
+
+@agent("root", version="1")
+async def counts_once_more(ctx: Any, number: int) -> int:
+    """Repeats these writes, and one of them more often."""
+    await ctx.memory.incr("count")
+    await ctx.memory.incr("count")
+    await ctx.call(peer(number))
+    await ctx.memory.incr("count")
+    return int(await ctx.memory.get("count"))
+
+
+@agent("root", version="1")
+async def records_and_fails(ctx: Any, number: int) -> list[int]:
+    await ctx.subtask("draft", draft, number)
+    raise ValueError("not fixed")
+
+
 def result(name: str, number: int, *, begun: str | None = None) -> list[int] | None:
     """What an agent of this module answers, if peers answer ten times their input.
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -24,7 +25,12 @@ import pytest
 from meshpoint.adapters.sql import migrations
 from meshpoint.adapters.sql.tables import REVISION
 from meshpoint.cli.exits import ExitCode
+from meshpoint.errors import OperationRunning
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.model.outcomes import Failed, Ok, Outcome
+from meshpoint.operations import Operations
 
+from .deploy_agents import result
 from .deploy_load import LONG, Load, Release, run_doctor, steady_load
 from .mesh import HERE, Mesh
 
@@ -40,19 +46,14 @@ class EarlierReplica:
 
     process: asyncio.subprocess.Process
     lines: list[str] = field(default_factory=list)
+    _has_written: asyncio.Event = field(default_factory=asyncio.Event)
     _reading: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, sources: Path, config: Path) -> Self:
         """Start a replica and wait until it consumes."""
-        command = ("-m", "meshpoint.cli", "run", str(config), "--log-json")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *command,
-            env={**os.environ, "PYTHONPATH": f"{sources / 'src'}{os.pathsep}{HERE}"},
-            stderr=asyncio.subprocess.PIPE,
-        )
-        replica = cls(process)
+        replica = cls(await run_earlier(sources, "run", str(config), "--log-json"))
+        process = replica.process
         assert process.stderr is not None
         async for line in process.stderr:
             replica.lines.append(line.decode())
@@ -65,6 +66,13 @@ class EarlierReplica:
         assert self.process.stderr is not None
         async for line in self.process.stderr:
             self.lines.append(line.decode())
+            self._has_written.set()
+
+    async def wait_for(self, text: str) -> None:
+        """Wait until its log contains `text`."""
+        while not any(text in line for line in self.lines):
+            self._has_written.clear()
+            await self._has_written.wait()
 
     async def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End it. By default it drains."""
@@ -73,6 +81,16 @@ class EarlierReplica:
         await self.process.wait()
         if self._reading is not None:
             await self._reading
+
+
+async def run_earlier(sources: Path, *arguments: str) -> asyncio.subprocess.Process:
+    """Start a command of an earlier release."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "meshpoint.cli", *arguments),
+        env={**os.environ, "PYTHONPATH": f"{sources / 'src'}{os.pathsep}{HERE}"},
+        stderr=asyncio.subprocess.PIPE,
+    )
 
 
 @pytest.fixture(params=RELEASES)
@@ -166,6 +184,86 @@ async def answer_held(load: Load) -> None:
     await load.release()
     await load.settle()
     await load.hold("first")
+
+
+class FailedOperation:
+    """An operation that fails under this release, and is then resumed."""
+
+    def __init__(self, mesh: Mesh, sources: Path, operations: Operations) -> None:
+        self._mesh, self._sources, self._operations = mesh, sources, operations
+        self._id = TaskId(new_id())
+
+    def _config(self, code: str) -> Path:
+        options = {"app_version": "1", "incompatible_pause_seconds": 1}
+        return Release((code,), options).config(self._mesh)
+
+    async def fail(self, code: str) -> None:
+        """Let it fail in a replica of this release."""
+        replica = await self._mesh.replica(self._config(code))
+        client = await self._mesh.client()
+        reply = await client.send("root", 1, task_id=self._id)
+        assert isinstance((await reply).outcome, Failed)
+        replica.signal(signal.SIGTERM)
+        await replica.wait_ended()
+
+    @asynccontextmanager
+    async def resume_in_earlier(self, code: str) -> AsyncIterator[EarlierReplica]:
+        """Resume it with an earlier release, while a replica of that runs."""
+        config = self._config(code)
+        replica = await EarlierReplica.start(self._sources, config)
+        try:
+            resume = ("tasks", "resume", self._id, "--config", str(config))
+            command = await run_earlier(self._sources, *resume)
+            _, errors = await command.communicate()
+            assert command.returncode == ExitCode.OK, errors.decode()
+            yield replica
+        finally:
+            await replica.stop()
+
+    async def outcome(self) -> Outcome:
+        """Wait for its end."""
+        return await self._operations.wait(self._id)
+
+    async def resume(self, code: str) -> Outcome:
+        """Resume it in a replica of this release, if it has ended, and wait for its outcome."""
+        with suppress(OperationRunning):
+            await self._operations.resume(self._id)
+        await self._mesh.replica(self._config(code))
+        return await self.outcome()
+
+
+@pytest.fixture
+async def operation(
+    mesh: Mesh, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[FailedOperation]:
+    """Its peer answers everything."""
+    monkeypatch.syspath_prepend(str(HERE))
+    db_url, namespace = mesh.backends.db_url, mesh.backends.namespace
+    if db_url.startswith("sqlite"):
+        await asyncio.to_thread(migrations.upgrade, db_url)
+    peer = await mesh.peer()
+    await mesh.declare("root")
+    async with Operations(db_url, namespace=namespace) as operations:
+        answering = asyncio.create_task(peer.answer_all())
+        yield FailedOperation(mesh, sources, operations)
+        answering.cancel()
+
+
+async def test_a_failed_operation_with_a_log_repeats_no_write(operation: FailedOperation) -> None:
+    """An earlier release finds the notes in the checkpoint. After it, those in the log are old."""
+    await operation.fail("counts_and_fails")
+    async with operation.resume_in_earlier("counts_and_fails"):
+        assert isinstance(await operation.outcome(), Failed)
+    assert await operation.resume("counts_once_more") == Ok(3)
+
+
+async def test_a_failed_operation_with_records_waits_for_a_release_that_reads_them(
+    operation: FailedOperation,
+) -> None:
+    await operation.fail("records_and_fails")
+    async with operation.resume_in_earlier("first") as earlier:
+        await earlier.wait_for("no migration leads from 1+records to 1")
+    assert await operation.resume("first") == Ok(result("first", 1))
 
 
 async def check(config: Path, code: ExitCode, warnings: set[str]) -> None:

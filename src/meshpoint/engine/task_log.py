@@ -95,7 +95,8 @@ class TaskLog:
             adds to them in place.
         has_ended: Whether there are agent entries that no longer continue a state.
         has_ended_steps: Whether there are step records of an attempt that began elsewhere.
-        is_stale: Whether no entry counts, because a release without logs paused the task.
+        is_stale: Whether a release without logs has run the task since: its pauses and checkpoints
+            have all that counts, except the step records of this attempt.
     """
 
     seq: int = 0
@@ -137,6 +138,8 @@ class TaskLog:
                     raise IncompatibleState("its log has an entry of an unknown kind")
         if task.run.generation == 0:  # an attempt from the beginning
             own = [each for each in steps if each.attempt == task.retry_count]
+            if notes and not has_log(task.state_format):  # the pause that wrote them marked it
+                return cls(task.log_seq, size, steps=own, is_stale=True)
             return cls(
                 task.log_seq,
                 size,
@@ -195,7 +198,8 @@ class TaskLog:
         """The change of the log by new step records between two pauses."""
         entries = tuple(each.entry for each in records)
         if self.is_stale:
-            return LogChange(entries, self.seq, replaces=True)
+            kept = tuple(each.entry for each in self.steps)
+            return LogChange((*kept, *entries), self.seq, replaces=True)
         if self.has_ended_steps:
             entries = (*self._steps_restart(keeps_steps=True), *entries)
         return LogChange(entries, self.seq, kept_bytes=self.size)

@@ -235,6 +235,19 @@ def test_a_log_that_a_release_without_logs_left_behind_is_replaced() -> None:
     assert TaskLog.of(a_task(state_format="travel/1")).change(STANDING_ALONE) is None
 
 
+def test_notes_do_not_count_after_an_attempt_of_a_release_without_logs() -> None:
+    """It has resumed the task from the start, and its checkpoints have all notes."""
+    entries = (b"\x00a", b"\x01n", a_step(b"old", 0), a_step(b"own", 2))
+    task = replace(a_task(*entries, generation=0, state_format="travel/1"), retry_count=2)
+    log = TaskLog.of(task)
+    assert (log.agent, log.notes, records(log)) == ((), (), [b"own"])
+    steps = (a_step(b"own", 2), a_step(b"new", 2))
+    appended = log.append([StepEntry(2, b"new")])
+    assert appended == LogChange(steps, after=7, replaces=True)
+    noted = (b"\x00new", b"\x01noted")
+    assert log.change(APPENDING, NOTED) == LogChange(noted, after=7, replaces=True)
+
+
 @pytest.mark.parametrize("entry", [b"", b"\x09new"])
 def test_an_unknown_entry_is_incompatible(entry: bytes) -> None:
     with pytest.raises(IncompatibleState):
