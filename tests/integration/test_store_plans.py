@@ -58,6 +58,7 @@ from meshpoint.model.transitions import (
     StillWaiting,
     UnroutableCall,
 )
+from meshpoint.model.usage import Tokens, TokenUsage
 from meshpoint.subtasks.resuming import at_last_pause
 from meshpoint.testing.conformance.build import (
     AGENT,
@@ -80,6 +81,7 @@ from meshpoint.testing.conformance.build import (
     an_end,
     an_operation,
     an_undelivered_reply,
+    ok,
     operating,
     remembering,
     remembering_pause,
@@ -536,8 +538,11 @@ class StatementRun:
         last = a_checkpoint(ended, 1, failure_reason="broken")
         await self._store.end([an_end(ended, TaskState.FAILED, checkpoint=last)])
         assert await self._store.preserve(ended.task_id)
-        await self._store.pause([a_pause(run=waiting)])
+        pause = a_pause(run=waiting)
+        await self._store.pause([pause])
         await self._store.cancel([a_cancel(waiting.task_id)])
+        late = replace(ok(), usage=TokenUsage(total=Tokens(input=1)))
+        await self._store.claim([a_claim(pause, "a", late)], HERE, 1)
 
     async def _revive(self) -> None:
         """Revive the only operation of an exclusive agent."""

@@ -37,6 +37,7 @@ from meshpoint.model.transitions import (
     Save,
     SaveResult,
 )
+from meshpoint.model.usage import TokenUsage
 from meshpoint.ports.agent import DurableAgent, get_plan
 from meshpoint.ports.broker import Delivery
 from meshpoint.subtasks.migrating import migrate_checkpoint
@@ -79,6 +80,7 @@ class Segment:
         log: The task's log as the run found it.
         attempt: The attempt number of an isolated segment.
         dead_reason: Set when the task ends because its runs keep killing their process.
+        known_usage: The tokens that the row has of a task that ends without running its code.
         keep_alive_at: When the next keep-alive of a task without a row is due, in seconds of the
             monotonic clock.
     """
@@ -98,6 +100,7 @@ class Segment:
     log: TaskLog = field(default_factory=TaskLog)
     attempt: int = 1
     dead_reason: str | None = None
+    known_usage: TokenUsage | None = None
     keep_alive_at: float | None = None
 
     @property
@@ -106,10 +109,12 @@ class Segment:
         return self.backend if self.backend is not None and self.backend.is_shared else None
 
     def with_usage(self, failure: Failed) -> Failed:
-        """Add the tokens that the code has used to `failure`, unless it has some already."""
-        if self.workspace is None or not failure.usage.is_empty:
+        """Add the tokens that the task has used to `failure`, unless it has some already."""
+        workspace = self.workspace
+        used = self.known_usage if workspace is None else workspace.context.token_usage
+        if used is None or not failure.usage.is_empty:
             return failure
-        return replace(failure, usage=self.workspace.context.token_usage.snapshot())
+        return replace(failure, usage=used.snapshot())
 
     def may_run_elsewhere(self) -> bool:
         """Whether its request was redelivered or requeued, so another replica may run it too."""

@@ -62,7 +62,7 @@ from meshpoint.model.transitions import (
     UnknownCall,
     WrongSender,
 )
-from meshpoint.model.usage import TokenUsage
+from meshpoint.model.usage import TokenUsage, parse_usage
 from meshpoint.ports.agent import ReadsLog, select_version
 from meshpoint.ports.isolation import Isolation
 
@@ -178,19 +178,9 @@ class SegmentRunner:
     def _choose_code(
         self, segment: Segment, backend: Backend, task: Resumable, *, rescued: bool, isolated: bool
     ) -> _SegmentCode:
-        if task.cancel_requested:
-            return partial(_return_result, running.Stopped(StopReason.CANCELLED))
-        if task.requester.is_overdue(self._runtime.clock.now()):
-            return partial(_return_result, overdue_outcome(task))
-        if task.refusal_reason is not None:
-            return partial(_return_result, Failed(FailureKind.ERROR, task.refusal_reason))
-        if exhausted_reason := find_exhausted_reason(task, self._runtime.options):
-            segment.dead_reason = exhausted_reason + _resume_advice(task)
-            return partial(_return_result, Failed(FailureKind.ERROR, segment.dead_reason))
-        if rescued and task.checkpoint is not None and self._runtime.replica.fails_lost:
-            reason = f"the replica that ran it is gone{_resume_advice(task)}"
-            self._runtime.steps.emit(Step.OWNER_LOST, task.run.task_id, reason=reason)
-            return partial(_return_result, Failed(FailureKind.ERROR, reason))
+        if (result := self._result_without_code(segment, task, rescued=rescued)) is not None:
+            segment.known_usage = _known_usage(task)
+            return partial(_return_result, result)
         if task.run.generation == 0 and task.request is not None:
             code = partial(self._restart, segment, backend, task, task.request)
         else:
@@ -203,6 +193,25 @@ class SegmentRunner:
             if self._runtime.isolation is None
             else partial(self._run_isolated, self._runtime.isolation, segment, task, run_alone)
         )
+
+    def _result_without_code(
+        self, segment: Segment, task: Resumable, *, rescued: bool
+    ) -> running.SegmentResult | None:
+        """The result of a task whose code must not run, or `None`."""
+        if task.cancel_requested:
+            return running.Stopped(StopReason.CANCELLED)
+        if task.requester.is_overdue(self._runtime.clock.now()):
+            return overdue_outcome(task)
+        if task.refusal_reason is not None:
+            return Failed(FailureKind.ERROR, task.refusal_reason)
+        if exhausted_reason := find_exhausted_reason(task, self._runtime.options):
+            segment.dead_reason = exhausted_reason + _resume_advice(task)
+            return Failed(FailureKind.ERROR, segment.dead_reason)
+        if rescued and task.checkpoint is not None and self._runtime.replica.fails_lost:
+            reason = f"the replica that ran it is gone{_resume_advice(task)}"
+            self._runtime.steps.emit(Step.OWNER_LOST, task.run.task_id, reason=reason)
+            return Failed(FailureKind.ERROR, reason)
+        return None
 
     async def _run_suspect(self, code: _SegmentCode) -> running.SegmentResult:
         try:
@@ -518,6 +527,16 @@ def _restore_usage(context: TaskExecutionContext, task: Resumable) -> None:
     earlier = task.context.get("token_usage")
     if earlier is not None and task.requester.parent_task_id is None:
         context.token_usage.add(TokenUsage.model_validate(earlier))
+
+
+def _known_usage(task: Resumable) -> TokenUsage:
+    """The tokens of a task up to its last pause, with those of the peers that it waited for."""
+    if task.run.generation == 0 and task.requester.parent_task_id is not None:
+        return TokenUsage()
+    usage = parse_usage(task.context.get("token_usage")) or TokenUsage()
+    for _, peer, outcome in task.outcomes:
+        usage.merge(outcome.usage, source=peer)
+    return usage
 
 
 def _resume_call(

@@ -65,6 +65,12 @@ Outcome: TypeAlias = Ok[JsonValue] | Failed
 """An outcome as sent or stored: its value is JSON, not validated against a declared type."""
 
 
+def lacks_usage(outcome: Outcome) -> bool:
+    """Whether a call was closed for its peer, and the peer's tokens are not known yet."""
+    closing = {FailureKind.TIMEOUT, FailureKind.CANCELLED}
+    return isinstance(outcome, Failed) and outcome.kind in closing and outcome.usage.is_empty
+
+
 def encode_outcome(outcome: Outcome) -> bytes:
     """Encode `outcome` as the JSON stored in its call's row. Empty fields are omitted."""
     fields: dict[str, Any] = (

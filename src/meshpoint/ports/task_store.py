@@ -123,6 +123,10 @@ class Transitions(Protocol):
         are closed as `Failed(cancelled)` and left `cancelling`. The claim that completes the join
         returns `JoinCompleted` or `TaskReady`; earlier claims in the same batch return
         `StillWaiting`. State and outcomes are read after the row is locked.
+
+        A claim of a call that the mesh has closed adds its tokens to the call's outcome, once, if
+        no run has read that: while the task waits, is ready or parked, or as an operation that has
+        failed or was cancelled, whose total then includes them.
         """
 
     async def end(self, ends: Sequence[End]) -> list[EndResult]:

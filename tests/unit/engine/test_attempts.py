@@ -13,11 +13,11 @@ from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
 from meshpoint.agents.stateful import StatefulAgent
 from meshpoint.errors import ConfigurationError
-from meshpoint.model.calls import Done, Paused
+from meshpoint.model.calls import FIRST, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.operations import OperationStatus
 from meshpoint.model.options import StoreTimings
-from meshpoint.model.outcomes import Failed, Ok
+from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.model.usage import Tokens, TokenUsage
 
 from .mesh import Mesh, SharedStore
@@ -106,6 +106,62 @@ async def test_the_tokens_of_earlier_attempts_survive_a_pause(
     outcome = await stored_outcome(mesh, task_id)
     assert total(outcome) == 1_110 + 10 + 2 * 5
     assert outcome.usage.by_source["peer"].input == 1_010
+
+
+async def test_the_tokens_of_three_failures_add_up(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    """With those of a peer that was no longer needed, and answered after the failure."""
+    failures = [ValueError("no")] * 3
+
+    @agent("agent")
+    async def racing(ctx: TaskExecutionContext, number: int) -> int:
+        def fetch() -> int:
+            use(ctx, 100)
+            return number
+
+        await ctx.subtask("fetch", fetch)
+        await ctx.gather_outcomes(peer_agent(number), peer_agent(number + 1), join=FIRST)
+        use(ctx, 10)
+        if failures:
+            raise failures.pop()
+        return number
+
+    await mesh.replica(racing)
+    task_id = await client.ask("agent", 1)
+    for attempt in range(4):
+        if attempt:
+            await resume_and_sweep(mesh, task_id)
+        needed = await peer.wait_for_request(2 * attempt + 1)
+        cancelled = await peer.wait_for_request(2 * attempt + 2)
+        await peer.respond(needed, Ok(1, usage=usage_of(1_000)))
+        await mesh.idle()
+        await peer.respond(cancelled, Failed(FailureKind.CANCELLED, usage=usage_of(10_000)))
+        await mesh.idle()
+    outcome = await stored_outcome(mesh, task_id)
+    assert total(outcome) == 100 + 4 * (10 + 1_000) + 3 * 10_000
+    assert outcome.usage.by_source["peer"].input == 4 * 1_000 + 3 * 10_000
+    operation = await mesh.store.operation(task_id)
+    assert operation is not None
+    assert operation.usage == outcome.usage
+
+
+async def test_a_task_that_times_out_while_it_waits_reports_its_tokens(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    @agent("agent")
+    async def calling(ctx: TaskExecutionContext, number: int) -> int:
+        use(ctx, 20)
+        await ctx.gather_outcomes(peer_agent(number), peer_agent(number + 1))
+        return number
+
+    await mesh.replica(calling)
+    task_id = await client.ask("agent", 1, deadline=mesh.deadline_in(30))
+    await peer.respond(await peer.wait_for_request(1), Ok(1, usage=usage_of(5)))
+    await mesh.advance(32)
+    reply = await client.reply(task_id)
+    assert isinstance(reply, Failed)
+    assert (reply.kind, total(reply)) == (FailureKind.TIMEOUT, 25)
 
 
 async def test_a_cancelled_wait_keeps_its_tokens(

@@ -21,6 +21,7 @@ from meshpoint.model.outcomes import (
     Outcome,
     decode_outcome,
     encode_outcome,
+    lacks_usage,
 )
 from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation
 from meshpoint.model.tasks import (
@@ -299,6 +300,26 @@ class TaskRow:
         return self.join.met(
             total=self.expected, completed=self.completed, succeeded=self.succeeded
         )
+
+    def count_late_usage(self, call: CallRow, usage: TokenUsage) -> None:
+        """Count the tokens of a response to a closed call, once, if nothing has read its outcome.
+
+        An ended operation counts them in its total.
+        """
+        if usage.is_empty or call.claim_id is not None or call.outcome is None:
+            return
+        if self.state is TaskState.RUNNING or call.generation != self.generation:
+            return
+        if self.state.is_final and not _is_resumable(self):
+            return
+        recorded = decode_outcome(call.outcome)
+        if not lacks_usage(recorded):
+            return
+        call.outcome = encode_outcome(replace(recorded, usage=usage))
+        if self.state.is_final:
+            total = self.usage or TokenUsage()
+            total.merge(usage, source=call.peer)
+            self.set_usage(total)
 
     def delete_done_calls(self) -> None:
         """Delete all calls except cancels that are still unsent."""

@@ -234,11 +234,10 @@ class InProcessTransitions:
         if claim.sender is not None and claim.sender != call.peer:
             return WrongSender(task_id, sub_task_id, call.peer)
         if call.state is not CallState.PENDING:
-            return (
-                _repeated_result(row, call, claim, replica)
-                if call.claim_id == claim.id
-                else DuplicateOutcome(task_id, sub_task_id)
-            )
+            if call.claim_id == claim.id:
+                return _repeated_result(row, call, claim, replica)
+            row.count_late_usage(call, claim.outcome.usage)
+            return DuplicateOutcome(task_id, sub_task_id)
         row.record_outcome(call, claim.outcome, claim.id)
         if not row.is_join_met:
             self._tables.put(row)

@@ -12,6 +12,7 @@ from sqlalchemy import Row
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.codec import Packed, pack
 from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.late_usage import has_late_usage, record_late_usage
 from meshpoint.adapters.sql.locking import lock_tasks
 from meshpoint.adapters.sql.owning import OwnedTasks, assign_owners, read_owned
 from meshpoint.adapters.sql.rows import NOT_NEEDED, Columns, cancel_notice_from_row, group_by_task
@@ -116,7 +117,36 @@ async def claim(
         if isinstance(results[place], TaskReady) or (tally and tally.met_by is command):
             results[place] = TaskReady(task_id, command.sub_task_id, cancels.get(task_id, ()))
     owned_now = [columns["task_id"] for columns in owners if columns["owner"] is not None]
+    await record_late_usage(tx, _late_claims(claims, results, tallies, calls, owned_now))
     return results, await read_owned(tx, owned_before + owned_now)
+
+
+def _late_claims(
+    claims: Sequence[tuple[Claim, Packed]],
+    results: Sequence[ClaimResult],
+    tallies: Mapping[str, _Tally],
+    calls: Mapping[tuple[str, str], Row[Any]],
+    owned: Sequence[str],
+) -> dict[tuple[str, str], tuple[Claim, Row[Any]]]:
+    """Claims that are no outcomes, but have tokens to count, as `record_late_usage` takes them.
+
+    `owned` are the tasks that this batch has given to a run. It reads no later claims of theirs.
+    """
+    late: dict[tuple[str, str], tuple[Claim, Row[Any]]] = {}
+    running = set[str]()
+    for (command, _), result in zip(claims, results, strict=True):
+        key, tally = (command.task_id, command.sub_task_id), tallies.get(command.task_id)
+        if tally is None:
+            continue
+        if tally.met_by is command and command.task_id in owned:
+            running.add(command.task_id)
+        if not isinstance(result, DuplicateOutcome) or command.task_id in running:
+            continue
+        if command.sub_task_id in tally.answered or key in late:
+            continue
+        if has_late_usage(command, tally.row, calls[key]):
+            late[key] = (command, tally.row)
+    return late
 
 
 def with_tasks(

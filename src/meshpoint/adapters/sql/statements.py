@@ -499,6 +499,13 @@ SELECT c.logical_task_id, c.sub_task_id, c.invocation_id, c.peer_agent, c.status
     ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
 """
 
+# Read the outcomes of calls by key.
+READ_CALL_OUTCOMES = """
+SELECT c.logical_task_id, c.sub_task_id, c.peer_agent, c.outcome
+  FROM {pairs} JOIN agent_peer_sub_tasks AS c
+    ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
+"""
+
 # Read whole calls by key, including their requests.
 READ_REQUESTS = """
 SELECT c.*, {instant} AS now FROM {pairs} JOIN agent_peer_sub_tasks AS c
@@ -517,6 +524,12 @@ SELECT logical_task_id, sub_task_id, agent_name, peer_agent, timeout_deadline, a
 UPDATE_CALL_OUTCOME = """
 UPDATE agent_peer_sub_tasks SET
   status = 'done', outcome = :outcome, claim_id = :claim_id, send_due_at = NULL
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
+"""
+
+# Replace the outcome of a closed call by one with the tokens of its peer.
+UPDATE_CALL_USAGE = """
+UPDATE agent_peer_sub_tasks SET outcome = :outcome
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
 """
 
@@ -641,6 +654,11 @@ SELECT c.* FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
 # Read the tokens that tasks had used at their last pause.
 READ_PAUSE_USAGE = """
 SELECT logical_task_id, token_usage FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
+"""
+
+# Replace the tokens that a task has used.
+UPDATE_USAGE = """
+UPDATE agent_paused_tasks SET token_usage = :token_usage WHERE logical_task_id = :task_id
 """
 
 # Replace the request of a call.

@@ -171,7 +171,7 @@ async def _keep_pauses(
     for row in await tx.fetch(statements.READ_PAUSE_USAGE, ids=ids):
         counted = TokenUsage.model_validate_json(row.token_usage or "{}")
         for call in calls.get(row.logical_task_id, ()):
-            if (outcome := await _read_outcome(call)) is not None:
+            if (outcome := await read_outcome(call)) is not None:
                 counted.merge(outcome.usage, source=call.peer_agent)
         if not counted.is_empty:
             usage[row.logical_task_id] = counted
@@ -190,7 +190,7 @@ async def _keep_pauses(
     return usage
 
 
-async def _read_outcome(call: Row[Any]) -> Outcome | None:
+async def read_outcome(call: Row[Any]) -> Outcome | None:
     """The outcome of a call; `None` if missing or damaged, which must not stop an end."""
     if call.outcome is None:
         return None
@@ -202,7 +202,7 @@ async def _read_outcome(call: Row[Any]) -> Outcome | None:
 
 
 async def _kept_request(call: Row[Any], options: StoreOptions) -> Packed:
-    if isinstance(await _read_outcome(call), Ok):
+    if isinstance(await read_outcome(call), Ok):
         return await pack(b"")
     try:
         request = await unpack(call.request) or b""

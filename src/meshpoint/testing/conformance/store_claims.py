@@ -37,6 +37,7 @@ from meshpoint.testing.conformance.build import (
     a_call,
     a_claim,
     a_pause,
+    a_release,
     a_replica,
     a_requester,
     answered,
@@ -397,6 +398,46 @@ class ClaimSuite:
         ]
         assert await row(store, pause.run.task_id) == before
         assert kinds(one(await store.acquire(HERE, 10))) == ["ok", "cancelled"]
+
+    async def test_a_late_response_counts_its_tokens_once(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        pause = await paused(store, a_call("a", timeout=5 * SECOND), a_call("b"))
+        clock.advance(6 * SECOND)
+        await store.expire(HERE, 10, 1)
+        for _ in range(2):
+            late = a_claim(pause, "a", replace(ok(), usage=USAGE))
+            assert await store.claim([late], HERE, 1) == [
+                DuplicateOutcome(late.task_id, late.sub_task_id)
+            ]
+        task = await resumed(store, pause, "b")
+        assert kinds(task) == ["timeout", "ok"]
+        assert [outcome.usage for outcome in outcomes(task).values()] == [USAGE, TokenUsage()]
+
+    async def test_a_late_response_counts_its_tokens_until_the_task_runs(
+        self, store: CheckpointStore
+    ) -> None:
+        pause = await paused(store, "a", "b", "c", join=FIRST)
+        late = [a_claim(pause, each, replace(error(), usage=USAGE)) for each in ("b", "c")]
+        await store.claim([a_claim(pause, "a"), late[0]], HERE, 0)
+        task = one(await store.acquire(HERE, 10))
+        await store.claim([late[1]], HERE, 1)
+        await store.release([a_release(task.run)])
+        task = one(await store.acquire(HERE, 10))
+        assert kinds(task) == ["ok", "cancelled", "cancelled"]
+        unknown = TokenUsage()
+        assert [each.usage for each in outcomes(task).values()] == [unknown, USAGE, unknown]
+
+    async def test_another_peer_counts_no_tokens(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        pause = await paused(store, a_call("a", timeout=5 * SECOND), a_call("b"))
+        clock.advance(6 * SECOND)
+        await store.expire(HERE, 10, 1)
+        foreign = a_claim(pause, "a", replace(ok(), usage=USAGE), sender="hotels")
+        assert isinstance(one(await store.claim([foreign], HERE, 1)), WrongSender)
+        task = await resumed(store, pause, "b")
+        assert outcomes(task)["a"].usage == TokenUsage()
 
     async def test_a_join_that_has_time_left_waits(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b", join=Join(deadline=5 * SECOND))

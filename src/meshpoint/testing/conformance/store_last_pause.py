@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody, parse_body
-from meshpoint.model.calls import FIRST
+from meshpoint.model.calls import AT_LEAST, FIRST
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.operations import RESUMED_SINCE, LastPause, NotRevived, Refusal, Revived
 from meshpoint.model.outcomes import Ok, Outcome
@@ -20,7 +20,14 @@ from meshpoint.model.tasks import (
     Run,
     TaskState,
 )
-from meshpoint.model.transitions import Claim, JoinCompleted, LogChange, Pause, UnknownCall
+from meshpoint.model.transitions import (
+    Claim,
+    DuplicateOutcome,
+    JoinCompleted,
+    LogChange,
+    Pause,
+    UnknownCall,
+)
 from meshpoint.model.usage import Tokens, TokenUsage
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.subtasks.resuming import at_last_pause
@@ -280,6 +287,43 @@ class LastPauseSuite:
         await write_end(store, replace(an_end(run, FAILED, reason="no"), usage=total))
         last = await last_pause_of(store, run.task_id)
         assert TokenUsage.model_validate(last.context["token_usage"]) == total
+
+    @pytest.mark.parametrize("end", [FAILED, CANCELLED])
+    async def test_tokens_that_arrive_after_the_end_count_once(
+        self, store: CheckpointStore, end: TaskState
+    ) -> None:
+        used = TokenUsage(total=Tokens(input=10))
+        pause = replace(an_operation_pause(await operating(store), "a", "b"), join=AT_LEAST(1))
+        await write_pause(store, pause)
+        if end is FAILED:
+            await write_end(store, an_end(await claimed(store, pause, a=ok()), end, reason="no"))
+        else:
+            await store.cancel([a_cancel(pause.run.task_id)])
+        for _ in range(2):
+            late = a_claim(pause, "b", replace(error(), usage=used))
+            assert await store.claim([late], HERE, 1) == [
+                DuplicateOutcome(late.task_id, late.sub_task_id)
+            ]
+        summary = await summary_of(store, pause.run.task_id)
+        assert summary.usage is not None
+        assert summary.usage.total == Tokens(input=11)
+        assert summary.usage.by_source == {PEER: Tokens(input=10)}
+        last = await last_pause_of(store, pause.run.task_id)
+        assert TokenUsage.model_validate(last.context["token_usage"]) == summary.usage
+
+    async def test_a_repeated_response_to_a_resumed_pause_counts_no_tokens(
+        self, store: CheckpointStore
+    ) -> None:
+        answer = replace(ok(), usage=TokenUsage(total=Tokens(input=10)))
+        pause = await failed_after(store, a=answer, b=error())
+        again = await resume_at_pause(store, pause.run.task_id)
+        repeated = a_claim(pause, "a", answer)
+        assert await store.claim([repeated], HERE, 1) == [
+            DuplicateOutcome(repeated.task_id, repeated.sub_task_id)
+        ]
+        arrival = one(await store.claim([a_claim(again, "b")], HERE, 1))
+        assert isinstance(arrival, JoinCompleted)
+        assert outcomes(arrival.task)["a"].usage == TokenUsage()
 
     async def test_the_log_is_kept(self, store: CheckpointStore) -> None:
         pause = an_operation_pause(await operating(store), "a")
