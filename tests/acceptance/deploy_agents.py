@@ -65,7 +65,7 @@ async def counts_and_fails(ctx: Any, number: int) -> int:
 
 @agent("root", version="1")
 async def counts_once_more(ctx: Any, number: int) -> int:
-    """Repeats these writes, and one of them more often."""
+    """Repeats these writes, and adds one before the call."""
     await ctx.memory.incr("count")
     await ctx.memory.incr("count")
     await ctx.call(peer(number))

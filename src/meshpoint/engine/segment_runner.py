@@ -530,7 +530,7 @@ def _restore_usage(context: TaskExecutionContext, task: Resumable) -> None:
 
 
 def _known_usage(task: Resumable) -> TokenUsage:
-    """The tokens of a task up to its last pause, with those of the peers that it waited for."""
+    """The tokens of a task up to the end of its last pause, including its peers."""
     if task.run.generation == 0 and task.requester.parent_task_id is not None:
         return TokenUsage()
     usage = parse_usage(task.context.get("token_usage")) or TokenUsage()

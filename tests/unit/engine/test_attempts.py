@@ -111,7 +111,7 @@ async def test_the_tokens_of_earlier_attempts_survive_a_pause(
 async def test_the_tokens_of_three_failures_add_up(
     mesh: Mesh, client: FakePeer, peer: FakePeer
 ) -> None:
-    """With those of a peer that was no longer needed, and answered after the failure."""
+    """Also if a peer that was no longer needed answers after the failure."""
     failures = [ValueError("no")] * 3
 
     @agent("agent")
