@@ -39,7 +39,12 @@ class RunRecords:
         self.used: set[str] = set()
 
     def with_changes(self, checkpoint: AgentCheckpoint) -> AgentCheckpoint:
-        """Return `checkpoint`, saying which of its records are not stored yet."""
+        """Return `checkpoint`, saying which of its records are not stored yet.
+
+        Without records it stays as earlier releases read it.
+        """
+        if not checkpoint.subtasks:
+            return checkpoint
         if self._stored_from is None:
             return checkpoint.model_copy(update={"records_from": checkpoint.seq})
         changed = frozenset(

@@ -33,6 +33,16 @@ def test_a_task_without_a_checkpoint_has_no_records() -> None:
     assert (empty.by_name, empty.saved_progress) == ({}, {})
 
 
+def test_records_are_stored_apart_once_there_are_any() -> None:
+    """Earlier releases read a checkpoint without records, and no other."""
+    empty = RunRecords(None)
+    without = AgentCheckpoint(operation_id=TaskId("task"), agent=AgentName("analyst"), seq=1)
+    assert empty.with_changes(without) == without
+    empty.on_stored(without)
+    first = without.model_copy(update={"seq": 2, "subtasks": (DONE,)})
+    assert empty.with_changes(first).records_from == 2
+
+
 def test_restored_records_are_in_order_and_not_used_yet(records: RunRecords) -> None:
     assert records.by_name == {"a": DONE, "b": STARTED}
     assert list(records.by_name) == ["a", "b"]
