@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from meshpoint.errors import OperationNotFound
+from meshpoint.errors import ConfigurationError, OperationNotFound
 from meshpoint.model.bodies import ResponseBody, parse_body
+from meshpoint.model.ids import TaskId
 from meshpoint.model.memory import SnapshotInfo
 from meshpoint.model.messages import validate_agent_name
 from meshpoint.model.operations import OperationStatus, OperationSummary, Revived
 from meshpoint.model.outcomes import Outcome
 from meshpoint.model.subtasks import AgentCheckpoint
-from meshpoint.model.tasks import TaskState, TaskSummary
+from meshpoint.model.tasks import EVERY_TASK, TaskFilter, TaskState, TaskSummary
+from meshpoint.model.transitions import SuspendResult
 from meshpoint.ports.agent import ResumeFrom
 from meshpoint.settings import StoreSettings
 from meshpoint.subtasks.resuming import parse_operation_id, resume_operation
 from meshpoint.wiring import make_store
 
 _POLL_INTERVAL = 0.2  # seconds
-_UNPARK_BATCH = 100  # tasks per transaction
-_PARKED_PAGE = 1000  # tasks per read
+_BATCH = 100  # tasks per transaction
+_PAGE = 1000  # tasks per read
 
 
 class Operations:
@@ -101,27 +104,78 @@ class Operations:
         self, *, agent: str | None = None, reason: str = ""
     ) -> AsyncGenerator[list[TaskSummary], None]:
         """Yield all parked tasks whose reason contains `reason`, newest first, in batches."""
+        async with aclosing(self._pages(agent, [TaskState.PARKED])) as pages:
+            async for page in pages:
+                yield [task for task in page if reason in (task.parked_reason or "")]
+
+    async def suspended(
+        self, *, agent: str | None = None
+    ) -> AsyncGenerator[list[TaskSummary], None]:
+        """Yield all suspended tasks, newest first, in batches."""
+        async with aclosing(self._pages(agent, where=TaskFilter(suspended=True))) as pages:
+            async for page in pages:
+                yield page
+
+    async def suspendable(
+        self, *, agent: str | None = None, states: Sequence[str] = ()
+    ) -> AsyncGenerator[list[TaskSummary], None]:
+        """Yield all tasks that can be suspended and are not, newest first, in batches.
+
+        `states`: only tasks in these states, which are among running, waiting and ready.
+
+        Raises:
+            ConfigurationError: No task in a state among `states` can be suspended.
+        """
+        suspendable = [state for state in TaskState if state.can_be_suspended]
+        for state in states:
+            if state not in suspendable:
+                fix = f"use {', '.join(suspendable)}"
+                raise ConfigurationError("state", f"{state} tasks cannot be suspended", fix)
+        chosen = [TaskState(state) for state in states] or suspendable
+        where = TaskFilter(suspended=False)
+        async with aclosing(self._pages(agent, chosen, where)) as pages:
+            async for page in pages:
+                yield page
+
+    async def _pages(
+        self,
+        agent: str | None,
+        states: Sequence[TaskState] = (),
+        where: TaskFilter = EVERY_TASK,
+    ) -> AsyncGenerator[list[TaskSummary], None]:
         name = None if agent is None else validate_agent_name(agent)
         page: list[TaskSummary] = []
         while page := await self._store.tasks(
             agent=name,
-            states=[TaskState.PARKED],
-            limit=_PARKED_PAGE,
+            states=states,
+            where=where,
+            limit=_PAGE,
             after=page[-1].task_id if page else None,
         ):
-            yield [task for task in page if reason in (task.parked_reason or "")]
+            yield page
 
     async def unpark(self, ids: Sequence[str]) -> list[str]:
         """Offer parked tasks to every version again, even if it has tried them.
 
         Returns the ids of the tasks that were parked.
         """
-        found: list[str] = []
-        for first in range(0, len(ids), _UNPARK_BATCH):
-            part = [parse_operation_id(id_) for id_ in ids[first : first + _UNPARK_BATCH]]
-            results = await self._store.unpark(part)
-            found += [id_ for id_, result in zip(part, results, strict=True) if result]
-        return found
+        return await _apply_in_batches(self._store.unpark, ids)
+
+    async def suspend(self, ids: Sequence[str]) -> list[SuspendResult]:
+        """Keep replicas from running tasks, until `unsuspend`. Returns a result for each id.
+
+        A `TaskSuspended` task that is running continues to its next pause. `SuspendRefused` has
+        the state of a task that cannot be suspended. Peers' responses are recorded and deadlines
+        enforced meanwhile.
+        """
+        results: list[SuspendResult] = []
+        for part in _batches(ids):
+            results += await self._store.suspend(part)
+        return results
+
+    async def unsuspend(self, ids: Sequence[str]) -> list[str]:
+        """Let replicas run tasks again. Returns the ids of the tasks that were suspended."""
+        return await _apply_in_batches(self._store.unsuspend, ids)
 
     async def wait(self, id_: str) -> Outcome:
         """Wait until an operation has ended, and return its outcome.
@@ -168,3 +222,19 @@ class Operations:
     async def checkpoints(self, id_: str) -> list[AgentCheckpoint]:
         """Return the retained checkpoints of an operation, oldest first."""
         return await self._store.history(parse_operation_id(id_))
+
+
+def _batches(ids: Sequence[str]) -> Iterator[list[TaskId]]:
+    for first in range(0, len(ids), _BATCH):
+        yield [parse_operation_id(id_) for id_ in ids[first : first + _BATCH]]
+
+
+async def _apply_in_batches(
+    change: Callable[[Sequence[TaskId]], Awaitable[list[bool]]], ids: Sequence[str]
+) -> list[str]:
+    """Return the ids of the changed tasks."""
+    changed: list[str] = []
+    for part in _batches(ids):
+        results = await change(part)
+        changed += [id_ for id_, result in zip(part, results, strict=True) if result]
+    return changed

@@ -22,6 +22,7 @@ from meshpoint.adapters.sql.tables import REVISION, VERSION_TABLE
 from meshpoint.doctor.examine import examine
 from meshpoint.doctor.findings import Finding, Severity, worst
 from meshpoint.model.ids import AgentName, ReplicaId, new_id
+from meshpoint.model.tasks import TaskFilter
 from meshpoint.settings import Settings, StoreSettings, load
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import HERE, a_call, a_pause, a_release, resumed
@@ -174,6 +175,23 @@ async def test_edited_code_may_park_and_parked_tasks_are_tried_by_others_only(
     (stuck,) = named(by_version["1.1"], "tasks.parked")
     assert stuck.severity is Severity.WARNING
     assert "meshpoint tasks resume --state parked --agent travel" in stuck.fix
+
+
+async def test_suspended_tasks_are_counted(
+    configure: Callable[..., Settings], database_url: str, tmp_path: Path, namespace: str
+) -> None:
+    settings = configure(f"sqlite:///{tmp_path}/broker.db", database_url)
+    await write_tasks(database_url, namespace, FORMATS["1"], 3)
+    assert named(await diagnose(settings), "tasks.suspended") == []
+    async with open_store(database_url, namespace) as store:
+        found = await store.tasks(limit=2)
+        await store.suspend([task.task_id for task in found])
+        (summary, *_) = await store.tasks(where=TaskFilter(suspended=True))
+    assert summary.suspended_at is not None
+    (finding,) = named(await diagnose(settings), "tasks.suspended")
+    assert finding.severity is Severity.NOTE
+    assert finding.data["tasks"] == 2
+    assert "meshpoint tasks resume --state suspended --agent travel" in finding.fix
 
 
 async def test_tasks_of_removed_agents_and_for_missing_peers(

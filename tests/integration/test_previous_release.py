@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -23,25 +23,32 @@ from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Ok
 from meshpoint.model.subtasks import AgentCheckpoint, Child, MemoryWrite, SubtaskStatus
-from meshpoint.model.tasks import CallState, Run, TaskState
-from meshpoint.model.transitions import Save
+from meshpoint.model.tasks import CallState, Run, TaskFilter, TaskState
+from meshpoint.model.transitions import Save, SuspendRefused
 from meshpoint.model.usage import Tokens
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
+    HERE,
     HOUR,
+    LEASE,
     NEWER,
     SECOND,
     STRANGER,
+    a_call,
     a_checkpoint,
     a_pause,
     a_record,
     a_release,
     a_requester,
+    a_revive,
     an_end,
+    answered,
     one,
     operating,
     parked,
     paused,
+    ready,
+    resumed,
     row,
     write_end,
     write_pause,
@@ -259,6 +266,108 @@ async def test_a_pause_of_its_replicas_forgets_which_versions_have_tried(
     await store.release([a_release(run, parked="call 2", version=NEWER.version)])
     summary, _ = await row(store, run.task_id)
     assert summary.tried_versions == (NEWER.version,)
+
+
+async def ready_then_suspended(store: SqlStore, clock: FakeClock) -> None:
+    await store.suspend([(await ready(store)).run.task_id])
+
+
+async def suspended_then_answered(store: SqlStore, clock: FakeClock) -> None:
+    pause = await paused(store)
+    await store.suspend([pause.run.task_id])
+    await answered(store, pause)
+
+
+async def suspended_then_expired(store: SqlStore, clock: FakeClock) -> None:
+    await store.suspend([(await paused(store, a_call("a", timeout=SECOND))).run.task_id])
+    clock.advance(2 * SECOND)
+    await store.expire(HERE, 10, 10)
+
+
+async def suspended_then_released(store: SqlStore, clock: FakeClock) -> None:
+    run = (await resumed(store)).run
+    await store.suspend([run.task_id])
+    await store.release([a_release(run)])
+
+
+async def suspended_then_lost(store: SqlStore, clock: FakeClock) -> None:
+    await store.suspend([(await resumed(store)).run.task_id])
+    clock.advance(LEASE + SECOND)
+    await store.rescue(HERE, 10, 10)
+
+
+async def suspended_then_paused_without_a_call_to_send(store: SqlStore, clock: FakeClock) -> None:
+    run = (await resumed(store)).run
+    await store.suspend([run.task_id])
+    await write_pause(store, a_pause(a_call("a", outcome=Ok(1)), run=run))
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        ready_then_suspended,
+        suspended_then_answered,
+        suspended_then_expired,
+        suspended_then_released,
+        suspended_then_lost,
+        suspended_then_paused_without_a_call_to_send,
+    ],
+)
+async def test_it_does_not_acquire_a_suspended_task_that_is_ready(
+    store: SqlStore,
+    database_url: str,
+    clock: FakeClock,
+    arrange: Callable[[SqlStore, FakeClock], Awaitable[None]],
+) -> None:
+    await arrange(store, clock)
+    assert one(await store.tasks()).state is TaskState.READY
+    clock.advance(timedelta(days=365))
+    due = "SELECT 1 FROM agent_paused_tasks WHERE status = 'ready' AND wake_at <= {now}"
+    assert await fetch(database_url, due.format(now=clock.now().timestamp())) == []
+
+
+async def test_a_suspended_task_that_it_makes_ready_is_held(
+    store: SqlStore, database_url: str, clock: FakeClock
+) -> None:
+    """Its claim makes the task due at once."""
+    pause = await ready(store)
+    await store.suspend([pause.run.task_id])
+    await execute(
+        database_url, "UPDATE agent_paused_tasks SET wake_at = :now", now=clock.now().timestamp()
+    )
+    assert (await store.due(HERE, 10)).ready == 0
+    assert await store.acquire(HERE, 10) == []
+    await store.unsuspend([pause.run.task_id])
+    assert len(await store.acquire(HERE, 10)) == 1
+
+
+async def test_a_suspended_task_that_it_cancels_ends(
+    store: SqlStore, database_url: str, clock: FakeClock
+) -> None:
+    """Its cancel of a running task, and its release, leave the suspension in the row."""
+    run = (await resumed(store)).run
+    await store.suspend([run.task_id])
+    await execute(database_url, "UPDATE agent_paused_tasks SET cancel_requested = true")
+    assert (await row(store, run.task_id))[0].suspended_at is None
+    assert await store.unsuspend([run.task_id]) == [False]
+    await store.release([a_release(run)])
+    assert (await store.due(HERE, 10)).ready == 1
+    assert one(await store.acquire(HERE, 10)).cancel_requested
+
+
+async def test_a_task_that_it_has_ended_is_not_suspended(
+    store: SqlStore, database_url: str
+) -> None:
+    run = await operating(store)
+    await store.save(Save(run, a_checkpoint(run, 1)))
+    await write_end(store, an_end(run, TaskState.FAILED, reason="no answer"))
+    await execute(database_url, "UPDATE agent_paused_tasks SET suspended_at = 1")
+    assert (await row(store, run.task_id))[0].suspended_at is None
+    assert await store.tasks(where=TaskFilter(suspended=True)) == []
+    assert await store.suspend([run.task_id]) == [SuspendRefused(TaskState.FAILED)]
+    await store.revive(a_revive(run.task_id))
+    assert (await row(store, run.task_id))[0].suspended_at is None
+    assert len(await store.acquire(HERE, 10)) == 1
 
 
 @pytest.mark.parametrize(

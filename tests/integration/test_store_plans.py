@@ -56,6 +56,7 @@ from meshpoint.model.transitions import (
     PauseCommitted,
     Save,
     StillWaiting,
+    TaskSuspended,
     UnroutableCall,
 )
 from meshpoint.model.usage import Tokens, TokenUsage
@@ -107,8 +108,8 @@ TABLES = (*CROWDED, operations, checkpoints, archive, subtask_records, task_log)
 _FOR_PEOPLE = {
     *("LIST_OPERATIONS", "LIST_AGENT_OPERATIONS", "READ_POSITION", "READ_WAITS"),
     *("READ_AGENTS", "READ_REQUEST"),
-    *("COUNT_TASKS", "COUNT_WAITS", "COUNT_DEAD", "COUNT_PARKED", "COUNT_OPERATIONS"),
-    "READ_OWNERS",
+    *("COUNT_TASKS", "COUNT_WAITS", "COUNT_DEAD", "COUNT_PARKED", "COUNT_SUSPENDED"),
+    *("COUNT_OPERATIONS", "READ_OWNERS"),
 }
 """Statements for people, some of which read and sort many rows."""
 _FOR_DAMAGE = {"POSTPONE_TASK", "POSTPONE_KEEP_ALIVE", "UPDATE_UNANSWERABLE"}
@@ -308,6 +309,7 @@ class StatementRun:
         await self._store_replies()
         await self._rescue()
         await self._park()
+        await self._suspend()
         await self._cancel()
         await self._send()
         await self._operate()
@@ -456,6 +458,16 @@ class StatementRun:
         released = await self._store.release_unread(unread, 1_000)
         assert {task.run.task_id for task in expired} <= set(released)
         assert all(await self._store.unpark([task.run.task_id for task in tried]))
+
+    async def _suspend(self) -> None:
+        """Suspend waiting tasks, whose responses then arrive, and resume them."""
+        pauses = await self._pause({"call_id": "a"})
+        task_ids = [pause.run.task_id for pause in pauses]
+        for is_repeat in (False, True):
+            results = await self._store.suspend(task_ids)
+            assert results == [TaskSuspended(TaskState.WAITING, repeated=is_repeat)] * self._batch
+        assert await self._claim(pauses) == []
+        assert await self._store.unsuspend(task_ids) == [True] * self._batch
 
     async def _cancel(self) -> None:
         """Cancel waiting, running and unknown tasks, and all of them again after they ended."""

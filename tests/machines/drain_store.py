@@ -19,6 +19,7 @@ async def drain_store(
     store: CheckpointStore, ledger: Ledger, inputs: InputFactory, clock: FakeClock
 ) -> None:
     """Sweep until every task has ended, everything is sent, and all rows are purged."""
+    await _resume_suspended(store, ledger)
     # exceeds any timeout, lease or back-off, so everything that can be due is due in the first
     # round, apart from parked tasks
     # and calls that are only limited by their peer's silence, which starts again when found late
@@ -33,6 +34,12 @@ async def drain_store(
     sweeper_checks.check_purged(ledger, await store.purge(AGENT, BATCH_LIMIT))
     assert await store.tasks(limit=BATCH_LIMIT) == [], "rows are left"
     assert ledger.models == {}
+
+
+async def _resume_suspended(store: CheckpointStore, ledger: Ledger) -> None:
+    models = ledger.models.values()
+    task_ids = [model.task_id for model in models if model.suspended_at is not None]
+    ledger.check_unsuspended(task_ids, await store.unsuspend(task_ids))
 
 
 async def _sweep(store: CheckpointStore, ledger: Ledger, inputs: InputFactory) -> None:

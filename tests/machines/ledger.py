@@ -37,7 +37,9 @@ from meshpoint.model.transitions import (
     Release,
     SaveResult,
     StillWaiting,
+    SuspendRefused,
     TaskReady,
+    TaskSuspended,
     UnknownCall,
     WrongSender,
 )
@@ -174,9 +176,9 @@ class Ledger:
         for claim, result in zip(claims, results, strict=True):
             if self._check_claim(claim, replica, result):
                 acquired += isinstance(result, JoinCompleted)
-                refused += isinstance(result, TaskReady) and self.models[
-                    claim.task_id
-                ].is_readable_by(replica)
+                model = self.models[claim.task_id]
+                left_ready = isinstance(result, TaskReady) and model.suspended_at is None
+                refused += left_ready and model.is_readable_by(replica)
         assert acquired <= slots, f"{acquired} tasks were acquired with {slots} slots"
         assert not refused or slots_used >= slots, (
             f"{refused} tasks were not acquired with {slots - slots_used} slots free"
@@ -222,6 +224,7 @@ class Ledger:
             model.make_ready(self.now, run_id)
         else:
             assert model.is_readable_by(replica)
+            assert model.suspended_at is None
             assert run_id in {None, result.task.run.id}
             self.check_resumed(model, result.task, replica)
 
@@ -275,8 +278,32 @@ class Ledger:
             is_parked = model is not None and model.state is TaskState.PARKED
             assert result == is_parked, result
             if model is not None and is_parked:
-                model.state, model.due_at = TaskState.READY, self.now
+                model.state, model.due_at, model.suspended_at = TaskState.READY, self.now, None
                 model.forget_parking()
+
+    def check_suspended(self, task_ids: Sequence[TaskId], results: Sequence[object]) -> None:
+        """Check and apply the results of `suspend`."""
+        for task_id, result in zip(task_ids, results, strict=True):
+            model = self.models.get(task_id)
+            if model is None:
+                assert result == SuspendRefused(None), result
+            elif model.cancel_requested and not model.state.is_final:
+                assert result == SuspendRefused(model.state, is_cancelled=True), result
+            elif model.state.can_be_suspended or model.suspended_at is not None:
+                repeated = model.suspended_at is not None
+                assert result == TaskSuspended(model.state, repeated=repeated), result
+                model.suspend(self.now)
+            else:
+                assert result == SuspendRefused(model.state), result
+
+    def check_unsuspended(self, task_ids: Sequence[TaskId], results: Sequence[bool]) -> None:
+        """Check and apply the results of `unsuspend`."""
+        for task_id, result in zip(task_ids, results, strict=True):
+            model = self.models.get(task_id)
+            is_suspended = model is not None and model.suspended_at is not None
+            assert result == is_suspended, result
+            if model is not None and is_suspended:
+                model.unsuspend(self.now)
 
     def check_cancel(self, cancel: Cancel, result: CancelResult) -> None:
         """Check and apply one `cancel` result."""
@@ -290,7 +317,7 @@ class Ledger:
             self.models[cancel.task_id] = model
             expected = CancelBeforeRequest()
         elif model.state is TaskState.RUNNING:
-            model.cancel_requested = True
+            model.cancel_requested, model.suspended_at = True, None
             expected = CancelRequested(model.replica)
         elif model.state.is_final:
             is_repeated = model.fence == 0 and model.written_by == cancel.run_id

@@ -45,6 +45,7 @@ from meshpoint.model.transitions import (
     Release,
     SaveResult,
     StoreReply,
+    SuspendResult,
     UnroutableCall,
 )
 from meshpoint.ports.task_store import CheckpointStore
@@ -195,6 +196,16 @@ class LockstepStore:
     async def unpark(self, task_ids: Sequence[TaskId]) -> list[bool]:
         return _assert_equal(
             await self._store.unpark(task_ids), await self._reference.unpark(task_ids)
+        )
+
+    async def suspend(self, task_ids: Sequence[TaskId]) -> list[SuspendResult]:
+        return _assert_equal(
+            await self._store.suspend(task_ids), await self._reference.suspend(task_ids)
+        )
+
+    async def unsuspend(self, task_ids: Sequence[TaskId]) -> list[bool]:
+        return _assert_equal(
+            await self._store.unsuspend(task_ids), await self._reference.unsuspend(task_ids)
         )
 
     async def rescue(

@@ -386,6 +386,56 @@ class StoreMachine(StoreMachineBase):
         results = self.run_step(self.store.unpark(task_ids))
         self.check_answer(task_ids, self.ledger.check_unparked, task_ids, results)
 
+    @rule(items=item_batches("open", "open", "any", "suspended", "unknown"))
+    def suspend(self, items: list[tuple[str, int]]) -> None:
+        """Suspend tasks, including some that cannot be suspended or are already."""
+        task_ids = self._pick_task_ids(items)
+        results = self.run_step(self.store.suspend(task_ids))
+        self.check_answer(task_ids, self.ledger.check_suspended, task_ids, results)
+
+    @precondition(lambda self: any(model.suspended_at for model in self.models))
+    @rule(items=item_batches("suspended", "suspended", "any", "unknown"))
+    def unsuspend(self, items: list[tuple[str, int]]) -> None:
+        """Resume suspended tasks, including some that are not suspended."""
+        task_ids = self._pick_task_ids(items)
+        results = self.run_step(self.store.unsuspend(task_ids))
+        self.check_answer(task_ids, self.ledger.check_unsuspended, task_ids, results)
+
+    def _pick_task_ids(self, items: list[tuple[str, int]]) -> list[TaskId]:
+        pools = {
+            "any": self.models,
+            "open": [model for model in self.models if not model.state.is_final],
+            "suspended": [model for model in self.models if model.suspended_at],
+        }
+        return [
+            task_id
+            for kind, number in items
+            for task_id in (
+                [model.task_id for model in pick(pools[kind], number)]
+                if kind in pools
+                else [TaskId("nobody")]
+            )
+        ]
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.WAITING))
+    @rule(count=st.integers(1, 4), replica=st.sampled_from(REPLICAS[:2]))
+    def complete_joins_of_suspended(self, count: int, replica: Replica) -> None:
+        """Suspend the tasks that get all their responses next."""
+        models = self.ledger.in_state(TaskState.WAITING)[-count:]
+        task_ids = [model.task_id for model in models]
+        results = self.run_step(self.store.suspend(task_ids))
+        self.check_answer(task_ids, self.ledger.check_suspended, task_ids, results)
+        self.answer_waiting_calls(count, 0, replica, BATCH_LIMIT)
+
+    @precondition(lambda self: self.owners())
+    @rule(number=numbers, shape=shapes)
+    def pause_suspending(self, number: int, shape: PauseShape) -> None:
+        """Suspend a running task, whose owner pauses it next."""
+        task_ids = [run.task_id for run in pick(self.owners(), number)]
+        results = self.run_step(self.store.suspend(task_ids))
+        self.check_answer(task_ids, self.ledger.check_suspended, task_ids, results)
+        self.pause([("own", number, shape)])
+
     @precondition(lambda self: self.owners())
     @rule(number=numbers, shape=shapes)
     def cancel_running(self, number: int, shape: PauseShape) -> None:

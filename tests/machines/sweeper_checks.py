@@ -54,9 +54,8 @@ def check_expired(
         if not story.is_join_met:
             assert result.join_result == StillWaiting(story.task_id, calls[-1].id)
         else:
-            left_ready = isinstance(result.join_result, TaskReady) and story.is_readable_by(
-                replica
-            )
+            may_run = story.is_readable_by(replica) and story.suspended_at is None
+            left_ready = isinstance(result.join_result, TaskReady) and may_run
             assert not left_ready or acquired >= slots, (
                 "a task became ready although a slot was free"
             )
@@ -101,6 +100,7 @@ def untried(ledger: Ledger, replica: Replica, suspects: int) -> list[TaskModel]:
         model
         for model in ledger.in_state(TaskState.PARKED)
         if model.is_readable_by(replica)
+        and model.suspended_at is None
         and replica.version not in model.tried_versions
         and (suspects or model.rescues < SUSPECT_AFTER_RESCUES)
     ]
@@ -120,7 +120,9 @@ def check_overdue(ledger: Ledger, replica: Replica, overdue: Sequence[Overdue]) 
         model = ledger.models[each.task.run.task_id]
         reason = model.parked_reason if model.state is TaskState.PARKED else None
         past_deadline = model.is_past_deadline(ledger.now)
+        is_suspended = model.suspended_at is not None
         assert (each.past_deadline, each.parked_reason) == (past_deadline, reason)
+        assert each.is_suspended == is_suspended
     tasks = [each.task for each in overdue]
     assert sorted(task.run.task_id for task in tasks) == sorted(model.task_id for model in due)
     for task in tasks:
@@ -134,17 +136,22 @@ def check_rescued(
 ) -> None:
     """Check that the tasks with the oldest expired leases were rescued, up to `limit`.
 
-    A task that must run isolated but cannot becomes ready.
+    A task that must run isolated but cannot becomes ready, and so does a suspended one, unless it
+    was parked before.
     """
     due = runnable(ledger, replica, TaskState.RUNNING)[:limit]
     for model in due:
         model.rescues += 1
         model.attempt += not replica.isolates
-    continued = [story for story in due if suspects or story.rescues < SUSPECT_AFTER_RESCUES]
+    continued = [
+        story
+        for story in due
+        if story.suspended_at is None and (suspects or story.rescues < SUSPECT_AFTER_RESCUES)
+    ]
     _check_owned(ledger, replica, continued, tasks)
     for model in due:
         if model not in continued:
-            model.make_ready(ledger.now, None)
+            _leave(model, ledger, may_park=model.suspended_at is not None)
 
 
 def lost_unread(ledger: Ledger, replica: Replica) -> list[TaskModel]:
@@ -165,12 +172,14 @@ def check_unread_released(ledger: Ledger, replica: Replica, released: Sequence[T
     for model in due:
         model.rescues += 1
         model.attempt += not replica.isolates
-        model.make_ready(ledger.now, None)
-        if model.parked_since is not None:
-            model.state, model.due_at = (
-                TaskState.PARKED,
-                model.parked_until(model.parked_since),
-            )
+        _leave(model, ledger, may_park=True)
+
+
+def _leave(model: TaskModel, ledger: Ledger, *, may_park: bool) -> None:
+    """Make a lost task ready, or park it again if it was parked before."""
+    model.make_ready(ledger.now, None)
+    if may_park and model.parked_since is not None:
+        model.state, model.due_at = TaskState.PARKED, model.parked_until(model.parked_since)
 
 
 def _check_owned(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome
@@ -26,6 +26,7 @@ from meshpoint.model.transitions import Append, LogChange, Pause
 from meshpoint.testing.conformance.build import TIMINGS
 
 KEEP_ALIVES_PER_TIMEOUT = 3
+FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
 MAX_LEASE_FACTOR = 64  # maximum lease of a sender, in dispatch leases
 CLOSING_FAILURES = {FailureKind.TIMEOUT, FailureKind.CANCELLED}
 
@@ -105,6 +106,7 @@ class TaskModel:
     join_deadline: datetime | None = None
     keep_alive_at: datetime | None = None
     cancel_requested: bool = False
+    suspended_at: datetime | None = None
     parked_since: datetime | None = None
     parked_reason: str | None = None
     tried_versions: tuple[str, ...] = ()
@@ -192,9 +194,24 @@ class TaskModel:
         self.appends.clear()
 
     def make_ready(self, at: datetime, written_by: RunId | None) -> None:
-        """Remove the owner; any replica may acquire the task."""
-        self.state, self.due_at, self.written_by = TaskState.READY, at, written_by
+        """Remove the owner; any replica may acquire the task, unless it is suspended."""
+        self.state, self.due_at, self.written_by = TaskState.READY, self._due(at), written_by
         self.owner = self.replica = None
+
+    def _due(self, at: datetime) -> datetime:
+        return at if self.suspended_at is None else FAR_FUTURE
+
+    def suspend(self, now: datetime) -> None:
+        """Keep replicas from acquiring the task."""
+        self.suspended_at = self.suspended_at or now
+        if self.state is TaskState.READY:
+            self.due_at = FAR_FUTURE
+
+    def unsuspend(self, now: datetime) -> None:
+        """Let replicas acquire the task again."""
+        self.suspended_at = None
+        if self.state is TaskState.READY:
+            self.due_at = now
 
     def park(self, reason: str, version: str, now: datetime) -> None:
         """Wait for a version of the code that has not tried the task."""
@@ -240,7 +257,7 @@ class TaskModel:
         for planned in pause.calls:
             self.calls[planned.sub_task_id] = self._call_model(planned, now)
         if self.is_join_met:
-            self.state, self.due_at = TaskState.READY, now
+            self.state, self.due_at = TaskState.READY, self._due(now)
 
     def extend_late_calls(self, now: datetime) -> None:
         """Start idle deadlines that are found late again."""
@@ -286,7 +303,7 @@ class TaskModel:
         """End the task with its reply."""
         assert self.reply is None, f"{self.task_id} has a reply and now gets another"
         self.state, self.written_by, self.ended_at = state, written_by, now
-        self.owner = self.replica = None
+        self.owner = self.replica = self.suspended_at = None
         self.reply = Reply(self.agent, self.task_id, state, body, self.requester, fence=self.fence)
         self.reply_sending = (
             PendingSend(now + TIMINGS.dispatch_lease) if self.requester.reply_to else None

@@ -29,6 +29,7 @@ def check_row(model: TaskModel, row: tuple[TaskSummary, list[CallSummary]] | Non
         summary.attempt,
         summary.rescues,
         summary.owner,
+        summary.suspended_at,
         *((summary.parked_reason, summary.tried_versions) if not model.state.is_final else ()),
     )
     expected = (
@@ -38,6 +39,7 @@ def check_row(model: TaskModel, row: tuple[TaskSummary, list[CallSummary]] | Non
         model.attempt,
         model.rescues,
         model.replica,
+        model.suspended_at,
         *((model.parked_reason, model.tried_versions) if not model.state.is_final else ()),
     )
     assert actual == expected, f"{summary}\n{model}"

@@ -12,9 +12,10 @@ from test_migrations import differences, execute, fetch, open_store, upgrade
 from meshpoint.adapters.sql import migrations
 from meshpoint.adapters.sql.tables import REVISION, VERSION_TABLE
 from meshpoint.errors import ConfigurationError, StoreUnavailable
-from meshpoint.model.tasks import TaskState
+from meshpoint.model.tasks import TaskFilter, TaskState
 from meshpoint.model.transitions import Append, LogChange
 from meshpoint.testing.conformance.build import (
+    HERE,
     a_cancel,
     a_checkpoint,
     a_pause,
@@ -22,6 +23,7 @@ from meshpoint.testing.conformance.build import (
     begun,
     operating,
     paused,
+    ready,
     resumed,
     revived,
     save,
@@ -115,6 +117,23 @@ async def test_a_working_memory_keeps_its_column(empty_url: str) -> None:
     assert await revision_of(empty_url) == REVISION
     await downgrade(empty_url, "0003", lose_data=True)
     assert await revision_of(empty_url) == "0003"
+
+
+async def test_suspended_tasks_are_not_resumed_silently(empty_url: str) -> None:
+    await upgrade(empty_url)
+    async with open_store(empty_url) as store:
+        held, waiting, done = await ready(store), await paused(store), await resumed(store)
+        task_ids = [held.run.task_id, waiting.run.task_id, done.run.task_id]
+        await store.suspend(task_ids)
+        await write_end(store, an_end(done.run))
+    with pytest.raises(ConfigurationError, match=r"suspended tasks, which would run again \(2\)"):
+        await downgrade(empty_url, "0010")
+    assert await revision_of(empty_url) == REVISION
+    await downgrade(empty_url, "0010", lose_data=True)
+    await upgrade(empty_url)
+    async with open_store(empty_url) as store:
+        assert [task.run.task_id for task in await store.acquire(HERE, 10)] == [held.run.task_id]
+        assert await store.tasks(where=TaskFilter(suspended=True)) == []
 
 
 async def test_checkpoints_get_their_records_back(empty_url: str) -> None:

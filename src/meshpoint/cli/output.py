@@ -22,6 +22,7 @@ _STYLES = {  # by the first word of a cell
     "ready": "cyan",
     "waiting": "yellow",
     "parked": "magenta",
+    "suspending": "yellow",
     "failed": "red",
     "cancelled": "dim",
     "not": "dim",  # not run

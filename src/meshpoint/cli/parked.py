@@ -30,7 +30,7 @@ def resume_all(
 ) -> None:
     """Offer all parked tasks of an agent to every version again, or only list them."""
     if state != "parked":
-        raise typer.BadParameter("name a TASK_ID, or use --state parked")
+        raise typer.BadParameter("name a TASK_ID, or use --state parked or suspended")
     found = asyncio.run(_offer_all(config, database, namespace, agent, reason, dry_run=dry_run))
     if not dry_run:
         print_offered([task.task_id for task in found], as_json=as_json)

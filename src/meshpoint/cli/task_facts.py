@@ -48,14 +48,19 @@ class TaskDetails:
 
 
 def describe_state(task: TaskSummary) -> str:
-    """Return the state of a task for people, such as "waiting 2 of 3"."""
+    """Return the state of a task for people, such as "waiting 2 of 3" or "ready (suspended)"."""
     progress = f" {task.completed} of {task.expected}" if task.state == "waiting" else ""
-    return f"{task.state.value}{progress}"
+    if task.suspended_at is None:
+        return f"{task.state.value}{progress}"
+    if task.state is TaskState.RUNNING:
+        return "suspending"
+    return f"{task.state.value}{progress} (suspended)"
 
 
 def describe_due(task: TaskSummary) -> str:
     """Return when a task is due next, for people."""
-    return "-" if task.state.is_final else format_due(task.wake_at)
+    is_held = task.state is TaskState.READY and task.suspended_at is not None
+    return "-" if task.state.is_final or is_held else format_due(task.wake_at)
 
 
 def describe_peers(task: TaskSummary) -> str:
@@ -108,6 +113,7 @@ def describe_task(details: TaskDetails) -> list[tuple[str, str]]:
         ("state", describe_state(task)),
         *_outcome_facts(outcome, keys),
         ("waits for", _explain_wait(details)),
+        ("suspended", _describe_suspension(task)),
         ("subject", task.subject),
         ("requester", _describe_requester(task)),
         ("parent task", task.parent_task_id),
@@ -167,12 +173,18 @@ def _explain_join(task: TaskSummary) -> str:
 
 def _explain_ready(task: TaskSummary) -> str:
     """Why no replica has acquired a ready task."""
+    if task.suspended_at is not None:
+        return f"a person: meshpoint tasks resume {task.task_id}"
     if task.wake_at > datetime.now(UTC):
         return f"its next attempt, {format_due(task.wake_at)}"
     if task.rescues >= SUSPECT_AFTER_RESCUES:
         return "a replica that is not running another suspect"
     reads = "" if not task.state_format else f" that reads {task.state_format}"
     return f"a replica{reads} with a free slot"
+
+
+def _describe_suspension(task: TaskSummary) -> str | None:
+    return None if task.suspended_at is None else f"{format_age(task.suspended_at)} ago"
 
 
 def _describe_parking(task: TaskSummary, keys: Sequence[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""`meshpoint tasks`: list, show, cancel and resume tasks in a database."""
+"""`meshpoint tasks`: list, show, cancel, suspend and resume tasks in a database."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from meshpoint.ports.agent import ResumeFrom
     from meshpoint.ports.task_store import CheckpointStore
 
-app = typer.Typer(help="List, show, cancel and resume tasks.", no_args_is_help=True)
+app = typer.Typer(help="List, show, cancel, suspend and resume tasks.", no_args_is_help=True)
 
 _TaskId = Annotated[str, typer.Argument(metavar="TASK_ID", help="Id of the task.")]
 _Agent = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Agent of the task.")]
@@ -64,11 +64,17 @@ Examples:
   meshpoint tasks cancel 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
   meshpoint tasks cancel 01941f29-7c00-7000-8000-000000000000 --agent travel --broker amqp://127.0.0.1/
 """
+_SUSPEND = """\b
+Examples:
+  meshpoint tasks suspend 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
+  meshpoint tasks suspend -c travel.yaml --agent travel --state waiting --dry-run
+"""
 _RESUME = """\b
 Examples:
   meshpoint tasks resume 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
   meshpoint tasks resume 01941f29-7c00-7000-8000-000000000000 --config travel.yaml --wait --json
   meshpoint tasks resume -c travel.yaml --state parked --agent travel --reason "call 3" --dry-run
+  meshpoint tasks resume -c travel.yaml --state suspended --agent travel
 """
 
 
@@ -81,7 +87,11 @@ def list_tasks(
     agent: _Agent = None,
     state: Annotated[
         list[str] | None,
-        typer.Option("--state", metavar="STATE", help="Only tasks in this state; repeatable."),
+        typer.Option(
+            "--state",
+            metavar="STATE",
+            help="Only tasks in this state, or suspended ones; repeatable.",
+        ),
     ] = None,
     subject: Annotated[
         str | None,
@@ -123,6 +133,7 @@ def list_tasks(
     """
     from meshpoint.model.tasks import TaskFilter
 
+    states, suspended = _split_states(state)
     where = TaskFilter(
         subject=subject,
         requester=requester,
@@ -130,8 +141,9 @@ def list_tasks(
         since=sources.parse_instant("--since", since),
         until=sources.parse_instant("--until", until),
         waiting_for=waiting_for,
+        suspended=suspended,
     )
-    listing = _Listing(agent, state, where, limit, after)
+    listing = _Listing(agent, states, where, limit, after)
     tasks = asyncio.run(_find_tasks(config, database, namespace, listing))
     if as_json:
         print_json([summary_to_json(task) for task in tasks])
@@ -202,6 +214,52 @@ def cancel_task(
     print_either(result, f"asked {owner} to cancel {task_id}", as_json=as_json)
 
 
+@app.command("suspend", epilog=_SUSPEND)
+def suspend_task(
+    task_id: Annotated[
+        str | None, typer.Argument(metavar="[TASK_ID]", help="Id of the task.")
+    ] = None,
+    *,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state",
+            metavar="STATE",
+            help="All tasks in this state instead of one: running, waiting or ready; repeatable.",
+        ),
+    ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option("--agent", metavar="NAME", help="All tasks of this agent instead of one."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the tasks without suspending them.")
+    ] = False,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Keep replicas from running a task until `tasks resume`.
+
+    A running task continues to its next pause. Responses of peers are recorded meanwhile, and
+    deadlines apply. A task can be suspended once it has a row in the database, that is, from its
+    first pause or subtask on.
+
+    Exit codes: 10 not found, 12 completed, 1 parked, failed or cancelled.
+    """
+    from meshpoint.cli import suspended
+
+    if task_id is None:
+        suspended.suspend_all(
+            config, database, namespace, state or (), agent, dry_run=dry_run, as_json=as_json
+        )
+    elif state or agent or dry_run:
+        raise typer.BadParameter("--state, --agent and --dry-run exclude TASK_ID")
+    else:
+        suspended.suspend_one(task_id, config, database, namespace, as_json=as_json)
+
+
 @app.command("resume", epilog=_RESUME)
 def resume_task(
     task_id: Annotated[
@@ -211,7 +269,9 @@ def resume_task(
     state: Annotated[
         str | None,
         typer.Option(
-            "--state", metavar="STATE", help="All tasks in this state instead of one: parked."
+            "--state",
+            metavar="STATE",
+            help="All tasks in this state instead of one: parked or suspended.",
         ),
     ] = None,
     agent: Annotated[
@@ -219,7 +279,9 @@ def resume_task(
     ] = None,
     reason: Annotated[
         str,
-        typer.Option("--reason", metavar="TEXT", help="Only tasks whose reason contains TEXT."),
+        typer.Option(
+            "--reason", metavar="TEXT", help="Only parked tasks whose reason contains TEXT."
+        ),
     ] = "",
     from_: Annotated[
         str | None,
@@ -240,7 +302,9 @@ def resume_task(
     namespace: sources.Namespace = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Resume a failed or cancelled task from its last checkpoint, or offer parked tasks again.
+    """Resume a failed or cancelled task, continue suspended ones, or offer parked ones again.
+
+    A failed or cancelled task resumes from its last checkpoint.
 
     From its start, it skips recorded subtasks. From its last pause, it reuses steps and results
     too, and makes calls that failed again, under new ids.
@@ -252,7 +316,7 @@ def resume_task(
     completed, 13 no checkpoint, 14 another operation of its exclusive agent is active. Of two
     concurrent callers, one gets 11.
     """
-    from meshpoint.cli import parked
+    from meshpoint.cli import parked, suspended
 
     if from_ not in {None, "start", "last-pause"}:
         raise typer.BadParameter(f"{from_!r} is neither start nor last-pause")
@@ -260,9 +324,16 @@ def resume_task(
     if task_id is None:
         if place is not None:
             raise typer.BadParameter("--from needs a TASK_ID")
-        parked.resume_all(
-            config, database, namespace, state, agent, reason, dry_run=dry_run, as_json=as_json
-        )
+        if state == "suspended":
+            if reason:
+                raise typer.BadParameter("--reason needs --state parked")
+            suspended.resume_all(
+                config, database, namespace, agent, dry_run=dry_run, as_json=as_json
+            )
+        else:
+            parked.resume_all(
+                config, database, namespace, state, agent, reason, dry_run=dry_run, as_json=as_json
+            )
     elif state or agent or reason or dry_run:
         raise typer.BadParameter("--state, --agent, --reason and --dry-run exclude TASK_ID")
     else:
@@ -279,24 +350,43 @@ def _resume_one(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """Resume a task, or offer it again if it is parked, and print what happened."""
-    from meshpoint.cli import parked
+    """Resume a task, offer it again or continue it, and print what happened."""
+    from meshpoint.cli import parked, suspended
     from meshpoint.cli.send import print_outcome
 
-    async def resume(operations: Operations) -> tuple[Revived | None, Outcome | None]:
-        offered = await operations.unpark([task_id])
-        revived = None if offered else await operations.resume(task_id, resume_from=place)
+    async def resume(operations: Operations) -> tuple[str, Revived | None, Outcome | None]:
+        status, revived = await _resume_in(operations, task_id, place)
         if wait and not as_json:
             attempt = "" if revived is None else f" for attempt {revived.retry_count + 1}"
-            print_note(f"{task_id} is ready{attempt}; waiting for it to end")
-        return revived, await operations.wait(task_id) if wait else None
+            verb = "continues" if status == "continued" else f"is ready{attempt}"
+            print_note(f"{task_id} {verb}; waiting for it to end")
+        return status, revived, await operations.wait(task_id) if wait else None
 
-    revived, outcome = asyncio.run(sources.query_operation(config, database, namespace, resume))
+    status, revived, outcome = asyncio.run(
+        sources.query_operation(config, database, namespace, resume)
+    )
     if outcome is not None:
         raise typer.Exit(print_outcome(task_id, outcome, as_json=as_json))
-    if revived is None:
+    if revived is not None:
+        _print_revived(task_id, revived, as_json=as_json)
+    elif status == "offered":
         parked.print_offered([task_id], as_json=as_json)
-        return
+    else:
+        suspended.print_continued(task_id, as_json=as_json)
+
+
+async def _resume_in(
+    operations: Operations, task_id: str, place: ResumeFrom | None
+) -> tuple[str, Revived | None]:
+    """Offer, continue or revive a task, and return what was done."""
+    if await operations.unpark([task_id]):
+        return "offered", None
+    if await operations.unsuspend([task_id]):
+        return "continued", None
+    return "resumed", await operations.resume(task_id, resume_from=place)
+
+
+def _print_revived(task_id: str, revived: Revived, *, as_json: bool) -> None:
     result = {
         "task_id": task_id,
         "agent": revived.agent,
@@ -306,6 +396,18 @@ def _resume_one(
     attempt = f"attempt {revived.retry_count + 1}"
     text = f"{task_id} is ready for {attempt}: any replica of {revived.agent} can resume it"
     print_either(result, text, as_json=as_json)
+
+
+_SUSPENDED = "suspended"
+
+
+def _split_states(names: list[str] | None) -> tuple[list[str] | None, bool | None]:
+    """Separate "suspended" from the states of rows, since tasks are suspended in several."""
+    if not names or _SUSPENDED not in names:
+        return names, None
+    if set(names) != {_SUSPENDED}:
+        raise typer.BadParameter("--state suspended excludes other states")
+    return None, True
 
 
 _PAST_TENSE = {"completed": "completed", "failed": "failed", "cancelled": "been cancelled"}

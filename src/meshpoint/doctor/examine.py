@@ -26,6 +26,7 @@ from meshpoint.doctor.task_checks import (
     check_peers,
     check_removed_agents,
     check_replicas,
+    check_suspended,
 )
 from meshpoint.errors import ConfigurationError, Unavailable
 from meshpoint.model.error_text import quantity
@@ -46,6 +47,7 @@ CHECKS: Sequence[Callable[[Facts], list[Finding]]] = (
     check_code,
     check_checkpointing,
     check_arguments,
+    check_suspended,
     check_dead,
     check_dead_letters,
     check_replicas,

@@ -132,6 +132,26 @@ def check_parked(facts: Facts) -> list[Finding]:
     return findings
 
 
+def check_suspended(facts: Facts) -> list[Finding]:
+    """Tasks that a person has suspended, which no deploy continues."""
+    findings: list[Finding] = []
+    for release in facts.releases:
+        suspended = facts.tasks(release).suspended
+        if suspended is not None:
+            problem = (
+                f"{quantity(suspended.count, 'task')} suspended by a person, the first one since "
+                f"{suspended.oldest.isoformat(timespec='seconds')}; replicas of a release that "
+                "cannot suspend run those that wait when their calls have their outcomes"
+            )
+            fix = f"resume: meshpoint tasks resume --state suspended --agent {release.name}"
+            data: dict[str, JsonValue] = {
+                "tasks": suspended.count,
+                "since": suspended.oldest.isoformat(),
+            }
+            findings.append(note("tasks.suspended", release.name, problem, fix, **data))
+    return findings
+
+
 def check_dead(facts: Facts) -> list[Finding]:
     """Tasks that ended because they killed their processes, by reason."""
     return [

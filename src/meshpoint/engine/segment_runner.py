@@ -126,7 +126,9 @@ class SegmentRunner:
 
     def end_overdue(self, backend: Backend, overdue: Overdue) -> None:
         """End a task that was not continued in time, without running its code."""
-        state = "parked" if overdue.parked_reason else "ready"
+        state = (
+            "parked" if overdue.parked_reason else "suspended" if overdue.is_suspended else "ready"
+        )
         why = f": {overdue.parked_reason}" if overdue.parked_reason else ""
         if overdue.past_deadline:
             message = f"the task's deadline has passed while it was {state}{why}"

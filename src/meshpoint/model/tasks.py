@@ -58,6 +58,11 @@ class TaskState(StrEnum):
         """Whether the task has its final outcome."""
         return self in {TaskState.COMPLETED, TaskState.FAILED, TaskState.CANCELLED}
 
+    @property
+    def can_be_suspended(self) -> bool:
+        """Whether a person can suspend a task in this state."""
+        return self in {TaskState.RUNNING, TaskState.WAITING, TaskState.READY}
+
 
 class CallState(StrEnum):
     """The state of a peer call's row."""
@@ -333,6 +338,7 @@ class TaskSummary:
         usage: tokens up to its last pause, until the task ends. Not in listings.
         parked_reason: why the task was last parked, until it pauses again.
         tried_versions: versions of the agent's code that could not continue it, oldest first.
+        suspended_at: since when a person has suspended it. A running one runs to its next pause.
     """
 
     task_id: TaskId
@@ -364,6 +370,7 @@ class TaskSummary:
     usage: TokenUsage | None = field(default=None, compare=False)
     parked_reason: str | None = None
     tried_versions: tuple[str, ...] = ()
+    suspended_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,6 +383,7 @@ class TaskFilter:
         since: paused, or began, at this time or later.
         until: paused, or began, before this time.
         waiting_for: a peer that the task waits for.
+        suspended: whether a person has suspended the task.
     """
 
     subject: str | None = None
@@ -384,6 +392,7 @@ class TaskFilter:
     since: datetime | None = None
     until: datetime | None = None
     waiting_for: str | None = None
+    suspended: bool | None = None
 
 
 EVERY_TASK = TaskFilter()

@@ -395,13 +395,14 @@ class Overdue:
     """A ready or parked task that this replica now owns, only to end it.
 
     Its own deadline has passed, or it has been parked for too long. `parked_reason` says why it
-    was parked. `task` is without content (`Resumable.without_content`), so that damaged content
-    does not prevent the end.
+    was parked, and `is_suspended` whether a person had suspended it. `task` is without content
+    (`Resumable.without_content`), so that damaged content does not prevent the end.
     """
 
     task: Resumable
     past_deadline: bool
     parked_reason: str | None = None
+    is_suspended: bool = field(default=False, kw_only=True)
 
 
 ClaimResult: TypeAlias = (
@@ -474,6 +475,35 @@ CancelResult: TypeAlias = (
     | CancelRefused
     | TaskLocked
 )
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSuspended:
+    """No replica acquires the task until it is resumed.
+
+    Attributes:
+        state: a `running` task continues to its next pause.
+        repeated: whether it was suspended before; then it keeps its time.
+    """
+
+    state: TaskState
+    repeated: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendRefused:
+    """The task cannot be suspended, and nothing changed.
+
+    Attributes:
+        state: parked or ended; `None` if the task has no row in this namespace.
+        is_cancelled: whether it only waits for its cancel.
+    """
+
+    state: TaskState | None
+    is_cancelled: bool = field(default=False, kw_only=True)
+
+
+SuspendResult: TypeAlias = TaskSuspended | SuspendRefused
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,14 @@ class ParkedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class SuspendedTasks:
+    """The suspended tasks of one agent. `oldest`: since when the first of them is suspended."""
+
+    count: int
+    oldest: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class ReasonCount:
     """Tasks of one agent that ended as dead for the same reason."""
 
@@ -97,6 +105,7 @@ class AgentTasks:
     Attributes:
         waits: number of tasks that wait for each peer.
         operations: number of unended tasks with subtasks.
+        suspended: its unended tasks that a person has suspended; `None` without any.
     """
 
     groups: tuple[TaskGroup, ...] = ()
@@ -105,6 +114,7 @@ class AgentTasks:
     waits: tuple[tuple[AgentName, int], ...] = ()
     owners: tuple[Owner, ...] = ()
     operations: int = 0
+    suspended: SuspendedTasks | None = None
 
     @property
     def count(self) -> int:

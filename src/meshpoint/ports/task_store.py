@@ -64,6 +64,7 @@ from meshpoint.model.transitions import (
     Save,
     SaveResult,
     StoreReply,
+    SuspendResult,
     UnroutableCall,
 )
 
@@ -199,7 +200,7 @@ class DueWork(Protocol):
         """Acquire `parked` tasks that `Replica.version` has not tried, as `acquire` does."""
 
     async def acquire_overdue(self, replica: Replica, limit: int) -> list[Overdue]:
-        """Acquire tasks that only need to be ended, in any format.
+        """Acquire tasks that only need to be ended, in any format, suspended ones included.
 
         These are `ready` tasks past their deadline, and `parked` tasks past their deadline or
         `parked_limit`. Their content is not read, because it may be damaged.
@@ -211,7 +212,27 @@ class DueWork(Protocol):
     async def unpark(self, task_ids: Sequence[TaskId]) -> list[bool]:
         """Make `parked` tasks `ready` and forget which versions have tried them.
 
-        Returns `False` for a task that is not parked.
+        A suspension ends too. Returns `False` for a task that is not parked.
+        """
+
+    async def suspend(self, task_ids: Sequence[TaskId]) -> list[SuspendResult]:
+        """Suspend `running`, `waiting` and `ready` tasks: no replica acquires them.
+
+        Calls are still sent, outcomes recorded and counted, deadlines enforced and keep-alives
+        sent. A run that owns the task continues to its next pause, its end, or its release. Where
+        `claim`, `expire` or `rescue` would acquire the task, it becomes `ready` instead. `rescue`
+        parks a task again that was parked since its last pause. The run id is the same as without
+        the suspension, so repeated transitions find what they wrote.
+
+        A cancel, the end and a new attempt lift the suspension. A pause keeps it, and so does a
+        release, even if it parks the task. `parked` and ended tasks, and tasks whose cancel was
+        requested, are refused. A repetition keeps the first time.
+        """
+
+    async def unsuspend(self, task_ids: Sequence[TaskId]) -> list[bool]:
+        """Lift the suspension of tasks. A `ready` one can be acquired at once.
+
+        Returns `False` for a task that is not suspended.
         """
 
     async def rescue(

@@ -25,6 +25,7 @@ from meshpoint.testing.conformance.build import (
     HOUR,
     LEASE,
     a_call,
+    a_cancel,
     a_claim,
     a_pause,
     a_release,
@@ -281,7 +282,7 @@ def test_a_parked_task_is_offered_again(run_command: Command, write: Any) -> Non
 def test_parked_tasks_are_offered_again_by_agent_and_reason(
     run_command: Command, write: Any, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshpoint.operations._PARKED_PAGE", page)
+    monkeypatch.setattr("meshpoint.operations._PAGE", page)
     task_ids = {write(_park), write(_park), write(_park)}
     parked = ("resume", "--state", "parked", "--agent", "travel", "--reason")
     listed = run_command(*parked, "call 3", "--dry-run", "--json").json
@@ -290,6 +291,152 @@ def test_parked_tasks_are_offered_again_by_agent_and_reason(
     offered = run_command(*parked, "call 3", "--json").json
     assert (set(offered["task_ids"]), offered["status"]) == (task_ids, "offered")
     assert run_command("list", "--state", "parked", "--json").json == []
+
+
+async def _wait(store: SqlStore) -> TaskId:
+    return (await paused(store)).run.task_id
+
+
+async def _run(store: SqlStore) -> TaskId:
+    return (await resumed(store)).run.task_id
+
+
+async def _make_ready(store: SqlStore) -> TaskId:
+    return (await ready(store)).run.task_id
+
+
+@pytest.mark.parametrize(
+    ("arrange", "status", "state", "told"),
+    [
+        (_wait, "suspended", "waiting 0 of 1 (suspended)", "is suspended\n"),
+        (_make_ready, "suspended", "ready (suspended)", "is suspended\n"),
+        (_run, "suspending", "suspending", "runs to its next pause and is suspended there\n"),
+    ],
+)
+def test_a_task_is_suspended_and_resumed(
+    run_command: Command, write: Any, arrange: Any, status: str, state: str, told: str
+) -> None:
+    task_id, other = write(arrange), write(arrange)
+    before = run_command("show", task_id, "--json").json
+    assert before["suspended_at"] is None
+    assert run_command("suspend", task_id).out == f"{task_id} {told}"
+    assert run_command("suspend", task_id).out == f"{task_id} is already {status}\n"
+    assert run_command("suspend", other, "--json").json == {"task_id": other, "status": status}
+    described = facts(run_command("show", task_id))
+    assert described["state"] == state
+    assert described["suspended"].endswith(" ago")
+    listed = run_command("list", "--state", "suspended", "--json").json
+    assert {task["task_id"] for task in listed} == {task_id, other}
+    assert all(task["suspended_at"] for task in listed)
+    assert state in run_command("list").out
+    resumed = run_command("resume", task_id)
+    assert resumed.out == f"{task_id} is not suspended any more\n"
+    result = run_command("resume", other, "--json").json
+    assert result == {"task_id": other, "status": "continued"}
+    assert run_command("list", "--state", "suspended", "--json").json == []
+    timeless = {"wake_at": None, "waits_for": None}
+    assert run_command("show", task_id, "--json").json | timeless == before | timeless
+
+
+def test_a_ready_task_that_is_suspended_waits_for_a_person(
+    run_command: Command, write: Any
+) -> None:
+    task_id = write(_make_ready)
+    run_command("suspend", task_id)
+    described = facts(run_command("show", task_id))
+    assert described["waits for"] == f"a person: meshpoint tasks resume {task_id}"
+    assert described["due"] == "-"
+
+
+@pytest.mark.parametrize("page", [1, 1000])
+def test_many_tasks_are_suspended_and_resumed(
+    run_command: Command, write: Any, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshpoint.operations._PAGE", page)
+    waiting, held, running = {write(_wait), write(_wait)}, write(_make_ready), write(_run)
+    kept = write(_park)
+    chosen = ("suspend", "--agent", "travel", "--state", "waiting")
+    listed = run_command(*chosen, "--dry-run", "--json").json
+    assert (set(listed["task_ids"]), listed["status"]) == (waiting, "unchanged")
+    assert "waiting 0 of 1" in run_command(*chosen, "--dry-run").out
+    changed = run_command(*chosen, "--json").json
+    assert (set(changed["task_ids"]), changed["status"]) == (waiting, "suspended")
+    assert run_command(*chosen).out == "no such task can be suspended\n"
+    rest = run_command("suspend", "--agent", "travel", "--json").json
+    assert set(rest["task_ids"]) == {held, running}
+    assert run_command("suspend", "--agent", "nobody", "--json").json["task_ids"] == []
+    everything = ("resume", "--state", "suspended")
+    assert run_command(*everything, "--agent", "nobody").out == "no such task is suspended\n"
+    listed = run_command(*everything, "--dry-run", "--json").json
+    assert set(listed["task_ids"]) == {*waiting, held, running}
+    continued = run_command(*everything, "--json").json
+    assert set(continued["task_ids"]) == {*waiting, held, running}
+    assert continued["status"] == "continued"
+    assert run_command("show", kept, "--json").json["state"] == "parked"
+
+
+@pytest.mark.parametrize(
+    ("arrange", "code", "told"),
+    [
+        (
+            _park,
+            1,
+            "is parked, so no replica runs it; offer it again with: meshpoint tasks resume",
+        ),
+        (ended_with(Ok(1)), 12, "has completed; there is nothing to suspend"),
+        (ended_with(OUTCOMES[0]), 1, "has already failed; there is nothing to suspend"),
+        (ended_with(OUTCOMES[4]), 1, "has already been cancelled; there is nothing to suspend"),
+    ],
+    ids=["parked", "completed", "failed", "cancelled"],
+)
+def test_a_task_that_cannot_be_suspended_says_why(
+    run_command: Command, write: Any, arrange: Any, code: int, told: str
+) -> None:
+    task_id = write(arrange)
+    result = run_command("suspend", task_id)
+    assert (result.code, result.err.count("\n")) == (code, 1)
+    assert told in result.err
+
+
+def test_a_task_whose_cancel_was_requested_is_not_suspended(
+    run_command: Command, write: Any
+) -> None:
+    async def cancel(store: SqlStore) -> TaskId:
+        task_id = await _run(store)
+        await store.cancel([a_cancel(task_id)])
+        return task_id
+
+    result = run_command("suspend", write(cancel))
+    assert result.code == 1
+    assert "is being cancelled" in result.err
+
+
+def test_a_task_without_a_row_is_not_suspended(run_command: Command, write: Any) -> None:
+    write(_wait)
+    result = run_command("suspend", "nobody")
+    assert result.code == 10
+    assert "a task has no row until it pauses or begins a subtask" in result.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("suspend",),
+        ("suspend", "--dry-run"),
+        ("suspend", "1", "--agent", "travel"),
+        ("suspend", "1", "--state", "waiting"),
+        ("suspend", "--state", "parked"),
+        ("suspend", "--state", "odd"),
+        ("resume", "--state", "suspended", "--reason", "call 3"),
+        ("list", "--state", "suspended", "--state", "waiting"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    run_command: Command, write: Any, arguments: tuple[str, ...]
+) -> None:
+    write(_wait)
+    assert run_command(*arguments).code == 2
+    assert run_command("list", "--state", "suspended", "--json").json == []
 
 
 def test_an_operation_shows_its_subject(run_command: Command, write: Any) -> None:

@@ -10,6 +10,7 @@ from meshpoint.model.calls import Call, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.ids import TaskId
+from meshpoint.model.transitions import TaskSuspended
 
 from .agents import Gate, ScriptedAgent, asker, gated, gated_after
 from .mesh import Mesh, SqlMesh
@@ -99,3 +100,27 @@ class Scene:
         await self.peer.respond(await self.peer.wait_for_request(), 1)
         await self.mesh.events.wait(Step.PARKED, task_id=task_id)
         return task_id
+
+    async def suspended(self) -> TaskId:
+        return await self._suspend(await self.waiting())
+
+    async def suspended_with_outcomes(self) -> TaskId:
+        task_id = await self.suspended()
+        await self.peer.respond(await self.peer.wait_for_request(), 1)
+        await self.mesh.events.wait(Step.CLAIM, Phase.AFTER, task_id=task_id)
+        return task_id
+
+    async def suspending(self) -> TaskId:
+        return await self._suspend(await self.resumed())
+
+    async def _suspend(self, task_id: TaskId) -> TaskId:
+        (result,) = await self.mesh.store.suspend([task_id])
+        assert isinstance(result, TaskSuspended)
+        return task_id
+
+
+ONLY_IN_A_DATABASE = {
+    *(Scene.parked, Scene.running_with_a_row),
+    *(Scene.suspended, Scene.suspended_with_outcomes, Scene.suspending),
+}
+"""Scenes that need a row."""

@@ -25,7 +25,7 @@ from meshpoint.testing.clock import FakeClock
 from .agents import Gate, ScriptedAgent, gated
 from .cells import IsolatedRuns
 from .mesh import Mesh
-from .scenes import DEADLINE, STORED, Scene
+from .scenes import DEADLINE, ONLY_IN_A_DATABASE, STORED, Scene
 
 BACKENDS = pytest.mark.parametrize("durable", [True, False])
 LEASE = 17
@@ -42,11 +42,17 @@ LEASE = 17
             TaskState.PARKED,
             " while it was parked: call 1: expected flights, recorded weather",
         ),
+        (Scene.suspended, TaskState.WAITING, " while it was suspended"),
+        (Scene.suspended_with_outcomes, TaskState.READY, " while it was suspended"),
+        (Scene.suspending, TaskState.RUNNING, ""),
         (Scene.running, None, ""),
         (Scene.running_with_a_row, TaskState.RUNNING, ""),
         (Scene.resumed, TaskState.RUNNING, ""),
     ],
-    ids=["waiting", "ready", "parked", "running", "running with a row", "resumed"],
+    ids=[
+        *("waiting", "ready", "parked", "suspended", "suspended with outcomes", "suspending"),
+        *("running", "running with a row", "resumed"),
+    ],
 )
 async def test_a_task_ends_at_its_deadline_in_every_state(
     any_mesh: Mesh,
@@ -55,8 +61,8 @@ async def test_a_task_ends_at_its_deadline_in_every_state(
     why: str,
 ) -> None:
     scene = await Scene(any_mesh).open()
-    if not scene.durable and arrange in {Scene.parked, Scene.running_with_a_row}:
-        pytest.skip("only tasks in a database are parked or have a row from their start")
+    if not scene.durable and arrange in ONLY_IN_A_DATABASE:
+        pytest.skip("a task in the process has no row that a person or another replica can change")
     task_id = await arrange(scene)
     await any_mesh.idle()
     if scene.durable:

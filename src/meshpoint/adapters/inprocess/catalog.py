@@ -70,6 +70,7 @@ def _matches(task: TaskSummary, where: TaskFilter) -> bool:
         and where.user in {None, task.user_id}
         and (where.since is None or task.checkpointed_at >= where.since)
         and (where.until is None or task.checkpointed_at < where.until)
+        and where.suspended in {None, task.suspended_at is not None}
         and (where.waiting_for is None or where.waiting_for in task.waiting_for)
     )
 
@@ -108,6 +109,7 @@ def _summary(row: TaskRow) -> TaskSummary:
         usage=row.usage,
         parked_reason=row.parked_reason,
         tried_versions=row.tried_versions,
+        suspended_at=row.suspended_at,
     )
 
 

@@ -27,7 +27,15 @@ from meshpoint.model.tasks import (
     TaskState,
     parked_until,
 )
-from meshpoint.model.transitions import ExpiryResult, JoinCompleted, Overdue, StillWaiting
+from meshpoint.model.transitions import (
+    ExpiryResult,
+    JoinCompleted,
+    Overdue,
+    StillWaiting,
+    SuspendRefused,
+    SuspendResult,
+    TaskSuspended,
+)
 
 log = logging.getLogger("meshpoint.store")
 
@@ -95,6 +103,7 @@ class InProcessDueWork:
             row
             for row in self._live_rows(replica)
             if row.state is TaskState.PARKED
+            and not row.is_suspended
             and row.readable_by(replica)
             and replica.version not in row.tried_versions
             and (suspect_slots or row.rescues < SUSPECT_AFTER_RESCUES)
@@ -110,7 +119,10 @@ class InProcessDueWork:
                 reason = row.parked_reason if row.state is TaskState.PARKED else None
                 task = self._tables.assign_owner(row, replica, RunId(new_id()))
                 past_deadline = _is_past_deadline(row, now)
-                found.append(Overdue(task.without_content(), past_deadline, reason))
+                overdue = Overdue(
+                    task.without_content(), past_deadline, reason, is_suspended=row.is_suspended
+                )
+                found.append(overdue)
         return found
 
     async def unread(self, replica: Replica, age: timedelta) -> dict[str, int]:
@@ -133,8 +145,36 @@ class InProcessDueWork:
     def _unpark(self, row: TaskRow | None) -> bool:
         if row is None or row.state is not TaskState.PARKED:
             return False
-        row.state, row.due_at = TaskState.READY, self._tables.clock.now()
+        row.suspended_at = None
+        row.make_ready(self._tables.clock.now())
         row.forget_parking()
+        self._tables.put(row)
+        return True
+
+    async def suspend(self, task_ids: Sequence[TaskId]) -> list[SuspendResult]:
+        """Keep replicas from acquiring tasks, until `unsuspend`."""
+        return [self._suspend(self._tables.tasks.get(task_id)) for task_id in task_ids]
+
+    def _suspend(self, row: TaskRow | None) -> SuspendResult:
+        if row is None:
+            return SuspendRefused(None)
+        if row.cancel_requested and not row.state.is_final:
+            return SuspendRefused(row.state, is_cancelled=True)
+        repeated = row.is_suspended
+        if not (row.state.can_be_suspended or repeated):
+            return SuspendRefused(row.state)
+        row.suspend(self._tables.clock.now())
+        self._tables.put(row)
+        return TaskSuspended(row.state, repeated=repeated)
+
+    async def unsuspend(self, task_ids: Sequence[TaskId]) -> list[bool]:
+        """Let replicas acquire suspended tasks again. `False` for a task that is not one."""
+        return [self._unsuspend(self._tables.live.get(task_id)) for task_id in task_ids]
+
+    def _unsuspend(self, row: TaskRow | None) -> bool:
+        if row is None or not row.is_suspended:
+            return False
+        row.unsuspend(self._tables.clock.now())
         self._tables.put(row)
         return True
 
@@ -158,7 +198,9 @@ class InProcessDueWork:
         for row in self._due_rows(TaskState.RUNNING, limit, self._rescuable(replica)):
             will_run = not row.only_ends_at(replica)
             is_suspect = will_run and row.rescues + 1 >= SUSPECT_AFTER_RESCUES
-            if not is_suspect or suspect_slots > 0:
+            if will_run and row.is_suspended:
+                self._leave_or_park(row, replica)
+            elif not is_suspect or suspect_slots > 0:
                 row.rescues += 1
                 row.attempt += not replica.isolates
                 suspect_slots -= is_suspect
@@ -172,19 +214,23 @@ class InProcessDueWork:
         """Take a task from its lost owner, and leave it to any replica."""
         row.rescues += 1
         row.attempt += not replica.isolates
-        row.state, row.owner, row.run_id = TaskState.READY, None, RunId(new_id())
-        row.due_at = self._tables.clock.now()
+        row.run_id = RunId(new_id())
+        row.make_ready(self._tables.clock.now())
         self._tables.put(row)
+
+    def _leave_or_park(self, row: TaskRow, replica: Replica) -> None:
+        """Like `_leave`, but a task that was parked since its last pause is parked again."""
+        self._leave(row, replica)
+        if row.parked_since is not None:
+            row.state = TaskState.PARKED
+            limit_at = row.parked_since + self._tables.timings.parked_limit
+            row.due_at = parked_until(limit_at, row.requester.deadline)
 
     async def release_unread(self, replica: Replica, limit: int) -> list[TaskId]:
         """Release tasks that no replica has rescued, and that `replica` cannot rescue."""
         released = self._lost_unread(replica)[:limit]
         for row in released:
-            self._leave(row, replica)
-            if row.parked_since is not None:
-                row.state = TaskState.PARKED
-                limit_at = row.parked_since + self._tables.timings.parked_limit
-                row.due_at = parked_until(limit_at, row.requester.deadline)
+            self._leave_or_park(row, replica)
         return [row.task_id for row in released]
 
     def _lost_unread(self, replica: Replica) -> list[TaskRow]:

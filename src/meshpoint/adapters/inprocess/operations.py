@@ -315,7 +315,7 @@ def _restart(row: TaskRow, command: Revive) -> None:
     # An ended operation kept the tokens of its attempts.
     usage = json.loads(row.context).get("token_usage") if row.ended_at is not None else None
     row.context, row.body = json.dumps({"token_usage": usage} if usage else {}), b""
-    row.cancel_requested = False
+    row.cancel_requested, row.suspended_at = False, None
     row.forget_parking()
     row.dead_reason = None
     row.join, row.join_deadline, row.expected, row.completed, row.succeeded = ALL, None, 0, 0, 0

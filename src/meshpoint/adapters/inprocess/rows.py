@@ -176,6 +176,7 @@ class TaskRow:
     parked_since: datetime | None = None
     parked_reason: str | None = None
     tried_versions: tuple[str, ...] = ()
+    suspended_at: datetime | None = None
     keep_alive_at: datetime | None = None
     # Join
     join: Join = ALL
@@ -207,6 +208,11 @@ class TaskRow:
             and self.fence == 0
             and self.requester.reply_to is None
         )
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether a person has suspended the task. A cancel and an end lift the suspension."""
+        return self.suspended_at is not None
 
     @property
     def usage(self) -> TokenUsage | None:
@@ -263,6 +269,23 @@ class TaskRow:
     def only_ends_at(self, replica: Replica) -> bool:
         """Whether `replica` rescues the task only to end it as failed."""
         return replica.fails_lost and self.operation is not None
+
+    def make_ready(self, at: datetime) -> None:
+        """Make the task ready to be acquired `at`, or once it is not suspended any more."""
+        self.state, self.owner = TaskState.READY, None
+        self.due_at = _FAR_FUTURE if self.is_suspended else at
+
+    def suspend(self, now: datetime) -> None:
+        """Keep replicas from acquiring the task. If it is suspended already, it keeps its time."""
+        self.suspended_at = self.suspended_at or now
+        if self.state is TaskState.READY:
+            self.make_ready(now)
+
+    def unsuspend(self, now: datetime) -> None:
+        """Let replicas acquire the task again, at once if it is ready."""
+        self.suspended_at = None
+        if self.state is TaskState.READY:
+            self.make_ready(now)
 
     def park(self, reason: str, version: str, now: datetime, limit: timedelta) -> None:
         """Park the task, because `version` of its agent's code cannot continue it."""
@@ -560,7 +583,7 @@ class Tables:
             if planned.outcome is not None:
                 row.record_outcome(call, planned.outcome, None)
         if row.is_join_met:
-            row.state = TaskState.READY  # failures alone meet a join only if no call is pending
+            row.make_ready(now)  # failures alone meet a join only if no call is pending
 
     def _call_row(self, planned: PlannedCall, row: TaskRow, now: datetime) -> CallRow:
         own = NO_DEADLINE if planned.timeout is None else now + planned.timeout
@@ -615,6 +638,7 @@ class Tables:
         """
         now = self.clock.now()
         row.state, row.run_id, row.reply, row.ended_at, row.owner = state, run_id, reply, now, None
+        row.suspended_at = None
         row.due_at = self.expiry(row, now)
         row.reply_sent = row.requester.reply_to is None
         row.send_at = now + self.timings.dispatch_lease

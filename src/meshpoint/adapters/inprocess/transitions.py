@@ -266,8 +266,8 @@ class InProcessTransitions:
             return False
         if row.state is not TaskState.RUNNING:
             return (row.run_id, row.generation) == (run.id, run.generation)
-        row.state, row.run_id, row.owner = TaskState.READY, run.id, None
-        row.due_at = now + release.delay
+        row.run_id = run.id
+        row.make_ready(now + release.delay)
         row.dead_reason = release.crash_reason or row.dead_reason
         row.attempt += release.counts_as_attempt
         if release.parked_reason is not None and not row.cancel_requested:
@@ -302,7 +302,7 @@ class InProcessTransitions:
             case TaskState.COMPLETED | TaskState.FAILED | TaskState.CANCELLED:
                 return CancelTooLate(row.to_reply(now))
             case TaskState.RUNNING:
-                row.cancel_requested = True
+                row.cancel_requested, row.suspended_at = True, None
                 return CancelRequested(row.owner)
             case TaskState.WAITING | TaskState.READY | TaskState.PARKED:
                 notices = tables.close_calls(
@@ -379,16 +379,18 @@ def continue_task(
 ) -> JoinCompleted | TaskReady:
     """Close the calls that the join no longer needs, and acquire the task or make it ready.
 
-    `replica` acquires it if a slot is free and it reads the state's format.
+    `replica` acquires it if a slot is free, it reads the state's format, and the task is not
+    suspended.
     """
     cancels = tables.close_calls(
         row, row.pending_calls, FailureKind.CANCELLED, "no longer needed: the join is met"
     )
-    if slots > 0 and row.readable_by(replica):
+    if slots > 0 and row.readable_by(replica) and not row.is_suspended:
         return JoinCompleted(
             row.task_id, last.sub_task_id, tables.assign_owner(row, replica, run_id), cancels
         )
-    row.state, row.due_at, row.run_id = TaskState.READY, tables.clock.now(), run_id
+    row.run_id = run_id
+    row.make_ready(tables.clock.now())
     tables.put(row)
     return TaskReady(row.task_id, last.sub_task_id, cancels)
 

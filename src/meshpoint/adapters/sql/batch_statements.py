@@ -302,7 +302,7 @@ SELECT written.logical_task_id FROM written, clock
 """
 
 # Record outcomes of calls whose join needs an outcome of every call. Tasks whose join is met are
-# assigned to the replica `$2`, or made ready.
+# assigned to the replica `$2`, or made ready. Suspended tasks are left to the general transaction.
 #
 # Returns one row per task:
 # - the positions in the arrays of the outcomes recorded;
@@ -324,7 +324,7 @@ WITH locked AS MATERIALIZED (
       ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation
      AND j.needed IS NULL
    WHERE t.logical_task_id = ANY($3::text[]) AND t.agent_name || '' = $4::text
-     AND t.status = 'waiting'
+     AND t.status = 'waiting' AND t.suspended_at IS NULL
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT c.*, terms.task_id, terms.ok, terms.sender, l.generation, l.state_format
@@ -459,6 +459,7 @@ ended AS (
     dead_reason = given.dead_reason,
     request = CASE WHEN given.dead_reason IS NOT NULL THEN t.request END,
     ended_at = clock.now, expires_at = GREATEST(clock.now, t.task_deadline) + $3::double precision,
+    suspended_at = NULL,
     {emptied(columns.WIPED_AT_END)}
     FROM locked AS given, clock WHERE t.logical_task_id = given.task_id
   RETURNING t.logical_task_id, t.agent_name, {comma_separated(columns.REQUESTER, "t.")},

@@ -14,6 +14,7 @@ from meshpoint.adapters.sql.records import usage_from_column
 from meshpoint.adapters.sql.rows import (
     epoch_seconds,
     instant,
+    is_suspended,
     tried_versions,
     unpack_outcome,
 )
@@ -82,6 +83,8 @@ class SqlCatalog:
         conditions = {name: value for name, value in parameters.items() if name != "states"}
         if "waiting_for" in parameters:
             states = [state for state in states if state == TaskState.WAITING]
+        if parameters.get("suspended"):
+            states = [state for state in states if not TaskState(state).is_final]
         return [
             row
             for state in states
@@ -165,6 +168,7 @@ class SqlCatalog:
             usage=usage_from_column(usage),
             parked_reason=row.parked_reason,
             tried_versions=tried_versions(row.tried_versions),
+            suspended_at=instant(row.suspended_at) if is_suspended(row) else None,
         )
 
 
@@ -177,6 +181,7 @@ def _parameters(states: Sequence[TaskState], where: TaskFilter) -> dict[str, Any
         "since": epoch_seconds(where.since),
         "until": epoch_seconds(where.until),
         "waiting_for": where.waiting_for,
+        "suspended": where.suspended,
     }
     return {name: value for name, value in parameters.items() if value is not None}
 

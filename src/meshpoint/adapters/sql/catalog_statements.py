@@ -12,7 +12,8 @@ _SUMMARY = """t.logical_task_id, t.agent_name, t.status, t.generation, t.fence, 
        t.owner, t.wake_at, t.checkpointed_at, t.ended_at, t.dead_reason, t.rescues,
        t.requester_app_id, t.parent_task_id, t.user_id, t.effective_session_id, t.task_deadline,
        t.state_format, t.app_version, t.retry_count, t.incompatible_since, t.parked_reason,
-       t.tried_versions, j.completed_count, j.total_expected, j.join_deadline, o.subject"""
+       t.tried_versions, t.suspended_at, t.cancel_requested, j.completed_count, j.total_expected,
+       j.join_deadline, o.subject"""
 
 _TABLES = """agent_paused_tasks AS t LEFT JOIN agent_parallel_invocations AS j
     ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation
@@ -29,6 +30,8 @@ _CONDITIONS: Final = {
     "user": "t.user_id = :user",
     "since": "t.checkpointed_at >= :since",
     "until": "t.checkpointed_at < :until",
+    "suspended": """(t.suspended_at IS NOT NULL AND NOT t.cancel_requested
+   AND t.ended_at IS NULL) = :suspended""",
     "waiting_for": """t.status = 'waiting' AND EXISTS (
        SELECT 1 FROM agent_peer_sub_tasks AS c
         WHERE c.logical_task_id = t.logical_task_id AND c.peer_agent = :waiting_for
@@ -154,6 +157,13 @@ COUNT_PARKED = """
 SELECT parked_reason, tried_versions, count(*) AS tasks FROM agent_paused_tasks
  WHERE agent_name = :agent AND status = 'parked'
  GROUP BY parked_reason, tried_versions ORDER BY count(*) DESC, parked_reason
+"""
+
+# Count the suspended tasks of an agent.
+COUNT_SUSPENDED = """
+SELECT count(*) AS tasks, min(suspended_at) AS oldest FROM agent_paused_tasks
+ WHERE agent_name = :agent AND status {one_of:states} AND suspended_at IS NOT NULL
+   AND NOT cancel_requested
 """
 
 # Count the tasks with subtasks that have not ended.

@@ -35,6 +35,7 @@ from meshpoint.adapters.sql.rows import (
     is_early_cancel,
     keep_alive_at,
     outcome_columns,
+    ready_at,
     requester_columns,
 )
 from meshpoint.adapters.sql.subtasking import save_with_pauses
@@ -350,7 +351,7 @@ async def _write_pauses(
         sql.INSERT_PAUSED,
         [
             {
-                **_task_columns(tx, packed, locked.now),
+                **_task_columns(tx, packed, None, locked.now),
                 "request": packed.request,
                 "digest": packed.pause.digest,
                 **requester_columns(packed.pause.requester),
@@ -363,7 +364,11 @@ async def _write_pauses(
     if known:
         ids = [packed.pause.run.task_id for packed in known]
         await tx.execute_many(
-            sql.UPDATE_PAUSED, [_task_columns(tx, packed, locked.now) for packed in known]
+            sql.UPDATE_PAUSED,
+            [
+                _task_columns(tx, packed, locked.rows[packed.pause.run.task_id], locked.now)
+                for packed in known
+            ],
         )
         await tx.execute(sql.DELETE_DONE_CALLS, ids=ids)
         await tx.execute(sql.DELETE_JOINS, ids=ids)
@@ -472,8 +477,10 @@ def _join_deadline(pause: Pause, now: float) -> float | None:
     return None if pause.join.deadline is None else now + pause.join.deadline.total_seconds()
 
 
-def _task_columns(tx: Transaction, packed: PackedPause, now: float) -> Columns:
-    pause = packed.pause
+def _task_columns(
+    tx: Transaction, packed: PackedPause, row: Row[Any] | None, now: float
+) -> Columns:
+    pause, due_at = packed.pause, now if row is None else ready_at(row, now)
     earliest_timeout = None if packed.earliest_timeout is None else now + packed.earliest_timeout
     deadlines = [
         earliest_timeout,
@@ -486,7 +493,7 @@ def _task_columns(tx: Transaction, packed: PackedPause, now: float) -> Columns:
         "status": TaskState.READY.value if packed.met else TaskState.WAITING.value,
         "generation": pause.run.generation + 1,
         "run_id": pause.run.id,
-        "wake_at": now if packed.met else min(each for each in deadlines if each is not None),
+        "wake_at": due_at if packed.met else min(each for each in deadlines if each is not None),
         "keep_alive_at": keep_alive_at(pause.requester, now),
         "keep_alives": KEEP_ALIVES_PER_TIMEOUT,
         "now": now,

@@ -8,6 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from meshpoint.adapters.sql.rows import (
     AgentNames,
     Columns,
     endable_from_row,
+    is_suspended,
     requester_from_row,
     resumable_from_row,
     run_from_row,
@@ -51,7 +53,7 @@ from meshpoint.model.tasks import (
     TaskState,
     parked_until,
 )
-from meshpoint.model.transitions import ExpiryResult, Overdue, Release
+from meshpoint.model.transitions import ExpiryResult, Overdue, Release, SuspendResult
 
 _log = logging.getLogger("meshpoint.store")
 
@@ -177,12 +179,29 @@ class SqlDueWork:
             await self._database.write(lambda tx: ending.unpark(tx, task_ids))
         )
 
+    async def suspend(self, task_ids: Sequence[TaskId]) -> list[SuspendResult]:
+        """Keep replicas from acquiring tasks, until `unsuspend`. Running ones reach a pause."""
+        if not task_ids:
+            return []
+        return self._database.locked_rows.require_unlocked(
+            await self._database.write(lambda tx: ending.suspend(tx, task_ids))
+        )
+
+    async def unsuspend(self, task_ids: Sequence[TaskId]) -> list[bool]:
+        """Let replicas acquire suspended tasks again. `False` for a task that is not one."""
+        if not task_ids:
+            return []
+        return self._database.locked_rows.require_unlocked(
+            await self._database.write(lambda tx: ending.unsuspend(tx, task_ids))
+        )
+
     async def rescue(
         self, replica: Replica, limit: int, suspect_slots: int = 0
     ) -> list[Resumable]:
         """Rescue running tasks whose lease has expired.
 
-        At most `suspect_slots` of them are suspects; further ones become ready instead.
+        At most `suspect_slots` of them are suspects; further ones become ready instead, and so do
+        suspended tasks.
         """
         query = self._query(
             sql.PICK_LOST,
@@ -191,7 +210,8 @@ class SqlDueWork:
             formats=sorted(replica.formats),
             fails_lost=replica.fails_lost,
         )
-        return await self._acquire_due(query, replica, suspect_slots, _rescue)
+        rescue = partial(_rescue, parked_limit=self._database.options.parked_limit)
+        return await self._acquire_due(query, replica, suspect_slots, rescue)
 
     async def release_unread(self, replica: Replica, limit: int) -> list[TaskId]:
         """Release tasks that no replica has rescued, and that `replica` cannot rescue."""
@@ -207,7 +227,7 @@ class SqlDueWork:
 
         async def body(tx: Transaction, only: str | None) -> list[TaskId]:
             rows = await query.fetch(tx, only)
-            released = [_unread_columns(replica, row, parked_limit) for row in rows]
+            released = [_left_or_parked_columns(replica, row, parked_limit) for row in rows]
             await tx.execute_many(sql.UPDATE_RESCUED, released)
             return [TaskId(row.logical_task_id) for row in rows]
 
@@ -416,16 +436,29 @@ async def _acquire(
 
 
 async def _rescue(
-    tx: Transaction, due: Sequence[Row[Any]], replica: Replica, suspects: int
+    tx: Transaction,
+    due: Sequence[Row[Any]],
+    replica: Replica,
+    suspects: int,
+    *,
+    parked_limit: float,
 ) -> OwnedTasks:
-    def rescues(row: Row[Any]) -> int:
-        only_ends = replica.fails_lost and row.checkpoint_seq is not None
-        return 0 if only_ends else row.rescues + 1
+    def only_ends(row: Row[Any]) -> bool:
+        return replica.fails_lost and row.checkpoint_seq is not None
 
-    mine, others = _split_suspects(due, suspects, rescues)
+    def rescues(row: Row[Any]) -> int:
+        return 0 if only_ends(row) else row.rescues + 1
+
+    def is_held(row: Row[Any]) -> bool:
+        return is_suspended(row) and not only_ends(row)
+
+    suspended = [row for row in due if is_held(row)]
+    runnable = [row for row in due if not is_held(row)]
+    mine, others = _split_suspects(runnable, suspects, rescues)
     rescued = [
         *({**_acquired_columns(replica, row), **_lost_attempt(replica, row)} for row in mine),
         *(_left_columns(replica, row) for row in others),
+        *(_left_or_parked_columns(replica, row, parked_limit) for row in suspended),
     ]
     await tx.execute_many(sql.UPDATE_RESCUED, rescued)
     return await read_owned(tx, [row.logical_task_id for row in mine])
@@ -442,7 +475,7 @@ def _lost_attempt(replica: Replica, row: Row[Any]) -> Columns:
     return {"attempt": max(row.attempt, 1) + (not replica.isolates)}
 
 
-def _unread_columns(replica: Replica, row: Row[Any], parked_limit: float) -> Columns:
+def _left_or_parked_columns(replica: Replica, row: Row[Any], parked_limit: float) -> Columns:
     """Like `_left_columns`, but a task that was parked since its last pause is parked again."""
     left = _left_columns(replica, row)
     if row.incompatible_since is None:
@@ -456,7 +489,12 @@ async def _overdue(tx: Transaction, picked: Row[Any], run: Run) -> Overdue:
     try:
         deadline = picked.task_deadline
         past_deadline = deadline is not None and deadline <= picked.now
-        return Overdue(endable_from_row(picked, run), past_deadline, picked.parked_reason)
+        return Overdue(
+            endable_from_row(picked, run),
+            past_deadline,
+            picked.parked_reason,
+            is_suspended=is_suspended(picked),
+        )
     except Exception as error:
         _log.error(
             "task %s: it ends without a reply, because its requester cannot be read: %s",

@@ -14,9 +14,12 @@ from meshpoint.adapters.sql.codec import Packed
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, run_in_rounds
 from meshpoint.adapters.sql.rows import (
+    FAR_FUTURE,
     Columns,
     add_version,
     is_early_cancel,
+    is_suspended,
+    ready_at,
     reply_from_row,
     requester_from_row,
 )
@@ -45,7 +48,10 @@ from meshpoint.model.transitions import (
     EndResult,
     Fenced,
     Release,
+    SuspendRefused,
+    SuspendResult,
     TaskLocked,
+    TaskSuspended,
 )
 
 _IDLE_STATES = frozenset({TaskState.WAITING, TaskState.READY, TaskState.PARKED})
@@ -175,6 +181,8 @@ async def _write_tombstones(
 async def release(tx: Transaction, releases: Sequence[Release]) -> list[bool | TaskLocked]:
     """Make running tasks ready again, or park them. A task that was cancelled becomes ready.
 
+    A suspended task stays suspended.
+
     `False` means that the run no longer owns its task.
     """
 
@@ -208,7 +216,7 @@ def _release_columns(tx: Transaction, command: Release, row: Row[Any], now: floa
         "task_id": command.run.task_id,
         "status": TaskState.READY.value,
         "run_id": command.run.id,
-        "wake_at": now + command.delay.total_seconds(),
+        "wake_at": ready_at(row, now + command.delay.total_seconds()),
         "attempt": row.attempt + command.counts_as_attempt,
         "incompatible_since": row.incompatible_since,
         "tried_versions": row.tried_versions,
@@ -233,13 +241,11 @@ async def unpark(tx: Transaction, task_ids: Sequence[TaskId]) -> list[bool | Tas
     """Make parked tasks ready for any version. `False` for a task that is not parked."""
 
     async def process_round(batch: list[TaskId], locked: LockedTasks) -> list[bool]:
-        prefix = tx.options.names.prefix
         parked = [
             task_id
             for task_id in batch
-            if (row := locked.rows.get(task_id)) is not None
+            if (row := _row_in_namespace(tx, task_id, locked)) is not None
             and row.status == TaskState.PARKED
-            and row.agent_name.startswith(prefix)
         ]
         await tx.execute_many(
             sql.UPDATE_UNPARKED, [{"task_id": task_id, "now": locked.now} for task_id in parked]
@@ -247,6 +253,61 @@ async def unpark(tx: Transaction, task_ids: Sequence[TaskId]) -> list[bool | Tas
         return [task_id in parked for task_id in batch]
 
     return await run_in_rounds(tx, task_ids, lambda task_id: task_id, process_round)
+
+
+async def suspend(tx: Transaction, task_ids: Sequence[TaskId]) -> list[SuspendResult | TaskLocked]:
+    """Keep replicas from acquiring running, waiting and ready tasks. Their runs continue."""
+
+    async def process_round(batch: list[TaskId], locked: LockedTasks) -> list[SuspendResult]:
+        rows = {task_id: _row_in_namespace(tx, task_id, locked) for task_id in batch}
+        results = {task_id: _suspend_result(row) for task_id, row in rows.items()}
+        await tx.execute_many(
+            sql.UPDATE_SUSPENDED,
+            [
+                {"task_id": task_id, "now": locked.now, "far_future": FAR_FUTURE}
+                for task_id in batch
+                if isinstance(results[task_id], TaskSuspended)
+            ],
+        )
+        return [results[task_id] for task_id in batch]
+
+    return await run_in_rounds(tx, task_ids, lambda task_id: task_id, process_round)
+
+
+def _suspend_result(row: Row[Any] | None) -> SuspendResult:
+    if row is None:
+        return SuspendRefused(None)
+    state, repeated = TaskState(row.status), is_suspended(row)
+    if row.cancel_requested and not state.is_final:
+        return SuspendRefused(state, is_cancelled=True)
+    if not (state.can_be_suspended or repeated):
+        return SuspendRefused(state)
+    return TaskSuspended(state, repeated=repeated)
+
+
+async def unsuspend(tx: Transaction, task_ids: Sequence[TaskId]) -> list[bool | TaskLocked]:
+    """Let replicas acquire suspended tasks again. `False` for a task that is not suspended."""
+
+    async def process_round(batch: list[TaskId], locked: LockedTasks) -> list[bool]:
+        suspended = [
+            task_id
+            for task_id in batch
+            if (row := _row_in_namespace(tx, task_id, locked)) is not None and is_suspended(row)
+        ]
+        await tx.execute_many(
+            sql.UPDATE_UNSUSPENDED,
+            [{"task_id": task_id, "now": locked.now} for task_id in suspended],
+        )
+        return [task_id in suspended for task_id in batch]
+
+    return await run_in_rounds(tx, task_ids, lambda task_id: task_id, process_round)
+
+
+def _row_in_namespace(tx: Transaction, task_id: TaskId, locked: LockedTasks) -> Row[Any] | None:
+    """The locked row of a task, or `None` if it is missing or in another namespace."""
+    row = locked.rows.get(task_id)
+    prefix = tx.options.names.prefix
+    return row if row is not None and row.agent_name.startswith(prefix) else None
 
 
 async def cancel(

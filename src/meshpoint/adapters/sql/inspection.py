@@ -28,12 +28,13 @@ from meshpoint.ports.inspection import (
     ParkedGroup,
     ReasonCount,
     SchemaFacts,
+    SuspendedTasks,
     TaskGroup,
 )
 
 _UNENDED = [state.value for state in TaskState if not state.is_final]
-_WITH_OPERATIONS, _WITH_PARKING = "0003", "0008"
-"""The first revisions with the columns of operations and of parking."""
+_WITH_OPERATIONS, _WITH_PARKING, _WITH_SUSPENDING = "0003", "0008", "0011"
+"""The first revisions with the columns of operations, of parking and of suspending."""
 _MAX_REASONS = 10
 
 
@@ -121,6 +122,10 @@ class SqlInspection:
         operations = 0
         if revision >= _WITH_PARKING:
             parked = await self._fetch(sql.COUNT_PARKED, agent=name)
+        suspended: SuspendedTasks | None = None
+        if revision >= _WITH_SUSPENDING:
+            rows = await self._fetch(sql.COUNT_SUSPENDED, agent=name, states=_UNENDED)
+            suspended = _to_suspended(rows[0])
         if revision >= _WITH_OPERATIONS:
             rows = await self._fetch(sql.COUNT_OPERATIONS, agent=name, states=_UNENDED)
             operations = rows[0].tasks
@@ -131,6 +136,7 @@ class SqlInspection:
             tuple((AgentName(row.peer_agent), row.tasks) for row in waits),
             tuple(Owner(ReplicaId(row.owner), row.tasks, instant(row.until)) for row in owners),
             operations,
+            suspended,
         )
 
     async def _begin(self) -> None:
@@ -163,6 +169,10 @@ def _to_group(row: Row[Any]) -> TaskGroup:
     return TaskGroup(
         TaskState(row.status), row.state_format, row.app_version, row.tasks, instant(row.oldest)
     )
+
+
+def _to_suspended(row: Row[Any]) -> SuspendedTasks | None:
+    return SuspendedTasks(row.tasks, instant(row.oldest)) if row.tasks else None
 
 
 def _to_parked_group(row: Row[Any]) -> ParkedGroup:

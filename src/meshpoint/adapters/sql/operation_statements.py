@@ -294,7 +294,7 @@ UPDATE_REVIVED = f"""
 UPDATE agent_paused_tasks SET
   status = 'ready', generation = 0, fence = fence + 1, run_id = :token,
   resume_token = coalesce(:order, resume_token), owner = NULL, attempt = 0, rescues = 0,
-  retry_count = retry_count + 1, wake_at = :now, cancel_requested = false,
+  retry_count = retry_count + 1, wake_at = :now, cancel_requested = false, suspended_at = NULL,
   {emptied((*columns.PARKING, *_REVIVED_CONTEXT))},
   token_usage = CASE WHEN ended_at IS NOT NULL THEN token_usage END,
   request = coalesce(:request, request),

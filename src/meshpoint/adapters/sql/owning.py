@@ -13,7 +13,13 @@ from sqlalchemy import Row
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.batcher import PART_BYTES, split_by_size
 from meshpoint.adapters.sql.database import Database, Transaction
-from meshpoint.adapters.sql.rows import Columns, StoredOutcome, group_by_task
+from meshpoint.adapters.sql.rows import (
+    Columns,
+    StoredOutcome,
+    group_by_task,
+    is_suspended,
+    ready_at,
+)
 from meshpoint.errors import StoreUnavailable
 from meshpoint.model.tasks import Replica, TaskState, has_log
 
@@ -36,7 +42,7 @@ def owner_columns(
 
 
 def ready_columns(row: Row[Any], run_id: str, now: float) -> Columns:
-    """The columns that make a task ready for any replica."""
+    """The columns that make a task ready for any replica, once it is not suspended."""
     return {
         "task_id": row.logical_task_id,
         "status": TaskState.READY.value,
@@ -44,7 +50,7 @@ def ready_columns(row: Row[Any], run_id: str, now: float) -> Columns:
         "run_id": run_id,
         "owner": None,
         "attempt": 0,
-        "wake_at": now,
+        "wake_at": ready_at(row, now),
     }
 
 
@@ -54,11 +60,12 @@ def assign_owners(
     """The new owners of waiting tasks whose joins are met.
 
     Each is given as its row, the id of the next run, and the time. Slots go to the first tasks
-    whose state `replica` can read; the others become ready.
+    that are not suspended and whose state `replica` can read; the others become ready.
     """
     owners: list[Columns] = []
     for row, run_id, now in met:
-        if slots > 0 and (row.generation == 0 or row.state_format in replica.formats):
+        is_readable = row.generation == 0 or row.state_format in replica.formats
+        if slots > 0 and is_readable and not is_suspended(row):
             slots -= 1
             owners.append(owner_columns(replica, row, run_id, attempt=1, now=now))
         else:

@@ -37,7 +37,7 @@ from meshpoint.model.tasks import (
 from meshpoint.model.transitions import ExistingTask
 
 FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
-"""Deletion time of a preserved operation."""
+"""Deletion time of a preserved operation, and due time of a suspended task."""
 
 NOT_NEEDED = Failed(FailureKind.CANCELLED, "the join no longer needed it")
 
@@ -348,6 +348,20 @@ def version_item(version: str) -> str:
 def tried_versions(stored: str | None) -> tuple[str, ...]:
     """Decode the versions that tried a parked task, oldest first."""
     return () if stored is None else tuple(json.loads(stored))
+
+
+def is_suspended(row: Any) -> bool:
+    """Whether a person has suspended the row's task.
+
+    A cancel and an end lift the suspension; an earlier release leaves it in the row then.
+    """
+    has_ended = TaskState(row.status).is_final
+    return row.suspended_at is not None and not row.cancel_requested and not has_ended
+
+
+def ready_at(row: Any, at: float) -> float:
+    """When replicas may acquire the row's task if it becomes ready and may be acquired `at`."""
+    return FAR_FUTURE if is_suspended(row) else at
 
 
 def group_by_task(rows: Sequence[Row[Any]]) -> dict[str, list[Row[Any]]]:

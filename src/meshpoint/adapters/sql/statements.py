@@ -26,16 +26,18 @@ _REQUESTER, _REQUESTER_VALUES = (
 )
 _CONTEXT, _CONTEXT_VALUES = comma_separated(columns.CONTEXT), comma_separated(columns.CONTEXT, ":")
 _REPLY = comma_separated(columns.REPLY)
-_ACQUIRED = "logical_task_id, agent_name, generation, fence, attempt, rescues, checkpoint_seq"
-_ENDABLE = (
-    f"{_ACQUIRED}, {_REQUESTER}, state_format, cancel_requested, retry_count, request_digest"
+_SUSPENSION = "status, cancel_requested, suspended_at"  # what `is_suspended` reads
+_ACQUIRED = (
+    "logical_task_id, agent_name, generation, fence, attempt, rescues, checkpoint_seq, "
+    f"{_SUSPENSION}"
 )
+_ENDABLE = f"{_ACQUIRED}, {_REQUESTER}, state_format, retry_count, request_digest"
 
 # Lock tasks by id. Also returns the time after the last lock, in a row of NULLs if no task exists.
 LOCK_TASKS = f"""
 WITH locked AS MATERIALIZED (
   SELECT logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt,
-         cancel_requested, state_format, {_REQUESTER}, ended_at,
+         cancel_requested, suspended_at, state_format, {_REQUESTER}, ended_at,
          incompatible_since, tried_versions, checkpoint_seq, retry_count, log_seq
     FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
    ORDER BY logical_task_id {{for_update}})
@@ -253,6 +255,7 @@ UPDATE agent_paused_tasks SET
   request = CASE WHEN :keep_request THEN request END,
   ended_at = :now, expires_at = :expires_at, checkpoint_seq = :checkpoint_seq,
   {emptied(name for name in columns.WIPED_AT_END if name not in _MAY_BE_KEPT)},
+  suspended_at = NULL,
   security_context = CASE WHEN :keep_security_context THEN security_context END,
   {
     ", ".join(
@@ -304,7 +307,23 @@ WHERE logical_task_id = :task_id AND ended_at IS NOT NULL
 
 # Ask the owners of running tasks to cancel them.
 SET_CANCEL_REQUESTED = """
-UPDATE agent_paused_tasks SET cancel_requested = true WHERE logical_task_id {one_of:ids}
+UPDATE agent_paused_tasks SET cancel_requested = true, suspended_at = NULL
+WHERE logical_task_id {one_of:ids}
+"""
+
+# Keep replicas from acquiring a task. A repetition keeps the first time.
+UPDATE_SUSPENDED = """
+UPDATE agent_paused_tasks SET
+  suspended_at = coalesce(suspended_at, :now),
+  wake_at = CASE WHEN status = 'ready' THEN :far_future ELSE wake_at END
+WHERE logical_task_id = :task_id
+"""
+
+# Let replicas acquire it again, at once if it is ready.
+UPDATE_UNSUSPENDED = """
+UPDATE agent_paused_tasks SET
+  suspended_at = NULL, wake_at = CASE WHEN status = 'ready' THEN :now ELSE wake_at END
+WHERE logical_task_id = :task_id
 """
 
 # Extend the leases of running tasks.
@@ -318,7 +337,9 @@ _IS_READABLE = "(generation = 0 OR cancel_requested OR state_format {one_of:form
 _READABLE = f"AND {_IS_READABLE}"
 _DUE_TASKS = """FROM agent_paused_tasks
  WHERE agent_name = :agent AND wake_at <= {instant} AND status"""
-_READY = f"{_DUE_TASKS} = 'ready' {_READABLE}"
+# The far `wake_at` of suspended tasks hides them, unless an earlier release has changed it.
+_NOT_SUSPENDED = "AND (suspended_at IS NULL OR cancel_requested)"
+_READY = f"{_DUE_TASKS} = 'ready' {_READABLE} {_NOT_SUSPENDED}"
 _CAN_BE_RESCUED = f"({_IS_READABLE} OR (:fails_lost AND checkpoint_seq IS NOT NULL))"
 _LOST = f"{_DUE_TASKS} = 'running' AND {_CAN_BE_RESCUED}"
 _LOST_UNREAD = f"""FROM agent_paused_tasks
@@ -382,7 +403,7 @@ UPDATE {table} SET send_due_at = {{instant}} + :delay
 # Pick waiting tasks that may have passed a deadline.
 PICK_EXPIRED = f"""
 SELECT logical_task_id, agent_name, generation, fence, run_id, attempt, state_format,
-       {{instant}} AS now
+       {_SUSPENSION}, {{instant}} AS now
   {_EXPIRED} ORDER BY wake_at LIMIT :limit {{skip_locked}}
 """
 
@@ -399,7 +420,7 @@ SELECT {_ACQUIRED}, {{instant}} AS now
 PICK_PARKED = f"""
 SELECT {_ACQUIRED}, {{instant}} AS now
   FROM agent_paused_tasks
- WHERE agent_name = :agent AND status = 'parked' {_READABLE}
+ WHERE agent_name = :agent AND status = 'parked' {_READABLE} {_NOT_SUSPENDED}
    AND (tried_versions IS NULL OR replace(tried_versions, :tried, '') = tried_versions)
    AND (rescues < :suspect_from OR :suspects > 0)
  ORDER BY wake_at LIMIT :limit {{skip_locked}}
@@ -436,15 +457,16 @@ SELECT state_format, count(*) AS tasks FROM agent_paused_tasks
  GROUP BY state_format
 """
 
-# Make a parked task ready for any version, as if it had never been tried.
+# Make a parked task ready for any version, as if it had never been tried or suspended.
 UPDATE_UNPARKED = f"""
-UPDATE agent_paused_tasks SET status = 'ready', wake_at = :now, {emptied(columns.PARKING)}
+UPDATE agent_paused_tasks SET
+  status = 'ready', wake_at = :now, suspended_at = NULL, {emptied(columns.PARKING)}
 WHERE logical_task_id = :task_id
 """
 
 # Pick running tasks with an expired lease that a replica can resume, or only needs to end.
 PICK_LOST = f"""
-SELECT {_ACQUIRED}, {{instant}} AS now
+SELECT {_ACQUIRED}, incompatible_since, task_deadline, {{instant}} AS now
   {_LOST} ORDER BY wake_at LIMIT :limit {{skip_locked}}
 """
 

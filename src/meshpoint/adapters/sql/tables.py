@@ -43,7 +43,7 @@ from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
 from meshpoint.errors import ConfigurationError
 
-REVISION = "0010"
+REVISION = "0011"
 """The newest migration of this release, which it requires. It also works with a later one."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -133,6 +133,9 @@ tasks = Table(
     # The number of the last entry of the task's log. It never decreases. Readers read up to it, if
     # `state_format` says that the task has a log.
     Column("log_seq", Integer, nullable=False, server_default=text("0")),
+    # Since when a person has suspended the task. While it is `ready`, `wake_at` is then the far
+    # future, so that no replica of any release acquires it.
+    Column("suspended_at", Float),
 )
 
 # What the pauses of a task appended to its state, in the order of `seq`. The run that owns the

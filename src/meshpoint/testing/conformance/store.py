@@ -47,6 +47,11 @@ from meshpoint.testing.conformance.store_rerequests import RerequestSuite
 from meshpoint.testing.conformance.store_retention import RetentionSuite
 from meshpoint.testing.conformance.store_revivals import ReviveSuite
 from meshpoint.testing.conformance.store_runs import RunSuite
+from meshpoint.testing.conformance.store_suspending import SuspendingSuite
+from meshpoint.testing.conformance.store_suspension_ends import (
+    SuspendingRacesSuite,
+    SuspensionEndSuite,
+)
 from meshpoint.testing.conformance.store_unroutable import UnroutableSuite
 
 
@@ -58,6 +63,9 @@ class CheckpointStoreSuite(
     CancelSuite,
     LeaseSuite,
     ParkingSuite,
+    SuspendingSuite,
+    SuspensionEndSuite,
+    SuspendingRacesSuite,
     OutboxSuite,
     UnroutableSuite,
     CatalogSuite,
