@@ -24,7 +24,7 @@ from meshpoint.engine.running import (
     Stopped,
 )
 from meshpoint.engine.runtime import ReplicaRuntime
-from meshpoint.engine.segment import FinalCheckpoint, Segment, StopReason, Suspended, Workspace
+from meshpoint.engine.segment import AgentPaused, FinalCheckpoint, Segment, StopReason, Workspace
 from meshpoint.errors import AgentMisbehaved, MemoryLost, MemoryRefused
 from meshpoint.model.events import Step
 from meshpoint.model.outcomes import OVERDUE, Failed, FailureKind, Ok, Outcome
@@ -125,10 +125,10 @@ class Commits:
     async def commit(self, segment: Segment, result: SegmentResult) -> Committed:
         """Commit `result` in the backend of the task. Waits while the database is unavailable."""
         match result:
-            case Suspended() if segment.stop_reason is StopReason.CANCELLED:
+            case AgentPaused() if segment.stop_reason is StopReason.CANCELLED:
                 # The cancel came too late to stop the code.
                 return await self._commit_stop(segment, StopReason.CANCELLED)
-            case Suspended():
+            case AgentPaused():
                 return await self._commit_pause(segment, result)
             case Ok() | Failed() if segment.stop_reason is StopReason.LOST:
                 # The code ignored its cancellation. A zombie must not answer.
@@ -169,28 +169,28 @@ class Commits:
             case _:
                 assert_never(stop_reason)
 
-    async def _commit_pause(self, segment: Segment, suspended: Suspended) -> Committed:
-        call_count, max_fan_out = len(suspended.paused.calls), self._runtime.options.max_fan_out
+    async def _commit_pause(self, segment: Segment, returned: AgentPaused) -> Committed:
+        call_count, max_fan_out = len(returned.paused.calls), self._runtime.options.max_fan_out
         if call_count > max_fan_out:
             message = f"it makes {call_count} calls at once; max_fan_out is {max_fan_out}"
             return await self._fail(segment, message)
-        agent = suspended.workspace.agent
-        if suspended.paused.append is not None and not isinstance(agent, ReadsLog):
+        agent = returned.workspace.agent
+        if returned.paused.append is not None and not isinstance(agent, ReadsLog):
             return await self._fail(segment, "Paused.append needs an agent with resume_with_log")
-        await suspended.workspace.flush_steps()
-        await suspended.workspace.open_postponed()
+        await returned.workspace.flush_steps()
+        await returned.workspace.open_postponed()
         try:
-            final_checkpoint = await suspended.workspace.prepare_pause()
+            final_checkpoint = await returned.workspace.prepare_pause()
         except MemoryLost as error:
             return await self.commit(segment, MemoryMissing(str(error), lost=True))
         except MemoryRefused as error:
             return await self._fail(segment, str(error))
         pause = plan_pause(
             segment,
-            suspended,
-            suspended.workspace.agent.state_format,
+            returned,
+            returned.workspace.agent.state_format,
             self._runtime.options,
-            await self._find_earlier_children(segment, suspended.workspace.operation),
+            await self._find_earlier_children(segment, returned.workspace.operation),
             final_checkpoint,
         )
         try:
@@ -201,7 +201,7 @@ class Commits:
             case PauseCommitted(state=state, dispatches=dispatches):
                 is_ready = state is TaskState.READY
                 return TaskPaused(
-                    backend, suspended.workspace, dispatches, is_ready, final_checkpoint
+                    backend, returned.workspace, dispatches, is_ready, final_checkpoint
                 )
             case Fenced():
                 self._runtime.steps.emit(

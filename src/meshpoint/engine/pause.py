@@ -7,7 +7,7 @@ from functools import partial
 
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.runtime import ReplicaRuntime
-from meshpoint.engine.segment import FinalCheckpoint, RequestedSegment, Segment, Suspended
+from meshpoint.engine.segment import AgentPaused, FinalCheckpoint, RequestedSegment, Segment
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody
 from meshpoint.model.calls import Call
 from meshpoint.model.context import TaskExecutionContext
@@ -26,7 +26,7 @@ from meshpoint.subtasks.runner import Subtasks
 
 def plan_pause(
     segment: Segment,
-    suspended: Suspended,
+    returned: AgentPaused,
     state_format: str,
     options: Options,
     earlier_children: Sequence[Child] = (),
@@ -39,7 +39,7 @@ def plan_pause(
     A call that an earlier attempt at an operation also made goes to the same task of the peer: see
     `_ChildPlanner`. `final_checkpoint` is the operation's own, stored while it waits.
     """
-    paused, workspace, is_new = suspended.paused, suspended.workspace, segment.run.fence == 0
+    paused, workspace, is_new = returned.paused, returned.workspace, segment.run.fence == 0
     operation, context = workspace.operation, workspace.context
     planner = None if operation is None else _ChildPlanner(operation, earlier_children)
     log_change = segment.log.change(

@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 
 from meshpoint.engine.containment import Origin, is_user_interrupt
 from meshpoint.engine.runtime import ReplicaRuntime
-from meshpoint.engine.segment import Segment, StopReason, Suspended, Workspace
+from meshpoint.engine.segment import AgentPaused, Segment, StopReason, Workspace
 from meshpoint.errors import (
     AgentFailed,
     IncompatibleState,
@@ -92,7 +92,7 @@ class ProcessDied:
 
 
 SegmentResult: TypeAlias = (
-    Suspended | Outcome | Stopped | Incompatible | MemoryMissing | SettledElsewhere | ProcessDied
+    AgentPaused | Outcome | Stopped | Incompatible | MemoryMissing | SettledElsewhere | ProcessDied
 )
 
 
@@ -235,7 +235,7 @@ class AgentCode:
 
     def _result_from_return(self, returned: object) -> SegmentResult:
         if isinstance(returned, Paused):
-            return Suspended(returned, self.workspace)
+            return AgentPaused(returned, self.workspace)
         if not isinstance(returned, Done):
             type_name = type(returned).__name__
             return self._new_failure(

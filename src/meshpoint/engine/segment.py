@@ -180,7 +180,7 @@ class FinalCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspended:
+class AgentPaused:
     """The agent paused its task. `workspace` is what its code worked with until then."""
 
     paused: Paused
