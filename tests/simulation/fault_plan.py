@@ -38,6 +38,8 @@ class FaultPlan:
             self._outage,
             self._cancel,
             self._cancel_a_call,
+            self._suspend,
+            self._unsuspend,
             self._do_nothing,
         ]
         self._chosen_actions = rng.sample(self._actions, rng.randint(1, len(self._actions)))
@@ -72,6 +74,7 @@ class FaultPlan:
         mesh = self._mesh
         mesh.trace("heal")
         mesh.network.stop_faults()
+        await mesh.store.unsuspend(self._suspended_ids())
         for process in mesh.live_processes:
             process.thaw()
         if self._background:
@@ -160,6 +163,21 @@ class FaultPlan:
             self._mesh.trace(f"cancel call {sub_task_id}")
             peer = AgentName(self._mesh.ledger.calls[sub_task_id])
             self._start_in_background(self._mesh.client.cancel(peer, TaskId(sub_task_id)))
+
+    async def _suspend(self) -> None:
+        if live := sorted(self._mesh.store.tables.live):
+            task_ids = self._rng.sample(live, min(len(live), self._rng.choice([1, 3, 100])))
+            self._mesh.trace(f"suspend {task_ids}")
+            await self._mesh.store.suspend(task_ids)
+
+    async def _unsuspend(self) -> None:
+        task_ids = self._suspended_ids()
+        self._mesh.trace(f"unsuspend {task_ids}")
+        await self._mesh.store.unsuspend(task_ids)
+
+    def _suspended_ids(self) -> list[TaskId]:
+        live = self._mesh.store.tables.live.values()
+        return [row.task_id for row in live if row.is_suspended]
 
     async def _do_nothing(self) -> None:
         pass

@@ -9,9 +9,10 @@ from typing import Any
 from meshpoint.adapters.inprocess.rows import Tables, TaskRow
 from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
+from meshpoint.model.ids import RunId
 from meshpoint.model.options import StoreTimings
 from meshpoint.model.subtasks import SaveCommitted
-from meshpoint.model.tasks import Replica, Run
+from meshpoint.model.tasks import Replica, Resumable, Run
 from meshpoint.model.transitions import (
     Append,
     End,
@@ -39,14 +40,26 @@ CheckInvariant = Callable[[bool, str], None]
 class WatchedTables(Tables):
     """Tables that report every write to the ledger."""
 
-    def __init__(self, clock: Clock, timings: StoreTimings, on_written: OnWritten) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        timings: StoreTimings,
+        on_written: OnWritten,
+        check: CheckInvariant,
+    ) -> None:
         super().__init__(clock, timings)
-        self._on_written = on_written
+        self._on_written, self._check = on_written, check
 
     def put(self, row: TaskRow) -> None:
         """Write `row`."""
         super().put(row)
         self._on_written(row)
+
+    def assign_owner(self, row: TaskRow, replica: Replica, run_id: RunId) -> Resumable:
+        """Let `replica` own the task; a suspended one only to end it at its deadline."""
+        is_held = row.is_suspended and not row.requester.is_overdue(self.clock.now())
+        self._check(not is_held, f"a suspended task was acquired: {row.task_id}")
+        return super().assign_owner(row, replica, run_id)
 
 
 class WatchedStore(InProcessStore):
@@ -61,7 +74,7 @@ class WatchedStore(InProcessStore):
         *,
         durable: bool,
     ) -> None:
-        self.tables = self._tables = WatchedTables(clock, timings, on_written)
+        self.tables = self._tables = WatchedTables(clock, timings, on_written, check)
         self._durable, self._check = durable, check
 
     @property

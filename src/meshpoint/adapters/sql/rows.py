@@ -355,8 +355,8 @@ def is_suspended(row: Any) -> bool:
 
     A cancel and an end lift the suspension; an earlier release leaves it in the row then.
     """
-    has_ended = TaskState(row.status).is_final
-    return row.suspended_at is not None and not row.cancel_requested and not has_ended
+    is_set = row.suspended_at is not None and not row.cancel_requested
+    return is_set and not TaskState(row.status).is_final
 
 
 def ready_at(row: Any, at: float) -> float:
