@@ -84,7 +84,7 @@ class SentRequest:
     def allowed(self, codes: frozenset[str]) -> list[Outcome]:
         """The right outcomes if `codes` served when it ended."""
         return [
-            Ok(result)
+            Ok([*result])
             for code in codes
             for result in [deploy_agents.result(code, self.number, begun=self.begun)]
             if result is not None
