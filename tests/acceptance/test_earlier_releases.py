@@ -52,7 +52,8 @@ class EarlierReplica:
     @classmethod
     async def start(cls, sources: Path, config: Path) -> Self:
         """Start a replica and wait until it consumes."""
-        replica = cls(await run_earlier(sources, "run", str(config), "--log-json"))
+        options = ("--log-json", "--log-level", "debug")  # with the reasons of releases
+        replica = cls(await run_earlier(sources, "run", str(config), *options))
         process = replica.process
         assert process.stderr is not None
         async for line in process.stderr:
