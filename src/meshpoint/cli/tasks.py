@@ -378,10 +378,13 @@ def _resume_one(
 async def _resume_in(
     operations: Operations, task_id: str, place: ResumeFrom | None
 ) -> tuple[str, Revived | None]:
-    """Offer, continue or revive a task, and return what was done."""
-    if await operations.unpark([task_id]):
+    """Offer, continue or revive a task, and return which of them.
+
+    Only a new attempt has a place to begin from.
+    """
+    if place is None and await operations.unpark([task_id]):
         return "offered", None
-    if await operations.unsuspend([task_id]):
+    if place is None and await operations.unsuspend([task_id]):
         return "continued", None
     return "resumed", await operations.resume(task_id, resume_from=place)
 

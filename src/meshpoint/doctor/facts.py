@@ -132,7 +132,7 @@ class Facts:
         return AgentTasks()
 
     def knows_tasks(self, release: Release) -> bool:
-        """Whether the tasks of an agent could be read, in its database or in one of `--db`."""
+        """Whether an agent's tasks could be read, in its database or in any database of `--db`."""
         urls = [release.settings.session_db_url] if release.settings.has_database else []
         found = [self.databases[url] for url in urls or self.databases if url in self.databases]
         return any(database.schema is not None for database in found)

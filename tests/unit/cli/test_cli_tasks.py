@@ -329,6 +329,7 @@ def test_a_task_is_suspended_and_resumed(
     assert {task["task_id"] for task in listed} == {task_id, other}
     assert all(task["suspended_at"] for task in listed)
     assert state in run_command("list").out
+    assert run_command("resume", task_id, "--from", "start").code == 11
     resumed = run_command("resume", task_id)
     assert resumed.out == f"{task_id} is not suspended any more\n"
     result = run_command("resume", other, "--json").json
