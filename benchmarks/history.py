@@ -26,7 +26,6 @@ from meshpoint import (
     Call,
     Done,
     DurableAgent,
-    Ok,
     Outcomes,
     Paused,
     Peer,
@@ -240,13 +239,11 @@ def scenarios(*, quick: bool) -> list[Scenario]:
 
 async def _run(scenario: Scenario, db_url: str) -> tuple[Written, float]:
     async with local_mesh(writer, scenario.served, db_url=db_url) as mesh:
-        warm_up = await mesh.ask(scenario.served.name, [1, 10])
-        assert isinstance(warm_up, Ok), warm_up
+        await mesh.call(scenario.served.name, [1, 10])
         with counted() as written:
             started = time.perf_counter()
-            outcome = await mesh.ask(scenario.served.name, list(scenario.plan))
+            await mesh.call(scenario.served.name, list(scenario.plan))
             seconds = time.perf_counter() - started
-        assert isinstance(outcome, Ok), outcome
     return written, seconds
 
 

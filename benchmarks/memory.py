@@ -16,8 +16,9 @@ from benchmarks.replica_memory import MeasuredReplica, ProcessMemory
 from benchmarks.report import Cell, Lines, Report, Table
 from benchmarks.waiting_agent import patient, silent_peer
 from meshpoint import wiring
-from meshpoint.client import Client
-from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.client.mesh import Mesh
+from meshpoint.client.transport import Transport
+from meshpoint.model.ids import AgentName, new_id
 from meshpoint.model.messages import nested_queue
 from meshpoint.ports.broker import Broker
 from meshpoint.settings import MeshSettings
@@ -90,30 +91,30 @@ async def _measure_memory(stage: BenchmarkServers, tasks: int, *, stateless: boo
     broker = wiring.make_broker(MeshSettings(namespace=namespace, broker_url=url))
     with tempfile.TemporaryDirectory() as folder:
         async with (
-            Client(broker) as client,
+            Transport(broker) as transport,
             MeasuredReplica(Path(folder), {"mesh": mesh, "agent": agent}) as replica,
         ):
             await broker.declare(_SILENT_PEER)
             await broker.declare(_WAITING_AGENT)
+            client = Mesh(transport)
             await _warm_up(client, broker, _WARM_UP if stateless else _WARM_UP_IN_PROCESS)
             return await _pause_tasks(client, broker, replica, tasks)
 
 
-async def _warm_up(client: Client, broker: Broker, tasks: int) -> None:
+async def _warm_up(client: Mesh, broker: Broker, tasks: int) -> None:
     """Run tasks and cancel them, twice, so that all lasting allocations have happened."""
     for _ in range(2):
-        task_ids = [TaskId(new_id()) for _ in range(tasks)]
-        replies = await asyncio.gather(
-            *[client.send(_WAITING_AGENT, STATE_BYTES, task_id=reply) for reply in task_ids]
+        started = await asyncio.gather(
+            *[client.send(_WAITING_AGENT, STATE_BYTES) for _ in range(tasks)]
         )
         await _wait_until_paused(broker, tasks)
-        await asyncio.gather(*[client.cancel(_WAITING_AGENT, each) for each in task_ids])
-        await asyncio.gather(*replies)
+        await asyncio.gather(*[task.cancel() for task in started])
+        await asyncio.gather(*[task.outcome() for task in started])
         await _empty_peer_queue(broker)
 
 
 async def _pause_tasks(
-    client: Client, broker: Broker, replica: MeasuredReplica, tasks: int
+    client: Mesh, broker: Broker, replica: MeasuredReplica, tasks: int
 ) -> MemoryUse:
     points: list[tuple[int, ProcessMemory]] = []
     for paused in range(0, tasks + 1, tasks // _MEASUREMENTS):

@@ -18,7 +18,7 @@ from meshpoint import TaskExecutionContext, agent
 from meshpoint.local import local_mesh
 
 _PACKAGE = Path(meshpoint.__file__).parent
-_CLIENT = _PACKAGE / "client.py"
+_CLIENT = f"{_PACKAGE / 'client'}/"
 _WARM_UP, _RECORDED = 20, 5
 
 
@@ -48,7 +48,7 @@ class CallRecorder:
 
 def _is_called_by_client(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_filename == str(_CLIENT):
+        if frame.f_code.co_filename.startswith(_CLIENT):
             return True
         frame = frame.f_back
     return False
@@ -59,11 +59,11 @@ async def main() -> dict[str, int]:
     recorder = CallRecorder()
     async with local_mesh(echo) as client:
         for number in range(_WARM_UP):
-            await client.ask("echo", number)
+            await client.call("echo", number)
         sys.setprofile(recorder)
         # Each request is settled while the next one runs.
         for number in range(_RECORDED):
-            await client.ask("echo", number)
+            await client.call("echo", number)
         sys.setprofile(None)
     return recorder.counts()
 

@@ -46,11 +46,7 @@ async def publisher(ctx: TaskExecutionContext, title: str) -> str:
 
 async def main() -> None:
     async with local_mesh(publisher, editor, reviewer, library) as mesh:
-        match await mesh.ask("publisher", "The Waiting Mesh"):
-            case Ok(value=value):
-                print(value)
-            case failed:
-                print(f"not published: {failed}")
+        print(await mesh.call(publisher, "The Waiting Mesh"))
 
 
 if __name__ == "__main__":

@@ -67,9 +67,7 @@ async def planner(ctx: TaskExecutionContext, trip: Trip) -> Itinerary:
 
 async def main() -> None:
     async with local_mesh(planner, flights, hotels, weather) as mesh:
-        outcome = await mesh.ask("planner", {"city": "Rome", "days": 3})
-    assert isinstance(outcome, Ok), outcome
-    itinerary = Itinerary.model_validate(outcome.value)
+        itinerary = await mesh.call(planner, Trip(city="Rome", days=3))
     print(f"{itinerary.city}:")
     for line in itinerary.plan:
         print(f"  - {line}")

@@ -5,7 +5,7 @@ Run it: `python examples/two_agents.py`.
 
 import asyncio
 
-from meshpoint import Ok, Peer, TaskExecutionContext, agent
+from meshpoint import Peer, TaskExecutionContext, agent
 from meshpoint.local import local_mesh
 
 WORDS = {"it": "Buongiorno", "no": "God morgen", "es": "Buenos días"}
@@ -28,11 +28,7 @@ async def greeter(ctx: TaskExecutionContext, name: str) -> str:
 
 async def main() -> None:
     async with local_mesh(greeter, translator) as mesh:
-        match await mesh.ask("greeter", "Ada"):
-            case Ok(value=value):
-                print(value)
-            case failed:
-                print(f"no greeting: {failed}")
+        print(await mesh.call(greeter, "Ada"))
 
 
 if __name__ == "__main__":

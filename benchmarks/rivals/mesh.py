@@ -9,11 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from benchmarks.rivals import driver
-from meshpoint.client import Client
+from meshpoint.connecting import connect_to
 from meshpoint.model.ids import new_id
-from meshpoint.model.outcomes import Ok
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
-from meshpoint.wiring import make_broker
 
 MAX_CONCURRENCY = 64
 """Concurrent segments: the most requests ever in flight, so that no default is the limit."""
@@ -35,11 +33,10 @@ async def mesh(options: Namespace) -> AsyncIterator[driver.Ask]:
                 _agent(name, options.db_url if name == "root" else None) for name in names
             )
             await stack.enter_async_context(_replica(Settings(mesh=settings, agents=agents)))
-        client = await stack.enter_async_context(Client(make_broker(settings)))
+        client = await stack.enter_async_context(connect_to(settings))
 
         async def ask(fan_out: int) -> object:
-            outcome = await client.ask("root", fan_out)
-            return outcome.value if isinstance(outcome, Ok) else outcome
+            return await client.call("root", fan_out)
 
         yield ask
 

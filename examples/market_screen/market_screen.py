@@ -18,7 +18,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from api import BILL
 from replicas import Replica
@@ -27,8 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from screener import Proposal, Screen, Screened, screener
 
-from meshpoint import Failed, FailureKind, Outcome, TaskExecutionContext, agent
-from meshpoint.client import Client, Reply
+from meshpoint import Failed, FailureKind, Ok, TaskExecutionContext, TaskHandle, agent
 from meshpoint.local import local_mesh
 from meshpoint.model.ids import TaskId, new_id
 
@@ -102,34 +100,33 @@ async def screened(
                 f"Replica A screens {order.companies} companies: each page is bought, and kept in "
                 "ctx.memory."
             )
-            task_id, waiting = await send_screening(mesh, order)
-            await wait_for_either(committee.was_asked, waiting)
-            if waiting.done():
-                return failure_of(waiting.result().outcome)
+            task = await mesh.send(screener, order)
+            if (early := await wait_for_either(committee.was_asked, task)) is not None:
+                return failure_of(early)
             if redis_url is not None:
-                await wait_for_snapshot(redis_url, namespace, task_id)
+                await wait_for_snapshot(redis_url, namespace, task.id)
             await first.kill()
         console.print("It asks the committee and pauses. SIGKILL to A: its process is gone.")
         if redis_url is not None:
-            keys = await expire(redis_url, namespace, task_id)
+            keys = await expire(redis_url, namespace, task.id)
             console.print(f"The memory in Redis expires too: {keys} keys are gone.")
         async with Replica.start(variables) as second:
             console.print("Replica B starts, gets the answer, and resumes the task.")
             committee.may_answer.set()
-            outcome = (await waiting).outcome
+            outcome = await task.outcome()
     if isinstance(outcome, Failed):
         return outcome
     lines = [line.split() for line in bill.read_text(encoding="utf-8").splitlines()]
     by = Counter(int(pid) for pid, _ in lines)
     return ScreeningReport(
         before=committee.proposals[0],
-        after=Screened.model_validate(outcome.value),
+        after=outcome.value,
         bought=(by[first.pid], by[second.pid]),
         different=len({ticker for _, ticker in lines}),
     )
 
 
-def failure_of(outcome: Outcome) -> Failed:
+def failure_of(outcome: Ok[Screened] | Failed) -> Failed:
     """A screening that is over before it waited for anybody."""
     return (
         outcome
@@ -138,16 +135,18 @@ def failure_of(outcome: Outcome) -> Failed:
     )
 
 
-async def send_screening(mesh: Client, order: Screen) -> tuple[TaskId, asyncio.Future[Reply]]:
-    task_id = TaskId(new_id())
-    return task_id, await mesh.send(screener.name, order.model_dump(), task_id=task_id)
-
-
-async def wait_for_either(asked: asyncio.Event, waiting: asyncio.Future[Reply]) -> None:
-    """Return when the committee is asked, or the screener has ended before that."""
-    asking: asyncio.Future[Any] = asyncio.ensure_future(asked.wait())
-    await asyncio.wait([asking, waiting], return_when=asyncio.FIRST_COMPLETED)
+async def wait_for_either(
+    asked: asyncio.Event, task: TaskHandle[Screened]
+) -> Ok[Screened] | Failed | None:
+    """Wait until the committee is asked. Returns the outcome if the screener ends before that."""
+    asking = asyncio.ensure_future(asked.wait())
+    ending = asyncio.ensure_future(task.outcome())
+    await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
     asking.cancel()
+    if ending.done():
+        return ending.result()
+    ending.cancel()
+    return None
 
 
 # ── with Redis ───────────────────────────────────────────────────────────────────────────────────

@@ -33,8 +33,7 @@ from rich.table import Table
 from rich.text import Text
 from sources import deal_service
 
-from meshpoint import Failed, FunctionAgent, Ok
-from meshpoint.client import Client
+from meshpoint import Failed, FunctionAgent, Mesh, Ok
 from meshpoint.local import local_mesh
 from meshpoint.model.subtasks import SubtaskRecord
 from meshpoint.operations import Operations
@@ -94,30 +93,29 @@ async def main(ticker: str) -> bool:
 
 
 async def analyse(
-    ticker: str, mesh: Client, operations: Operations, console: Console
+    ticker: str, mesh: Mesh, operations: Operations, console: Console
 ) -> list[AnalystResult]:
     """Let the analysts work concurrently, then resume the failed ones."""
-    order = Analysis(ticker=ticker).model_dump()
+    order = Analysis(ticker=ticker)
     console.print(f"{ticker}: {len(ANALYSTS)} analysts are at work.")
-    replies = await asyncio.gather(*[await mesh.send(analyst.name, order) for analyst in ANALYSTS])
+    tasks = [await mesh.send(analyst.name, order) for analyst in ANALYSTS]
+    outcomes = await asyncio.gather(*[task.outcome() for task in tasks])
     results = []
-    for reply in replies:
-        result = AnalystResult(
-            reply.agent, reply.outcome, [await last_records(operations, reply.task_id)]
-        )
+    for task, outcome in zip(tasks, outcomes, strict=True):
+        result = AnalystResult(task.agent, outcome, [await last_records(operations, task.id)])
         results.append(result)
         if isinstance(result.outcome, Failed):
-            operation = await operations.get(reply.task_id)
+            operation = await operations.get(task.id)
             console.print(
                 f"{result.agent} failed in {operation.phase}, with {operation.progress_pct:.0f}% "
                 "done:"
             )
             console.print(f"  {result.outcome.message}")
             deal_service.reset_quota()
-            await operations.resume(reply.task_id)
+            await operations.resume(task.id)
             console.print("An hour later it is resumed.")
-            result.outcome = await operations.wait(reply.task_id)
-            result.attempts.append(await last_records(operations, reply.task_id))
+            result.outcome = await operations.wait(task.id)
+            result.attempts.append(await last_records(operations, task.id))
     return results
 
 

@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshpoint import Ok
-from meshpoint.client import Client
+from meshpoint import Mesh, Ok
 from meshpoint.local import local_mesh
 from meshpoint.model.subtasks import SubtaskRecord
 from meshpoint.operations import Operations
@@ -94,26 +93,25 @@ async def main() -> bool:
             resumed = await cancelled_and_resumed(mesh, operations, log, console)
             counts = Counter(completed)
             log.run = "never cancelled"
-            other = await mesh.ask(researcher.name, Order().model_dump())
-    assert isinstance(other, Ok)
+            other = await mesh.call(researcher, Order())
     print_steps(resumed, counts, console)
     print_epochs(log, console)
-    return print_verdict(resumed, Research.model_validate(other.value), log, counts, console)
+    return print_verdict(resumed, other, log, counts, console)
 
 
 async def cancelled_and_resumed(
-    mesh: Client, operations: Operations, log: TrainingLog, console: Console
+    mesh: Mesh, operations: Operations, log: TrainingLog, console: Console
 ) -> Resumed:
     """Cancel the research while its trainer works, and resume it."""
-    reply = await mesh.send(researcher.name, Order().model_dump())
+    task = await mesh.send(researcher, Order())
     await log.epoch_reached.wait()
     (running,) = await operations.find(agent=researcher.name)
     (training,) = running.children
     console.print(
         f"The researcher waits for its trainer, which is in epoch {CANCELLED_IN}: cancelled."
     )
-    await mesh.cancel(researcher.name, running.id)
-    await reply
+    await task.cancel()
+    await task.outcome()
     await operations.wait(training.id)  # the peer is cancelled a moment later
     first = await last_records(operations, running.id)
 

@@ -5,7 +5,8 @@
     ├── PoisonMessage           dead-letter the message, with the reason
     ├── Unavailable             wait and retry: nothing is lost, no reply is sent
     │   ├── BrokerUnavailable
-    │   │   └── QueueFull       the broker works, but the agent's request queue is full
+    │   │   ├── QueueFull       the broker works, but the agent's request queue is full
+    │   │   └── SendInDoubt     a request was not confirmed: repeat it with the same task id
     │   ├── StoreUnavailable    nothing was written
     │   │   └── CommitInDoubt   a COMMIT was sent but not confirmed: repeat with the same run id
     │   │       └── RowLocked   another session locks a row that this step needs: repeat the step
@@ -17,6 +18,11 @@
     │       └── ReplayMismatch  a function agent made other calls than the recorded ones
     ├── ResumeRefused           an operation cannot be resumed: one class for each reason
     ├── SessionLocked           another process runs this session of `meshpoint exec`: says which
+    ├── UnknownAgent            start the agent, or correct its name, the broker or the namespace
+    ├── MeshClosed              connect again: the mesh was closed while a task was open
+    ├── TaskFailed              a task that `mesh.send` started ended without a result
+    │   ├── TaskTimeout         at its deadline; also a `TimeoutError`
+    │   └── TaskCancelled
     └── AgentFailed             answer with the error, then ack
         ├── InvalidInput        the request does not fit the agent's declared input
         ├── InvalidOutput       the agent's result does not fit its declared output
@@ -29,6 +35,7 @@
         └── PeerFailed          a peer call has no result, and the agent's code did not handle it
 
     NotJson(ValueError)         a value that a checkpoint cannot store, refused when it is set
+    InvalidOption(ValueError)   an option of `mesh.send` cannot work: names it; nothing was sent
 
 Expected results (a lost claim, a partial join, a fenced write) are values, not exceptions.
 """
@@ -79,6 +86,17 @@ class BrokerUnavailable(Unavailable):
 
 class QueueFull(BrokerUnavailable):
     """The request queue of an agent is full. The broker works: other agents are not affected."""
+
+
+class SendInDoubt(BrokerUnavailable):
+    """The broker did not confirm a request: the task may have started.
+
+    Sending the same input again with `task_id` is safe.
+    """
+
+    def __init__(self, task_id: str, problem: str) -> None:
+        super().__init__(f"{problem}; the task may have started: repeat with task_id={task_id!r}")
+        self.task_id = task_id
 
 
 class StoreUnavailable(Unavailable):
@@ -168,6 +186,21 @@ class OperationConflict(ResumeRefused):
 
 class SessionLocked(MeshpointError):
     """Another process runs this session of `meshpoint exec`."""
+
+
+class UnknownAgent(MeshpointError):
+    """No replica of the agent has ever declared its queues in this namespace."""
+
+    def __init__(self, agent: str) -> None:
+        fix = (
+            "start one with `meshpoint run`, "
+            "or correct the agent's name, the broker or the namespace"
+        )
+        super().__init__(f"no agent {agent!r} in this mesh: {fix}")
+
+
+class MeshClosed(MeshpointError):
+    """The connection to the mesh was closed. The task is not affected."""
 
 
 class AgentFailed(MeshpointError):
@@ -272,6 +305,44 @@ class PeerFailed(AgentFailed):
     def __init__(self, peer: str, outcome: _FailureLike) -> None:
         super().__init__(f"peer {peer!r}: {outcome.kind}: {outcome.message}")
         self.peer, self.outcome = peer, outcome
+
+
+class TaskFailed(MeshpointError):
+    """A task has no result.
+
+    `outcome` is its `Failed`: branch on `kind`, show `message` to people.
+
+    Attributes:
+        agent: Name of the agent.
+        task_id: Id of the task.
+        outcome: How the task ended.
+    """
+
+    def __init__(self, agent: str, task_id: str, outcome: _FailureLike) -> None:
+        super().__init__(f"task {task_id!r} of {agent!r}: {outcome.kind}: {outcome.message}")
+        self.agent, self.task_id, self.outcome = agent, task_id, outcome
+
+    @property
+    def kind(self) -> str:
+        """The `FailureKind` of the outcome."""
+        return self.outcome.kind
+
+    @property
+    def message(self) -> str:
+        """The message of the outcome."""
+        return self.outcome.message
+
+
+class TaskTimeout(TaskFailed, TimeoutError):
+    """The task did not end before its deadline."""
+
+
+class TaskCancelled(TaskFailed):
+    """The task was cancelled."""
+
+
+class InvalidOption(MeshpointError, ValueError):
+    """An option of a request cannot work. The message names it, and nothing was sent."""
 
 
 class NotJson(MeshpointError, ValueError):

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from meshpoint.client import Client
+from meshpoint.client.mesh import Mesh
+from meshpoint.client.transport import Transport
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.ids import AgentName, new_id
 from meshpoint.model.messages import validate_agent_name
@@ -26,11 +27,11 @@ async def local_mesh(
     namespace: str | None = None,
     observer: Observer | None = None,
     **options: Any,
-) -> AsyncIterator[Client]:
-    """Serve `agents` while the block runs, and yield a client.
+) -> AsyncIterator[Mesh]:
+    """Serve `agents` while the block runs, and yield a connection to them.
 
         async with local_mesh(travel, flights) as mesh:
-            outcome = await mesh.ask("travel", {"city": "Rome"})
+            plan = await mesh.call(travel, Trip(city="Rome"))
 
     Pausing works as in production: a paused task is a row in a database, not an object. At the end
     of the block, running code has one more second to finish. Code that ignores its cancellation is
@@ -75,11 +76,11 @@ async def local_mesh(
             await broker.open()
             for agent in agents:  # the first request must find its queue
                 await broker.declare(AgentName(agent.name))
-            async with asyncio.TaskGroup() as serving, Client(make_broker(mesh)) as client:
+            async with asyncio.TaskGroup() as serving, Transport(make_broker(mesh)) as caller:
                 for each in workers:
                     serving.create_task(each.run(stop))
                 try:
-                    yield client
+                    yield Mesh(caller)
                 except Exception as error:  # raised after the agents have drained
                     block_error = error
                 stop.set()

@@ -14,12 +14,12 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from meshpoint.client import Reply
 from meshpoint.model.bodies import ResponseBody, parse_body
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.messages import dead_letter_queue
 from meshpoint.model.outcomes import Failed, Outcome
 from meshpoint.subtasks.resuming import resume_operation
+from plain_client import Reply
 
 from .mesh import EndedEarly, Mesh, Process, count_rows
 

@@ -14,7 +14,6 @@ import yaml
 from pydantic import JsonValue
 
 from meshpoint import wiring
-from meshpoint.client import Client
 from meshpoint.model.bodies import RequestBody, parse_body
 from meshpoint.model.envelopes import encode_reply
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
@@ -32,6 +31,7 @@ from meshpoint.model.tasks import CallState
 from meshpoint.ports.broker import Broker, Delivery
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.settings import Settings, load
+from plain_client import PlainClient
 
 from .fork_server import ForkedProcess, ForkServer
 
@@ -249,7 +249,7 @@ class Mesh:
         self.backends = backends
         self.fork_server = fork_server
         self.processes: list[Process] = []
-        self.clients: list[Client] = []
+        self.clients: list[PlainClient] = []
         self.peers: list[FakePeer] = []
 
     async def replica(self, config: Path, *arguments: str, started: int = 1) -> Process:
@@ -262,8 +262,8 @@ class Mesh:
     def broker(self) -> Broker:
         return wiring.make_broker(self.backends.settings(self.backends.config("root")).mesh)
 
-    async def client(self) -> Client:
-        client = await Client(self.broker()).__aenter__()
+    async def client(self) -> PlainClient:
+        client = await PlainClient(self.broker()).__aenter__()
         self.clients.append(client)
         return client
 

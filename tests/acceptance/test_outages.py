@@ -14,8 +14,8 @@ import pytest
 
 from faults import CommitCuttingProxy, LostPart
 from meshpoint.adapters.sql import migrations
-from meshpoint.client import Client, Reply
 from meshpoint.model.outcomes import Ok
+from plain_client import PlainClient, Reply
 from servers import PostgresServer, RabbitServer
 
 from .fork_server import ForkServer
@@ -83,7 +83,7 @@ async def test_no_request_is_lost_when_rabbitmq_restarts_under_load(
     _assert_nothing_dead_lettered(replicas)
 
 
-async def _send_requests(client: Client, count: int) -> list[asyncio.Future[Reply]]:
+async def _send_requests(client: PlainClient, count: int) -> list[asyncio.Future[Reply]]:
     return [await client.send("root", {"numbers": [number]}) for number in range(count)]
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from meshpoint.client import Client, Reply
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.model.tasks import SUSPECT_AFTER_RESCUES, TaskState, TaskSummary
+from plain_client import PlainClient, Reply
 from servers.process import wait_until_exited
 
 from .mesh import SHORT_LEASE, EndedEarly, EventRecord, Mesh, Process
@@ -88,7 +88,7 @@ async def supervised(mesh: Mesh, config: Path) -> AsyncIterator[SupervisedReplic
 
 
 async def send_ward_requests(
-    client: Client, trace: Path, *endings: str | None, **fields: Any
+    client: PlainClient, trace: Path, *endings: str | None, **fields: Any
 ) -> list[asyncio.Future[Reply]]:
     """Send `ward` one request per entry of `endings`."""
     await asyncio.to_thread(trace.touch)
@@ -212,7 +212,7 @@ async def test_a_task_that_kills_its_process_after_a_pause_fails(
 
 
 async def send_suspect(
-    mesh: Mesh, client: Client, config: Path, trace: Path, how: str
+    mesh: Mesh, client: PlainClient, config: Path, trace: Path, how: str
 ) -> asyncio.Future[Reply]:
     """Send a task whose replica is killed twice after its row was written."""
     await mesh.declare("ward")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from meshpoint.adapters.sql import migrations
-from meshpoint.client import Client, Reply
 from meshpoint.model.outcomes import Ok
+from plain_client import PlainClient, Reply
 from servers import PostgresServer, RabbitServer
 
 from .fork_server import ForkServer
@@ -31,7 +31,7 @@ SWITCHES = {
 class Load:
     """Requests whose calls the peer answers only after the next switch."""
 
-    def __init__(self, client: Client, peer: FakePeer) -> None:
+    def __init__(self, client: PlainClient, peer: FakePeer) -> None:
         self._client, self._peer = client, peer
         self._replies: list[tuple[int, asyncio.Future[Reply]]] = []
         self._held: list[PeerRequest] = []

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from meshpoint import Mesh, TaskHandle
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.agents.function import FunctionAgent, agent
 from meshpoint.agents.peer import Peer
 from meshpoint.agents.versions import AgentVersions
-from meshpoint.client import Client
 from meshpoint.local import local_mesh
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
@@ -49,13 +49,13 @@ class Deployment:
         self.asked: Counter[str] = Counter()
         self.ran: Counter[str] = Counter()
         self.events = RecordedEvents()
-        self._client: Client | None = None
-        self._replies: dict[str, asyncio.Future[Any]] = {}
+        self._client: Mesh | None = None
+        self._handles: dict[str, TaskHandle[Any]] = {}
         self._asked_more = asyncio.Event()
 
     def _mesh(
         self, *agents: DurableAgent[Any, Any], **options: Any
-    ) -> AbstractAsyncContextManager[Client]:
+    ) -> AbstractAsyncContextManager[Mesh]:
         return local_mesh(
             *agents,
             db_url=self.database_url,
@@ -97,7 +97,7 @@ class Deployment:
         """Start a task for each city."""
         assert self._client is not None
         for city in cities:
-            self._replies[city] = await self._client.send("travel", city)
+            self._handles[city] = await self._client.send("travel", city)
 
     async def wait_for_requests(self, peer: str, count: int) -> None:
         """Wait until `peer` was asked `count` times."""
@@ -107,11 +107,8 @@ class Deployment:
 
     async def results(self, cities: list[str]) -> list[Any]:
         """The results of these tasks."""
-        replies = await asyncio.gather(*[self._replies[city] for city in cities])
-        return [
-            reply.outcome.value if isinstance(reply.outcome, Ok) else reply.outcome
-            for reply in replies
-        ]
+        outcomes = await asyncio.gather(*[self._handles[city].outcome() for city in cities])
+        return [outcome.value if isinstance(outcome, Ok) else outcome for outcome in outcomes]
 
     async def tasks(self, state: TaskState) -> list[TaskSummary]:
         """The tasks of the agent in this state."""

@@ -14,8 +14,15 @@ from typing import Any
 import pytest
 
 from command_result import run_main
-from meshpoint import Failed, FailureKind, Peer, TaskExecutionContext, agent
-from meshpoint.client import Client
+from meshpoint import (
+    Failed,
+    FailureKind,
+    Mesh,
+    Peer,
+    SendOptions,
+    TaskExecutionContext,
+    agent,
+)
 from meshpoint.local import local_mesh
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import TaskId, new_id
@@ -25,7 +32,7 @@ from recorded_events import RecordedEvents
 log = logging.getLogger("my_agents")
 silent_peer = Peer("silent", int, int, timeout=timedelta(seconds=0.3))
 missing_peer = Peer("missing", int, int)
-Provoke = Callable[[Client, TaskId, RecordedEvents, float], Awaitable[None]]
+Provoke = Callable[[Mesh, TaskId, RecordedEvents, float], Awaitable[None]]
 """Requests a task that fails. The last argument stretches its timeout."""
 NOT_STARTED = "the request's deadline had passed before it could run"
 
@@ -54,20 +61,22 @@ async def asks_missing(ctx: TaskExecutionContext, number: int) -> int:
 
 def ask(name: str, input_: Any = 1, timeout: float | None = None) -> Provoke:
     async def provoke(
-        client: Client, task_id: TaskId, recorded: RecordedEvents, stretch: float
+        client: Mesh, task_id: TaskId, recorded: RecordedEvents, stretch: float
     ) -> None:
-        limit = None if timeout is None else timedelta(seconds=timeout * stretch)
-        await client.send(name, input_, task_id=task_id, timeout=limit)
+        options: SendOptions = {"task_id": task_id}
+        if timeout is not None:
+            options["timeout"] = timedelta(seconds=timeout * stretch)
+        await client.send(name, input_, **options)
 
     return provoke
 
 
 async def ask_and_cancel(
-    client: Client, task_id: TaskId, recorded: RecordedEvents, stretch: float
+    client: Mesh, task_id: TaskId, recorded: RecordedEvents, stretch: float
 ) -> None:
-    await client.send("silent", 1, task_id=task_id)
+    task = await client.send("silent", 1, task_id=task_id)
     await recorded.wait(Step.SEGMENT, Phase.BEFORE, task_id=task_id)
-    await client.cancel("silent", task_id)
+    await task.cancel()
 
 
 CASES = [

@@ -103,7 +103,7 @@ async def test_a_forged_copy_does_not_change_a_deliverable(
         Redis.from_url(redis_url) as redis,
     ):
         assert isinstance(
-            (await (await mesh.send("press", "Rome", task_id=task_id))).outcome, Failed
+            await (await mesh.send("press", "Rome", task_id=task_id)).outcome(), Failed
         )
         key = f"{namespace}:checkpoint:{task_id}:press"
         content = await read_copy(redis, key)
@@ -132,7 +132,7 @@ async def test_a_forged_copy_is_not_decompressed(
         Redis.from_url(redis_url) as redis,
     ):
         assert isinstance(
-            (await (await mesh.send("press", "Rome", task_id=task_id))).outcome, Failed
+            await (await mesh.send("press", "Rome", task_id=task_id)).outcome(), Failed
         )
         await redis.set(f"{namespace}:checkpoint:{task_id}:press", bomb, ex=timedelta(hours=1))
         BROKEN_CODE[0] = False
@@ -170,7 +170,7 @@ async def test_a_forged_failure_imports_nothing(
         ) as mesh,
         Redis.from_url(redis_url) as redis,
     ):
-        reply = await mesh.send("careful", "Rome", task_id=task_id)
+        task = await mesh.send("careful", "Rome", task_id=task_id)
         await reached.wait()
         key = f"{namespace}:checkpoint:{task_id}:careful"
         content = await read_copy(redis, key)
@@ -178,5 +178,5 @@ async def test_a_forged_failure_imports_nothing(
         forged = content.replace(b"builtins:ConnectionError", b"module_of_a_forger:Error")
         await redis.set(key, forge(forged), ex=timedelta(hours=1))
         opened.set()
-        assert (await reply).outcome == Ok("the printer does not answer")
+        assert await task.outcome() == Ok("the printer does not answer")
     assert "module_of_a_forger" not in sys.modules

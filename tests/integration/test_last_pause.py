@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshpoint import Failed, Ok, Peer, TaskExecutionContext, agent
-from meshpoint.client import Client
+from meshpoint import Failed, Mesh, Ok, Peer, TaskExecutionContext, agent
 from meshpoint.local import local_mesh
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.operations import Operations
@@ -71,7 +70,7 @@ class Team:
 
 
 @pytest.fixture
-async def mesh(database_url: str) -> AsyncIterator[tuple[Team, Client, Operations]]:
+async def mesh(database_url: str) -> AsyncIterator[tuple[Team, Mesh, Operations]]:
     team = Team()
     async with (
         local_mesh(*team.agents(), db_url=database_url, namespace=NAMESPACE, **OPTIONS) as client,
@@ -81,11 +80,11 @@ async def mesh(database_url: str) -> AsyncIterator[tuple[Team, Client, Operation
 
 
 async def test_only_the_failed_peer_is_asked_again(
-    mesh: tuple[Team, Client, Operations],
+    mesh: tuple[Team, Mesh, Operations],
 ) -> None:
     team, client, operations = mesh
     task_id = TaskId(new_id())
-    first = (await (await client.send("boss", 7, task_id=task_id))).outcome
+    first = await (await client.send("boss", 7, task_id=task_id)).outcome()
     assert isinstance(first, Failed)
     once = ["subtask", "step before", "quick 1", "quick 2", "leaf 3", "step after"]
     assert sorted(team.ran.names) == sorted([*once, "subtask after"])
@@ -96,17 +95,17 @@ async def test_only_the_failed_peer_is_asked_again(
     assert sorted(team.ran.names) == sorted([*once, "subtask after"])
     assert len(team.shaky_ids) == len(set(team.shaky_ids)) == 2
     # The same request finds the new result.
-    again = (await (await client.send("boss", 7, task_id=task_id))).outcome
+    again = await (await client.send("boss", 7, task_id=task_id)).outcome()
     assert again == Ok([1, 2, 3, 4])
     assert (await operations.get(task_id)).retry_count == 1
 
 
 async def test_from_the_start_every_step_runs_again(
-    mesh: tuple[Team, Client, Operations],
+    mesh: tuple[Team, Mesh, Operations],
 ) -> None:
     team, client, operations = mesh
     task_id = TaskId(new_id())
-    assert isinstance((await (await client.send("boss", 7, task_id=task_id))).outcome, Failed)
+    assert isinstance(await (await client.send("boss", 7, task_id=task_id)).outcome(), Failed)
     team.ran.take_new()
     team.is_fixed = True
     await operations.resume(task_id, resume_from="start")

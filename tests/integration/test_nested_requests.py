@@ -15,7 +15,6 @@ from live import SLOW_BROKER_TIMEOUT
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
 from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
-from meshpoint.client import Client
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName, TaskId, new_id
@@ -24,6 +23,7 @@ from meshpoint.model.outcomes import Ok
 from meshpoint.ports.broker import Delivery, PublishResult
 from meshpoint.settings import AgentSettings
 from meshpoint.wiring import build_worker
+from plain_client import PlainClient
 from recorded_events import RecordedEvents
 from servers import Proxy, RabbitServer
 
@@ -97,7 +97,7 @@ class AgentGroup:
         return build_worker(served, settings, self._namespace, self.broker, self.events, options)
 
 
-async def ask_all(client: Client, agent_name: str, inputs: Sequence[Any]) -> list[Any]:
+async def ask_all(client: PlainClient, agent_name: str, inputs: Sequence[Any]) -> list[Any]:
     """Outcomes of concurrent requests."""
     waiting = await asyncio.gather(
         *[client.send(agent_name, input_value) for input_value in inputs]
@@ -108,12 +108,12 @@ async def ask_all(client: Client, agent_name: str, inputs: Sequence[Any]) -> lis
 @asynccontextmanager
 async def running_group(
     url: str, namespace: str, *agents: Any, **options: Any
-) -> AsyncIterator[tuple[Client, AgentGroup]]:
+) -> AsyncIterator[tuple[PlainClient, AgentGroup]]:
     options_ = {"drain_timeout": timedelta(seconds=1), "peer_timeout": timedelta(hours=1)}
     group = AgentGroup(url, namespace, *agents, **{**options_, **options})
     async with (
         group.serving(),
-        Client(
+        PlainClient(
             RabbitMqBroker(url, namespace=namespace, publish_timeout=SLOW_BROKER_TIMEOUT)
         ) as client,
     ):
@@ -155,7 +155,7 @@ async def test_in_process_tasks_survive_a_stalled_broker(
             peer_timeout=hour,
             drain_timeout=SLOW_BROKER_TIMEOUT,
         )
-        async with group.serving(), Client(client_broker) as client:
+        async with group.serving(), PlainClient(client_broker) as client:
             waiting = await asyncio.gather(*[client.send("tree", [3, 2]) for _ in range(150)])
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             getattr(proxy, fault)()
@@ -214,7 +214,7 @@ async def test_nested_requests_on_the_shared_queue_do_not_deadlock(
         for _ in range(12):
             task_id = TaskId(new_id())
             waiting.append(client.expect("down", task_id))
-            request = client.request(3, task_id)
+            request = client.request(3, task_id, agent="down")
             request = replace(request, headers={**request.headers, Header.CALL_DEPTH.value: 1})
             assert await group.broker.publish([(request_queue(AgentName("down")), request)]) == [
                 PublishResult.ACCEPTED

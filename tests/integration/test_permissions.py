@@ -13,7 +13,6 @@ import pytest
 import pytest_asyncio
 
 from meshpoint import Peer, TaskExecutionContext, agent
-from meshpoint.client import Client, Reply
 from meshpoint.local import local_mesh
 from meshpoint.model.envelopes import cancel_message
 from meshpoint.model.events import Step
@@ -22,6 +21,7 @@ from meshpoint.model.messages import Address, Header, Message, request_queue, re
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.settings import MeshSettings
 from meshpoint.wiring import make_broker
+from plain_client import PlainClient, Reply
 from recorded_events import RecordedEvents
 from servers import RabbitServer
 
@@ -65,15 +65,15 @@ async def mended_agent(ctx: TaskExecutionContext, said: str) -> str:
 class Environment:
     """A mesh under one login, its client, and a sender under another login."""
 
-    client: Client
-    mallory: Client
+    client: PlainClient
+    mallory: PlainClient
     events: RecordedEvents
     gates: Gates
 
     async def publish(self, address: Address, message: Message) -> None:
         await self.mallory._broker.publish([(address, message)])
 
-    async def outcome(self, client: Client, to: str, said: str, task_id: TaskId) -> Outcome:
+    async def outcome(self, client: PlainClient, to: str, said: str, task_id: TaskId) -> Outcome:
         return (await (await client.send(to, said, task_id=task_id))).outcome
 
 
@@ -93,6 +93,7 @@ async def open_environment(
 ) -> AsyncIterator[Environment]:
     namespace, events = f"m{new_id()}", RecordedEvents()
     GATES.append(Gates())
+    own_mesh = MeshSettings(namespace=namespace, broker_url=rabbit.url)
     mesh = MeshSettings(namespace=namespace, broker_url=url)
     async with (
         local_mesh(
@@ -105,8 +106,9 @@ async def open_environment(
             observer=events,
             sweep_interval_seconds=0.2,
             **options,
-        ) as client,
-        Client(make_broker(mesh), "mallory") as mallory,
+        ),
+        PlainClient(make_broker(own_mesh)) as client,
+        PlainClient(make_broker(mesh), "mallory") as mallory,
     ):
         yield Environment(client, mallory, events, GATES[-1])
 
@@ -258,7 +260,8 @@ async def test_only_the_requester_can_resume_a_failed_task(
         await env.events.wait(Step.DEAD_LETTER, count=2)
         reply = env.client.expect("mended", task_id)
         own_outcome = replace(
-            env.client.request("secret", task_id), headers={Header.RESUME.value: "00000001"}
+            env.client.request("secret", task_id, agent="mended"),
+            headers={Header.RESUME.value: "00000001"},
         )
         await env.client._broker.publish([(request_queue(AgentName("mended")), own_outcome)])
         assert (await reply).outcome == Ok("secret")

@@ -19,7 +19,6 @@ from meshpoint.adapters.rabbitmq.frames import short_string
 from meshpoint.adapters.rabbitmq.publisher import OutboundMessage
 from meshpoint.adapters.sql import migrations
 from meshpoint.agents.function import agent
-from meshpoint.client import Client
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import AgentName, ReplicaId
@@ -44,6 +43,7 @@ from meshpoint.testing.conformance.broker import (
     until_depth,
 )
 from meshpoint.wiring import build_worker
+from plain_client import PlainClient
 from recorded_events import RecordedEvents
 from servers import Proxy, RabbitServer
 
@@ -379,7 +379,7 @@ async def test_a_result_above_the_broker_limit_is_answered_with_a_failure(
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(worker.run(stop))
-        async with Client(
+        async with PlainClient(
             RabbitMqBroker(
                 own_rabbit.url, namespace=namespace, publish_timeout=SLOW_BROKER_TIMEOUT
             )

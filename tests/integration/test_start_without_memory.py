@@ -39,7 +39,7 @@ async def test_an_unreachable_memory_fails_the_start(closed_port: int) -> None:
 @pytest.mark.servers
 async def test_a_reachable_memory_lets_the_worker_start(redis_url: str) -> None:
     async with local_mesh(count_up, memory_url=redis_url, startup_timeout_seconds=10) as mesh:
-        await mesh.ask("counter", 1)
+        await mesh.call("counter", 1)
 
 
 @pytest.fixture

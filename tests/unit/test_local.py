@@ -13,7 +13,6 @@ from meshpoint import (
     Failed,
     FailureKind,
     MeshpointError,
-    Ok,
     Peer,
     TaskExecutionContext,
     agent,
@@ -45,7 +44,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_agents_call_each_other_and_pause(temporary: Path) -> None:
     recorded = RecordedEvents()
     async with local_mesh(summer, doubler, observer=recorded) as mesh:
-        assert await mesh.ask("summer", [1, 2, 3]) == Ok(12)
+        assert await mesh.call(summer, [1, 2, 3]) == 12
         assert list(temporary.glob("*/tasks.db")), "the pause was not written"
     (checkpoint,) = recorded.matching(Step.CHECKPOINT, Phase.AFTER)
     assert checkpoint.agent == "summer"
@@ -55,13 +54,13 @@ async def test_agents_call_each_other_and_pause(temporary: Path) -> None:
 async def test_tasks_can_be_stored_in_a_given_database(temporary: Path) -> None:
     path = temporary / "mine.db"
     async with local_mesh(summer, doubler, db_url=f"sqlite:///{path}") as mesh:
-        assert await mesh.ask("summer", [5]) == Ok(10)
+        assert await mesh.call("summer", [5]) == 10
     assert path.exists()
 
 
 async def test_options_reach_the_agents() -> None:
     async with local_mesh(doubler, max_message_bytes=1024) as mesh:
-        outcome = await mesh.ask("doubler", "x" * 2000)
+        outcome = await (await mesh.send("doubler", "x" * 2000)).outcome()
     assert isinstance(outcome, Failed)
 
 
@@ -70,10 +69,10 @@ async def test_two_meshes_are_isolated() -> None:
         local_mesh(summer, undeliverable_after_seconds=0.1) as one,
         local_mesh(doubler) as other,
     ):
-        assert await other.ask("doubler", 1) == Ok(2)
+        assert await other.call(doubler, 1) == 2
         with pytest.raises(UnknownAgent):
-            await one.ask("doubler", 1)
-        missing = await one.ask("summer", [1])
+            await one.send(doubler, 1)
+        missing = await (await one.send(summer, [1])).outcome()
     assert isinstance(missing, Failed)
     assert missing.kind is FailureKind.UNDELIVERABLE
 
@@ -92,7 +91,7 @@ async def test_a_worker_that_cannot_serve_ends_the_block(temporary: Path) -> Non
         async with local_mesh(
             doubler, db_url=f"sqlite:///{temporary}/missing/mine.db", startup_timeout_seconds=0.5
         ) as mesh:
-            await mesh.ask("doubler", 1)
+            await mesh.call(doubler, 1)
 
 
 async def test_logins_that_the_broker_cannot_verify_are_refused() -> None:

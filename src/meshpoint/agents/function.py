@@ -13,6 +13,7 @@ from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
 from meshpoint.agents.journal import Journal, StoredJournal
+from meshpoint.agents.peer import Peer, make_peer
 from meshpoint.agents.planning import build_plan
 from meshpoint.agents.replay import Replay
 from meshpoint.errors import (
@@ -148,6 +149,11 @@ class FunctionAgent(Generic[In, Out]):
 
     def __repr__(self) -> str:
         return f"FunctionAgent({self.name!r}, version={self.version!r})"
+
+    @property
+    def peer(self) -> Peer[In, Out]:
+        """The typed handle that this agent is to others."""
+        return make_peer(self.name, self._input, self._output)
 
     async def start(
         self, ctx: TaskExecutionContext, request: In | JsonValue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from pydantic import JsonValue, TypeAdapter
 
@@ -15,6 +15,8 @@ from meshpoint.model.declared_type import DeclaredType, TypeMismatch
 from meshpoint.model.messages import validate_agent_name
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 
+In = TypeVar("In")
+Out = TypeVar("Out")
 In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
 
@@ -50,6 +52,14 @@ class PeerCall(Generic[Out_co]):
         return PeerCall(self.peer, self.input, self.timeout, self.idle_timeout, read)
 
 
+class Addressable(Protocol[In_contra, Out_co]):
+    """What requests can be sent to: agents, and `Peer` itself."""
+
+    @property
+    def peer(self) -> Peer[In_contra, Out_co]:
+        """The typed handle that an agent is to others."""
+
+
 class Peer(Generic[In_contra, Out_co]):
     """Another agent, with the types of its input and output.
 
@@ -59,12 +69,15 @@ class Peer(Generic[In_contra, Out_co]):
         flights = Peer("flights", FlightQuery, FlightQuote, timeout=timedelta(seconds=30))
         quote = await ctx.call(flights(FlightQuery(to="Oslo")))
 
+    Programs outside the mesh pass it to `mesh.send` and `mesh.call`.
+
     Args:
         name: Name of the agent in the mesh.
         input: Type of its input: a pydantic model, a dataclass, a TypedDict or a builtin. Wrap any
             other type, such as a union: `TypeAdapter(A | B)`.
         output: Type of its output, likewise.
-        timeout: Maximum duration of a call, counted from the caller's checkpoint. Default: none.
+        timeout: Maximum duration of a call, counted from the caller's checkpoint, or from
+            `mesh.send`. Default: none.
         idle_timeout: Fail a call if the peer gives no sign of life for this long; a peer that is
             alive sends one in time by itself. Default: the caller's `peer_timeout`, or none if
             there is a `timeout`.
@@ -97,6 +110,16 @@ class Peer(Generic[In_contra, Out_co]):
     def __repr__(self) -> str:
         return f"Peer({self.name!r}, {self._input.name}, {self._output.name})"
 
+    @property
+    def peer(self) -> Peer[In_contra, Out_co]:
+        """Itself: a peer is `Addressable` like an agent."""
+        return self
+
+    @staticmethod
+    def of(agent: Addressable[In, Out], /) -> Peer[In, Out]:
+        """Return the peer that an agent of this process is to others, with its types."""
+        return agent.peer
+
     def __call__(self, request: In_contra) -> PeerCall[Out_co]:
         """Build a request with this input.
 
@@ -104,10 +127,18 @@ class Peer(Generic[In_contra, Out_co]):
             AgentMisbehaved: The input does not fit the declared type. The message names the field.
         """
         try:
-            json = self._input.write(request)
+            json = self.write(request)
         except TypeMismatch as error:
             raise AgentMisbehaved(f"input for peer {self.name!r}: {error}") from error
         return PeerCall(self.name, json, self.timeout, self.idle_timeout, self.read)
+
+    def write(self, request: In_contra) -> JsonValue:
+        """Convert an input to JSON.
+
+        Raises:
+            TypeMismatch: It does not fit the declared type. The message names the field.
+        """
+        return self._input.write(request)
 
     def read(self, outcome: Outcome) -> Ok[Out_co] | Failed:
         """Convert the value of `outcome` to the declared output type.
@@ -124,3 +155,25 @@ class Peer(Generic[In_contra, Out_co]):
         if value is outcome.value:
             return cast("Ok[Out_co]", outcome)
         return Ok(value, outcome.artifacts, outcome.usage)
+
+
+def make_peer(name: str, input_: DeclaredType[In], output: DeclaredType[Out]) -> Peer[In, Out]:
+    """Create a peer from types that are declared already, without timeouts."""
+    peer: Peer[In, Out] = Peer.__new__(Peer)
+    peer.name = str(validate_agent_name(name))
+    peer.timeout = peer.idle_timeout = None
+    peer._input, peer._output = input_, output
+    return peer
+
+
+_JSON: DeclaredType[Any] = DeclaredType(Any, "untyped peer")
+_JSON.name = "JSON"
+
+
+def untyped_peer(name: str) -> Peer[Any, Any]:
+    """Create a peer that takes anything that can become JSON, and returns JSON.
+
+    Raises:
+        ConfigurationError: The name cannot be used.
+    """
+    return make_peer(name, _JSON, _JSON)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar, g
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from meshpoint.agents.peer import Peer, PeerCall
+from meshpoint.agents.peer import Peer, PeerCall, make_peer
 from meshpoint.agents.planning import build_plan
 from meshpoint.errors import (
     AgentMisbehaved,
@@ -169,6 +169,11 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
             resume_from=cls.resume_from,
         )
         return instance
+
+    @property
+    def peer(self) -> Peer[In, Out]:
+        """The typed handle that this agent is to others."""
+        return make_peer(self.name, self._declared_types.input, self._declared_types.output)
 
     @property
     def state_format(self) -> str:

@@ -42,13 +42,15 @@ def print_text(text: str) -> None:
     console().print(text, markup=False, soft_wrap=True)
 
 
-def print_json(data: object) -> None:
-    """Print `data` as JSON: on one line, but indented on a terminal. Times are in ISO 8601."""
-    dumps = partial(
-        json.dumps, data, default=_json_default, indent=2 if sys.stdout.isatty() else None
-    )
+def print_json(data: object, *, one_line: bool = False) -> None:
+    """Print `data` as JSON: on one line, but indented on a terminal. Times are in ISO 8601.
+
+    With `one_line`, it is on one line everywhere and not buffered.
+    """
+    indent = 2 if sys.stdout.isatty() and not one_line else None
+    dumps = partial(json.dumps, data, default=_json_default, indent=indent)
     text = dumps(ensure_ascii=False)
-    print(text if _can_encode(text) else dumps())
+    print(text if _can_encode(text) else dumps(), flush=one_line)
 
 
 def print_either(data: Mapping[str, object], text: str, *, as_json: bool) -> None:

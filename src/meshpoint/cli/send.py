@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -24,6 +26,9 @@ from meshpoint.errors import ConfigurationError, NotJson
 from meshpoint.files import read_stream
 
 if TYPE_CHECKING:
+    from meshpoint.client.requests import SendOptions
+    from meshpoint.client.task_handle import TaskHandle
+    from meshpoint.client.updates import Update
     from meshpoint.model.outcomes import Outcome
     from meshpoint.settings import MeshSettings
 
@@ -33,6 +38,7 @@ Examples:
   meshpoint send echo hello --broker amqp://guest:guest@127.0.0.1/ --namespace demo
   meshpoint send travel - --config travel.yaml --wait 300 --json < trip.json
   meshpoint send travel '{"city": "Rome"}' --config travel.yaml --timeout 3600 --no-wait
+  meshpoint send travel '{"city": "Rome"}' --config travel.yaml --follow
 """
 
 MAX_INPUT_BYTES = 64 * 1024 * 1024
@@ -40,8 +46,11 @@ MAX_INPUT_BYTES = 64 * 1024 * 1024
 
 _MAX_SECONDS = 315_360_000  # seconds
 _DEFAULT_WAIT = 60.0
-_REPLY_MARGIN = 5.0
-"""Seconds after a task's deadline within which the timeout error arrives."""
+_REPLY_MARGIN = 4.0
+"""Seconds after a task's deadline within which the timeout error arrives.
+
+Less than `ANSWER_GRACE`, after which a handle reports a missing answer as a timeout of the task.
+"""
 
 
 def send(
@@ -60,11 +69,19 @@ def send(
             min=0,
             max=_MAX_SECONDS,
             metavar="SECONDS",
-            help="Maximum time to wait for the answer. [60]",
+            help="Maximum time to wait for the answer. [60; no limit with --follow]",
         ),
     ] = None,
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="Print the task id and do not wait.")
+    ] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="Print status updates and artifacts as they come. With --json, every line is an "
+            "object; the last one has the outcome.",
+        ),
     ] = False,
     timeout: Annotated[
         float | None,
@@ -85,28 +102,32 @@ def send(
     """
     if no_wait and wait is not None:
         raise typer.BadParameter("--wait and --no-wait exclude each other")
+    if no_wait and follow:
+        raise typer.BadParameter("--follow and --no-wait exclude each other")
     from meshpoint.model.ids import new_id
 
     mesh = sources.require_mesh(config, broker, namespace)
-    wait_seconds = (
-        wait if wait is not None else _DEFAULT_WAIT if timeout is None else timeout + _REPLY_MARGIN
-    )
-    deadline = None if timeout is None else timedelta(seconds=timeout)
+    if wait is None and timeout is not None:
+        wait = timeout + _REPLY_MARGIN
+    elif wait is None and not follow:
+        wait = _DEFAULT_WAIT
     value = parse_input(_read_stdin() if text == "-" else text)
-    task_id = new_id()
-    outcome = asyncio.run(
-        _send(mesh, agent, value, task_id, deadline, None if no_wait else wait_seconds)
-    )
+    options: SendOptions = {"task_id": new_id()}
+    if timeout is not None:
+        options["timeout"] = timedelta(seconds=timeout)
+    on_update = partial(_print_update, as_json=as_json) if follow else None
+    outcome = asyncio.run(_send(mesh, agent, value, options, 0.0 if no_wait else wait, on_update))
+    task_id = options["task_id"]
     if outcome is not None:
-        raise typer.Exit(print_outcome(task_id, outcome, as_json=as_json))
+        raise typer.Exit(print_outcome(task_id, outcome, as_json=as_json, one_line=follow))
     if no_wait:
         print_either({"task_id": task_id, "status": "sent"}, task_id, as_json=as_json)
         return
     if as_json:
-        print_json({"task_id": task_id, "status": "no_answer"})
+        print_json({"task_id": task_id, "status": "no_answer"}, one_line=follow)
     else:
         print_note(
-            f"no answer from {agent} in {format_duration(wait_seconds)}; "
+            f"no answer from {agent} in {format_duration(wait or 0.0)}; "
             f"task {task_id} may still complete"
         )
     raise typer.Exit(ExitCode.NO_ANSWER)
@@ -116,24 +137,47 @@ async def _send(
     mesh: MeshSettings,
     agent: str,
     value: Any,
-    task_id: str,
-    timeout: timedelta | None,
+    options: SendOptions,
     wait_seconds: float | None,
+    on_update: Callable[[Update], None] | None,
 ) -> Outcome | None:
     """Send the request and return its outcome; `None` if none arrives within `wait_seconds`.
 
-    With `wait_seconds=None`, it does not wait.
+    With `wait_seconds=0` it does not wait, with `None` there is no limit. `on_update` is called
+    with each update before the end.
     """
-    from meshpoint.client import Client
-    from meshpoint.model.ids import TaskId
-    from meshpoint.wiring import make_broker
+    from meshpoint.connecting import connect_to
 
-    async with Client(make_broker(mesh)) as client:
-        reply = await client.send(agent, value, timeout=timeout, task_id=TaskId(task_id))
-        if wait_seconds is None:
+    async with connect_to(mesh) as client:
+        task = await client.send(agent, value, **options)
+        if wait_seconds == 0:
             return None
-        done, _ = await asyncio.wait({reply}, timeout=wait_seconds)
-        return (await reply).outcome if done else None
+        try:
+            async with asyncio.timeout(wait_seconds):
+                return await _wait(task, on_update)
+        except TimeoutError:
+            return None
+
+
+async def _wait(task: TaskHandle[Any], on_update: Callable[[Update], None] | None) -> Outcome:
+    if on_update is None:
+        return await task.outcome()
+    async for update in task.updates():
+        if update.kind == "ended":
+            return update.outcome
+        on_update(update)
+    raise AssertionError("the updates of a task end with its outcome")
+
+
+def _print_update(update: Update, *, as_json: bool) -> None:
+    if as_json:
+        print_json(update.model_dump(mode="json"), one_line=True)
+    elif update.kind == "status":
+        message = update.message
+        text = message if isinstance(message, str) else json.dumps(message, ensure_ascii=False)
+        print_note(f"{update.state}: {text}")
+    elif update.kind == "artifact":
+        print_note(f"artifact: {json.dumps(update.artifact, ensure_ascii=False)}")
 
 
 def _read_stdin() -> str:
@@ -178,8 +222,13 @@ def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a JSON value")
 
 
-def print_outcome(task_id: str, outcome: Outcome, *, as_json: bool) -> ExitCode:
-    """Print `outcome`: a result on standard output, a failure on standard error."""
+def print_outcome(
+    task_id: str, outcome: Outcome, *, as_json: bool, one_line: bool = False
+) -> ExitCode:
+    """Print `outcome`: a result on standard output, a failure on standard error.
+
+    With `one_line`, JSON is the last line of a sequence of updates.
+    """
     from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
     summary: dict[str, Any]
@@ -193,7 +242,9 @@ def print_outcome(task_id: str, outcome: Outcome, *, as_json: bool) -> ExitCode:
             summary = {"status": "failed", "kind": kind.value, "message": message}
             code = ExitCode.FAILED
     if as_json:
-        print_json({"task_id": task_id, **summary, "usage": outcome.usage.model_dump(mode="json")})
+        kind = {"kind": "ended"} if one_line else {}
+        usage = outcome.usage.model_dump(mode="json")
+        print_json({**kind, "task_id": task_id, **summary, "usage": usage}, one_line=one_line)
     elif isinstance(outcome, Failed):
         print_error(
             f"task {task_id} {summary['status']} ({outcome.kind.value}): {outcome.message}"

@@ -20,6 +20,7 @@ from meshpoint.errors import ConfigurationError, MeshpointError, OperationNotFou
 if TYPE_CHECKING:
     from meshpoint.operations import Operations
     from meshpoint.settings import MeshSettings, StoreSettings
+    from meshpoint.settings.choosing import OptionNames
 
 _D = TypeVar("_D")
 _T = TypeVar("_T")
@@ -73,18 +74,19 @@ def load_mesh(
     Raises:
         ConfigurationError: The settings cannot work.
     """
-    from meshpoint.settings import MeshSettings, load
-    from meshpoint.settings.loading import build_section
+    from meshpoint.settings import choosing
 
-    mesh = load([config] if config else []).mesh
-    overrides = {
-        key: value
-        for key, value in (("broker_url", broker), ("namespace", namespace))
-        if value is not None
-    }
-    options = {"broker_url": "--broker", "namespace": "--namespace"}
-    if overrides:
-        mesh = build_section(MeshSettings, mesh.model_dump() | overrides, options, "mesh")
+    return _for_command(choosing.load_mesh(config, broker, namespace, _option_names()))
+
+
+def _option_names() -> OptionNames:
+    from meshpoint.settings.choosing import OptionNames
+
+    fix = "use --config FILE or --broker URL"
+    return OptionNames("--config", "--broker", "--namespace", fix)
+
+
+def _for_command(mesh: MeshSettings) -> MeshSettings:
     return mesh.model_copy(update={"private_queue_ttl_seconds": _PRIVATE_QUEUE_TTL})
 
 
@@ -96,13 +98,9 @@ def require_mesh(config: Path | None, broker: str | None, namespace: str | None)
     Raises:
         ConfigurationError: No broker is named, or the settings cannot work.
     """
-    from meshpoint.settings import load
+    from meshpoint.settings import choosing
 
-    if config is None and broker is None and "broker_url" not in load([]).mesh.model_fields_set:
-        raise ConfigurationError(
-            "--config", "no mesh is named", "use --config FILE or --broker URL"
-        )
-    return load_mesh(config, broker, namespace)
+    return _for_command(choosing.require_mesh(config, broker, namespace, _option_names()))
 
 
 def load_databases(config: Path | None, database: str | None) -> list[StoreSettings]:

@@ -195,7 +195,7 @@ def cancel_task(
     With --agent, only send a message to the agent. It accepts such messages from the task's
     requester and from the logins in its operator_logins.
     """
-    from meshpoint.client import Client
+    from meshpoint.client.transport import Transport
     from meshpoint.model.ids import TaskId
     from meshpoint.wiring import make_broker
 
@@ -205,8 +205,8 @@ def cancel_task(
         owner = agent
         if owner is None:
             owner = await _cancel_in_database(config, database, namespace, task_id)
-        async with Client(make_broker(mesh)) as client:
-            await client.cancel(owner, TaskId(task_id))
+        async with Transport(make_broker(mesh)) as transport:
+            await transport.cancel(owner, TaskId(task_id))
         return owner
 
     owner = asyncio.run(cancel())

@@ -9,8 +9,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
-from meshpoint.client import Client, Reply
+from meshpoint.client.mesh import Mesh
+from meshpoint.client.reply_counter import ReplyCounter
+from meshpoint.client.task_handle import TaskHandle
+from meshpoint.client.transport import Transport
 from meshpoint.demo.agents import Trip
 from meshpoint.demo.environment import CLIENT, DemoEnvironment, demo_environment
 from meshpoint.demo.replica import ReplicaFailed, ReplicaProcess
@@ -93,16 +97,17 @@ class DemoRun:
     async def _run(self) -> Ledger:
         drawing = asyncio.create_task(self._redraw_loop())
         try:
-            async with Client(make_broker(self._environment.replicas.mesh), CLIENT) as client:
+            broker, counter = make_broker(self._environment.replicas.mesh), ReplyCounter()
+            async with Transport(broker, CLIENT, counter) as transport:
                 await self._start_processes()
                 try:
                     async with asyncio.timeout(_ANSWER_TIMEOUT):
-                        await self._send_requests(client)
+                        await self._send_requests(Mesh(transport))
                 except TimeoutError:
                     self.tracker.add_log_line(
                         f"answers missing after {_ANSWER_TIMEOUT:.0f} s count as lost", "!"
                     )
-                duplicates = client.duplicates
+                duplicates = counter.duplicates
         finally:
             self._finished = True
             await asyncio.gather(*(process.close() for process in self._processes.values()))
@@ -171,29 +176,24 @@ class DemoRun:
         self.tracker.process_ended(name)
         self._state_changed.set()
 
-    async def _send_requests(self, client: Client) -> None:
+    async def _send_requests(self, mesh: Mesh) -> None:
         self.tracker.add_log_line(
             f"{quantity(self._requests, 'request')} to send; each task pauses twice"
         )
-        replies = []
-        for number in range(1, self._requests + 1):
-            task_id = TaskId(new_id())
-            self.tracker.request_sent(task_id, number)
-            city = _CITIES[number % len(_CITIES)]
-            trip = Trip(number=number, city=city, seed=self._seed).model_dump()
-            reply = await client.send(ROOT, trip, task_id=task_id)
-            reply.add_done_callback(self._on_reply)
-            replies.append(reply)
-            await asyncio.sleep(_REQUEST_INTERVAL)
-        await asyncio.wait(replies)
+        async with asyncio.TaskGroup() as waits:
+            for number in range(1, self._requests + 1):
+                task_id = TaskId(new_id())
+                self.tracker.request_sent(task_id, number)
+                city = _CITIES[number % len(_CITIES)]
+                trip = Trip(number=number, city=city, seed=self._seed)
+                task = await mesh.send(ROOT, trip, task_id=task_id)
+                waits.create_task(self._await_answer(task))
+                await asyncio.sleep(_REQUEST_INTERVAL)
 
-    def _on_reply(self, reply: asyncio.Future[Reply]) -> None:
-        if reply.cancelled():
-            return
+    async def _await_answer(self, task: TaskHandle[Any]) -> None:
+        outcome = await task.outcome()
         self.tracker.now = time.monotonic()
-        self.tracker.answer_received(
-            failed=reply.exception() is not None or isinstance(reply.result().outcome, Failed)
-        )
+        self.tracker.answer_received(failed=isinstance(outcome, Failed))
         if self.tracker.answers == self._requests:
             subject = (
                 "the request is" if self._requests == 1 else f"all {self._requests} requests are"

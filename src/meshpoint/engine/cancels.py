@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from meshpoint.engine.backend import Backend
@@ -17,7 +18,7 @@ CANCELLED = Failed(FailureKind.CANCELLED, "cancelled on request")
 
 
 class CancelCommand(NamedTuple):
-    """A task to cancel, the sender's parent task, and the sender.
+    """A task to cancel, the sender's parent task, the sender, and its reason for people.
 
     The task may belong to a later attempt of the parent by now. The sender `None` may cancel every
     task.
@@ -26,6 +27,12 @@ class CancelCommand(NamedTuple):
     task_id: TaskId
     parent: str | None
     sender: str | None
+    reason: str = ""
+
+
+def cancelled_outcome(reason: str) -> Failed:
+    """The outcome of a task cancelled for `reason`, which may be empty."""
+    return replace(CANCELLED, message=f"{CANCELLED.message}: {reason}") if reason else CANCELLED
 
 
 async def cancel_tasks(
@@ -37,7 +44,7 @@ async def cancel_tasks(
             command.task_id,
             runtime.agent,
             RunId(new_id()),
-            encode_reply(command.task_id, None, CANCELLED),
+            encode_reply(command.task_id, None, cancelled_outcome(command.reason)),
             parent=command.parent,
             sender=command.sender,
         )
@@ -47,5 +54,5 @@ async def cancel_tasks(
         results = await runtime.retry.until_available(lambda: backend.store.cancel(cancels))
     for command, result in zip(commands, results, strict=True):
         if isinstance(result, CancelCommitted):
-            runtime.report_failure(command.task_id, CANCELLED)
+            runtime.report_failure(command.task_id, cancelled_outcome(command.reason))
     return results

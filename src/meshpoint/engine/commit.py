@@ -13,7 +13,7 @@ from typing import TypeAlias, assert_never
 
 from meshpoint.engine import end
 from meshpoint.engine.backend import Backend
-from meshpoint.engine.cancels import CANCELLED
+from meshpoint.engine.cancels import cancelled_outcome
 from meshpoint.engine.pause import commit_pause, plan_pause
 from meshpoint.engine.running import (
     Incompatible,
@@ -159,7 +159,7 @@ class Commits:
         match stop_reason:
             case StopReason.CANCELLED:
                 self._runtime.steps.emit(Step.CODE_CANCELLED, segment.run.task_id)
-                return await self._commit_end(segment, CANCELLED)
+                return await self._commit_end(segment, cancelled_outcome(segment.cancel_reason))
             case StopReason.OVERDUE:
                 return await self._time_out(segment)
             case StopReason.DRAINING:
@@ -213,7 +213,7 @@ class Commits:
                 # send.
                 segment.backend = backend if owned_run else None
                 segment.run = owned_run or segment.run
-                return await self._commit_end(segment, CANCELLED)
+                return await self._commit_end(segment, cancelled_outcome(segment.cancel_reason))
             case PastDeadline():
                 return await self._time_out(segment)
             case _:

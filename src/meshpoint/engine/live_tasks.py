@@ -77,7 +77,11 @@ class LiveTasks:
         return task_id in self._replies_in_progress or (live is not None and live.decided.is_set())
 
     def cancel(
-        self, task_id: TaskId, parent: str | None = None, sender: str | None = None
+        self,
+        task_id: TaskId,
+        parent: str | None = None,
+        sender: str | None = None,
+        reason: str = "",
     ) -> bool | None:
         """Stop a live task's code, or keep it from starting.
 
@@ -95,6 +99,7 @@ class LiveTasks:
         ):
             return False
         if parent is None or segment.requester.parent_task_id in {None, parent}:
+            segment.cancel_reason = segment.cancel_reason or reason
             segment.stop(StopReason.CANCELLED)
         return True
 

@@ -12,6 +12,7 @@ from pydantic import JsonValue, ValidationError
 from meshpoint.engine.senders import impersonation_error
 from meshpoint.errors import NotJson, PoisonMessage
 from meshpoint.model.bodies import (
+    RESERVED_METADATA,
     A2ATaskState,
     CancelBody,
     RequestBody,
@@ -23,7 +24,16 @@ from meshpoint.model.context import A2AContext, StatusReporter, TaskExecutionCon
 from meshpoint.model.declared_type import first_problem, loggable_cause
 from meshpoint.model.ids import RunId, TaskId, new_id, resumed_id, split_resumed_id
 from meshpoint.model.json_values import JsonDict, json_digest
-from meshpoint.model.messages import Address, Header, Message, MessageType, truncate_reason
+from meshpoint.model.messages import (
+    MAX_CONTEXT_ID_BYTES,
+    MAX_NAME_BYTES,
+    Address,
+    Header,
+    Message,
+    MessageType,
+    is_valid_name,
+    truncate_reason,
+)
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.model.tasks import NO_DEADLINE, Requester
@@ -31,9 +41,7 @@ from meshpoint.model.transitions import Claim, Progress
 
 _TRACEPARENT_PATTERN = re.compile(r"[0-9a-z-]{1,55}")  # W3C: 55 characters
 _MAX_PARENT_BYTES = 280  # bytes: a task id and the attempt in which it was resumed
-_MAX_CONTEXT_ID_BYTES = 1000  # bytes
 _MAX_QUOTED_LENGTH = 100  # maximum characters quoted from a message
-_MAX_NAME_BYTES = 248  # bytes: an AMQP property holds 255, and message ids extend a task id
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +218,10 @@ def parse_status(message: Message, options: Options) -> tuple[Progress, JsonValu
     return progress, data
 
 
-def parse_cancel(message: Message, options: Options) -> tuple[TaskId, str | None]:
-    """The task that a cancel names, and the sender's own task on whose behalf, if given.
+def parse_cancel(message: Message, options: Options) -> tuple[TaskId, str | None, str]:
+    """The task that a cancel names, the sender's own task on whose behalf, and the reason.
+
+    The own task is `None` and the reason empty if not given.
 
     Raises:
         PoisonMessage: the message is unreadable.
@@ -220,9 +230,9 @@ def parse_cancel(message: Message, options: Options) -> tuple[TaskId, str | None
     _check_name("app_id", message.app_id)  # an early cancel stores its sender
     body = parse_body(CancelBody, message.body, options.max_message_bytes)
     task_id = TaskId(_check_name("id", body.id))
-    return task_id, None if parent is None else _check_name(
-        Header.PARENT_TASK, parent, _MAX_PARENT_BYTES
-    )
+    if parent is not None:
+        parent = _check_name(Header.PARENT_TASK, parent, _MAX_PARENT_BYTES)
+    return task_id, parent, truncate_reason(body.reason or "")
 
 
 def _parent_task_id(message: Message) -> TaskId:
@@ -240,24 +250,23 @@ def _sub_task_id(message: Message) -> TaskId:
     return peer_task_id if resume_attempt is None else resumed_id(peer_task_id, resume_attempt)
 
 
-def _check_name(field: str, name: object, max_bytes: int = _MAX_NAME_BYTES) -> str:
+def _check_name(field: str, name: object, max_bytes: int = MAX_NAME_BYTES) -> str:
     """Return `name` if it is a valid key.
 
     A single zero byte would make PostgreSQL reject the whole batch statement.
     """
     text = str(name)
-    if not text.isprintable() or len(text.encode()) > max_bytes:
+    if not is_valid_name(text, max_bytes):
         raise PoisonMessage(f"{field}: must be printable and at most {max_bytes} bytes long")
     return text
 
 
 def _build_a2a_context(message: Message, body: RequestBody, requester: Requester) -> A2AContext:
     context_id, metadata = body.message.context_id, dict(body.metadata)
-    for reserved_key in ("userId", "sessionId", "userConfig", "securityContext"):
+    for reserved_key in RESERVED_METADATA:
         metadata.pop(reserved_key, None)
     return A2AContext(
-        # Every call and reply carries this id: a huge one would make them too large to send.
-        context_id=_check_name("message.contextId", context_id, _MAX_CONTEXT_ID_BYTES)
+        context_id=_check_name("message.contextId", context_id, MAX_CONTEXT_ID_BYTES)
         if context_id is not None
         else None,
         session_id=_metadata_text(body, "sessionId"),

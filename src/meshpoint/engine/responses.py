@@ -325,7 +325,8 @@ class PeerMessages:
         for delivery, claim_id in cancels:
             try:
                 sender = identify_canceller(delivery.message, agent, options, shared=shared)
-                command = CancelCommand(*parsing.parse_cancel(delivery.message, options), sender)
+                task_id, parent, reason = parsing.parse_cancel(delivery.message, options)
+                command = CancelCommand(task_id, parent, sender, reason)
                 received_by_command.setdefault(command, []).append((delivery, claim_id))
             except PoisonMessage as error:
                 attempt.refused.append(((delivery, claim_id), str(error)))
@@ -391,8 +392,8 @@ class PeerMessages:
 
         async def broadcast_all() -> None:
             messages = [
-                cancel_message(agent, task_id, parent=parent, on_behalf_of=sender)
-                for task_id, parent, sender in commands
+                cancel_message(agent, task_id, parent=parent, on_behalf_of=sender, reason=reason)
+                for task_id, parent, sender, reason in commands
             ]
             await asyncio.gather(
                 *(self._runtime.broker.broadcast(agent, message) for message in messages)

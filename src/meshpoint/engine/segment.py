@@ -77,6 +77,7 @@ class Segment:
         decided: Set when it is known whether the task runs here.
         removed: Set when the replica has forgotten the segment.
         stop_reason: Why the code was stopped from outside, or `None`.
+        cancel_reason: What the sender of a cancel gave as its reason, for people.
         log: The task's log as the run found it.
         attempt: The attempt number of an isolated segment.
         dead_reason: Set when the task ends because its runs keep killing their process.
@@ -97,6 +98,7 @@ class Segment:
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     removed: asyncio.Event = field(default_factory=asyncio.Event)
     stop_reason: StopReason | None = None
+    cancel_reason: str = ""
     log: TaskLog = field(default_factory=TaskLog)
     attempt: int = 1
     dead_reason: str | None = None

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from meshpoint.client import Client, Reply
+from meshpoint.client.open_task import OpenTask
+from meshpoint.client.requests import check_request
+from meshpoint.client.transport import Transport
 from meshpoint.engine.parsing import parse_requester
 from meshpoint.engine.task_log import StepEntry, TaskLog
 from meshpoint.errors import MeshpointError
@@ -140,14 +142,15 @@ async def _execute(
             config.store_file, session.namespace, [each.name for each in config.agents]
         )
         mesh = MeshSettings(namespace=session.namespace, broker_url=config.store_url)
-        async with Client(make_broker(mesh)) as client:
-            reply = client.expect(config.agent_name, task_id)
-            request = client.request(session.input, task_id)
-            outcome = await _submit(config, store, request, keeps_steps=keeps_steps)
+        async with Transport(make_broker(mesh)) as transport:
+            task, message = transport.prepare(
+                check_request(config.agent_name, session.input, {"task_id": task_id})
+            )
+            outcome = await _submit(config, store, message, keeps_steps=keeps_steps)
             if outcome is not None:
                 log.reuse_all()
             else:
-                outcome = await _serve_until_done(config, session, log, client, reply, stop)
+                outcome = await _serve_until_done(config, session, log, transport, task, stop)
                 outcome = _add_advice(outcome, log.unserved_agents)
         return outcome, await store.latest(task_id, config.agent_name)
 
@@ -222,8 +225,8 @@ async def _serve_until_done(
     config: ExecConfig,
     session: Session,
     log: StepLog,
-    client: Client,
-    reply: asyncio.Future[Reply],
+    transport: Transport,
+    task: OpenTask,
     stop: asyncio.Event,
 ) -> Outcome:
     async with local_mesh(
@@ -238,14 +241,16 @@ async def _serve_until_done(
         **_FAST_SETTINGS,
     ):
         stopped = asyncio.ensure_future(stop.wait())
-        waits: tuple[asyncio.Future[Any], ...] = (reply, stopped)
+        ended = asyncio.ensure_future(task.wait_outcome())
+        waits: tuple[asyncio.Future[Any], ...] = (ended, stopped)
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if not reply.done():
-                await client.cancel(config.agent_name, session.operation_id)
-            return (await reply).outcome
+            if not ended.done():
+                await transport.cancel(config.agent_name, session.operation_id)
+            return await ended
         finally:
             stopped.cancel()
+            ended.cancel()
 
 
 def _add_advice(outcome: Outcome, unserved_agents: Iterable[str]) -> Outcome:

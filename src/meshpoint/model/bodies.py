@@ -75,6 +75,10 @@ class A2AMessage(Body):
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
 
+RESERVED_METADATA = ("userId", "sessionId", "userConfig", "securityContext")
+"""Entries in the metadata of a request that have a meaning of their own."""
+
+
 class RequestBody(Body):
     """A request. `message.task_id` names the task; the first part holds the input.
 

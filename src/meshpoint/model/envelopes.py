@@ -84,18 +84,19 @@ def cancel_message(
     *,
     parent: str | None = None,
     on_behalf_of: str | None = None,
+    reason: str = "",
 ) -> Message:
     """Build a cancel of `task_id`, valid while the task works for `parent`.
 
     `None` matches any parent. A replica that forwards a cancel to other replicas sets
-    `on_behalf_of` to the original sender.
+    `on_behalf_of` to the original sender. The outcome's message repeats `reason`.
     """
     headers: dict[str, HeaderValue] = {} if parent is None else {Header.PARENT_TASK.value: parent}
     if on_behalf_of is not None:
         headers[Header.ON_BEHALF_OF.value] = on_behalf_of
     return Message(
         type=MessageType.CANCEL,
-        body=CancelBody(id=task_id).to_bytes(),
+        body=CancelBody(id=task_id, reason=reason or None).to_bytes(),
         message_id=f"{task_id}.cancel",
         correlation_id=task_id,
         app_id=sender,

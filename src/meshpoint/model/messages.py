@@ -181,6 +181,17 @@ class Message:
             return False
 
 
+MAX_NAME_BYTES = 248
+"""Maximum bytes of a name or id: an AMQP property holds 255, and message ids extend a task id."""
+MAX_CONTEXT_ID_BYTES = 1000
+"""Maximum bytes of a context id, which every call and reply carries."""
+
+
+def is_valid_name(text: str, max_bytes: int = MAX_NAME_BYTES) -> bool:
+    """Whether receivers accept `text` as a name or id: printable, at most `max_bytes` long."""
+    return text.isprintable() and len(text.encode()) <= max_bytes
+
+
 _MAX_TEXT_BYTES = 255
 """Maximum bytes of an id, name or address in a message."""
 _MAX_HEADER_BYTES = 120_000

@@ -34,7 +34,7 @@ def show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 
     async def fail(keys: int) -> str:
         async with local_mesh(screener, db_url=url, namespace=NAMESPACE) as mesh:
-            assert isinstance(await mesh.ask("screener", keys), Failed)
+            assert isinstance(await (await mesh.send("screener", keys)).outcome(), Failed)
         async with Operations(url, namespace=NAMESPACE) as operations:
             (operation,) = await operations.find()
             return operation.id

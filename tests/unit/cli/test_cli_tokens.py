@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from command_result import run_main
-from meshpoint import Failed, Ok, Peer, Tokens, agent
-from meshpoint.client import Client
+from meshpoint import Failed, Mesh, Ok, Peer, Tokens, agent
 from meshpoint.local import local_mesh
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import TaskId
@@ -89,9 +88,9 @@ async def run_three_attempts(spending: Spending, url: str) -> tuple[Failed, int]
     return first, spent_by_first
 
 
-async def ask(mesh: Client) -> Ok[Any] | Failed:
-    reply = await mesh.send("report", "Rome", task_id=TASK_ID)
-    return (await reply).outcome
+async def ask(mesh: Mesh) -> Ok[Any] | Failed:
+    task = await mesh.send("report", "Rome", task_id=TASK_ID)
+    return await task.outcome()
 
 
 def test_two_failed_attempts_and_a_successful_one_add_up(

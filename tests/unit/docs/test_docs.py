@@ -143,7 +143,7 @@ from meshpoint.local import local_mesh
 
 async def main():
     async with local_mesh(*map(load_agent, {entrypoints})) as mesh:
-        print((await mesh.ask("travel", "Rome")).value)
+        print(await mesh.call("travel", "Rome"))
 
 asyncio.run(main())
 """

@@ -118,7 +118,7 @@ def test_a_worker_accepts_every_documented_example(name: str, body: bytes) -> No
             _, data = parsing.parse_status(arrived, options)
             assert data == {"percent": 40}
         case "cancel":
-            assert parsing.parse_cancel(arrived, options) == (TASK, "parent")
+            assert parsing.parse_cancel(arrived, options) == (TASK, "parent", "")
         case _:
             raise AssertionError(name)
 

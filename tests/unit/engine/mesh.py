@@ -18,7 +18,6 @@ from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchan
 from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.adapters.sql import SqlStore
-from meshpoint.client import Client
 from meshpoint.engine.runtime import build_runtime
 from meshpoint.engine.worker import Worker
 from meshpoint.model.events import Phase, Step
@@ -38,6 +37,7 @@ from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.task_store import CheckpointCache
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.testing.clock import FakeClock
+from plain_client import PlainClient
 from recorded_events import RecordedEvents
 
 from .faults import FaultyBroker, FaultyStore
@@ -170,8 +170,8 @@ class Mesh:
         return peer
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[Client]:
-        async with Client(FaultyBroker(self.exchange)) as client:
+    async def client(self) -> AsyncIterator[PlainClient]:
+        async with PlainClient(FaultyBroker(self.exchange)) as client:
             yield client
 
     async def ask(self, agent: str, input_: JsonValue, **options: Any) -> Outcome:

@@ -8,7 +8,6 @@ from typing import Any
 
 from fake_peer import FakePeer
 from meshpoint.adapters.inprocess.store import InProcessStore
-from meshpoint.client import Client
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.ids import RunId, TaskId
 from meshpoint.model.options import StoreTimings
@@ -32,6 +31,7 @@ from meshpoint.testing.conformance.build import (
     operating,
     saved,
 )
+from plain_client import PlainClient
 
 from .agents import ScriptedAgent
 from .faults import FaultyBroker
@@ -175,7 +175,7 @@ async def test_archived_checkpoints_are_bounded() -> None:
 
 
 async def test_a_client_keeps_open_requests_only(mesh: Mesh, peer: FakePeer) -> None:
-    async with Client(FaultyBroker(mesh.exchange)) as client:
+    async with PlainClient(FaultyBroker(mesh.exchange)) as client:
         tracemalloc.start()
         try:
             for number in range(100):
@@ -188,13 +188,10 @@ async def test_a_client_keeps_open_requests_only(mesh: Mesh, peer: FakePeer) -> 
             tracemalloc.stop()
         await mesh.idle()
         assert allocated < 50 * len(LARGE_TEXT), "the client still holds replies"
-        assert not client._pending
-        assert not client._agents
-        assert not client._request_fingerprints
 
 
 async def test_a_client_counts_further_replies(mesh: Mesh, peer: FakePeer) -> None:
-    async with Client(FaultyBroker(mesh.exchange)) as client:
+    async with PlainClient(FaultyBroker(mesh.exchange)) as client:
         reply = await client.send("peer", 1)
         request = await peer.wait_for_request()
         for value in (1, 1, 2, 1):
@@ -204,13 +201,12 @@ async def test_a_client_counts_further_replies(mesh: Mesh, peer: FakePeer) -> No
         assert (client.duplicates, client.conflicts) == (2, 1)
 
 
-async def test_a_client_forgets_requests_that_nobody_awaits(mesh: Mesh, peer: FakePeer) -> None:
-    async with Client(FaultyBroker(mesh.exchange)) as client:
+async def test_a_client_ignores_replies_that_nobody_awaits(mesh: Mesh, peer: FakePeer) -> None:
+    async with PlainClient(FaultyBroker(mesh.exchange)) as client:
         reply = await client.send("peer", 1)
         request = await peer.wait_for_request()
         reply.cancel()
         await mesh.idle()
-        assert client._pending == {}
         await peer.respond(request, 1)
         await mesh.idle()
         assert (client.duplicates, client.conflicts) == (0, 0)

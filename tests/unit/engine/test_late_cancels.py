@@ -24,7 +24,7 @@ def test_a_cancel_names_the_attempt_it_belongs_to(retry: int | None) -> None:
         CancelNotice(AgentName("client"), parent, child_id, AgentName("peer"))
     )
     parent_id = parent if retry is None else resumed_id(parent, retry)
-    assert parsing.parse_cancel(message, Options()) == (child, parent_id)
+    assert parsing.parse_cancel(message, Options()) == (child, parent_id, "")
 
 
 @pytest.mark.parametrize("durable", [True, False])

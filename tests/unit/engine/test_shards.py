@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from fake_peer import FakePeer
-from meshpoint.client import Client
 from meshpoint.errors import BrokerUnavailable, QueueFull
 from meshpoint.model.calls import Call, Done
 from meshpoint.model.context import TaskExecutionContext
@@ -16,6 +15,7 @@ from meshpoint.model.ids import AgentName
 from meshpoint.model.messages import Address, nested_queue, request_shard, shard_for_sender
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.ports.broker import PublishResult
+from plain_client import PlainClient
 
 from .agents import ScriptedAgent, asker, caller, doubler
 from .faults import FaultyBroker
@@ -64,8 +64,8 @@ async def test_a_flooding_sender_does_not_starve_others(mesh: Mesh) -> None:
     flooding_sender, regular_sender = senders_on_two_shards(4)
     order = list[Any]()
     async with (
-        Client(FaultyBroker(mesh.exchange), flooding_sender) as flooding,
-        Client(FaultyBroker(mesh.exchange), regular_sender) as asking,
+        PlainClient(FaultyBroker(mesh.exchange), flooding_sender) as flooding,
+        PlainClient(FaultyBroker(mesh.exchange), regular_sender) as asking,
     ):
         flooded = [await flooding.send("agent", number) for number in range(200)]
         waiting = [await asking.send("agent", f"honest {number}") for number in range(5)]
@@ -121,7 +121,7 @@ async def test_a_client_whose_queue_was_deleted_uses_the_first_one(mesh: Mesh) -
         if shard_for_sender(AGENT, item, 2) == request_shard(AGENT, 1)
     )
     await mesh.replica(echo_agent([]), request_shards=2)
-    async with Client(FaultyBroker(mesh.exchange), name) as client:
+    async with PlainClient(FaultyBroker(mesh.exchange), name) as client:
         assert (await (await client.send("agent", 1))).outcome == Ok(1)
         del mesh.exchange.queues[request_shard(AGENT, 1)]
         assert (await (await client.send("agent", 2))).outcome == Ok(2)
@@ -130,7 +130,7 @@ async def test_a_client_whose_queue_was_deleted_uses_the_first_one(mesh: Mesh) -
 async def test_a_client_gets_an_error_when_a_queue_is_full(mesh: Mesh) -> None:
     await mesh.replica(echo_agent([]))
     broker = FaultyBroker(mesh.exchange)
-    async with Client(broker) as client:
+    async with PlainClient(broker) as client:
         broker.fail(PublishResult.OVERLOADED)
         with pytest.raises(QueueFull, match="request queue of agent 'agent' is full"):
             await client.send("agent", 1)
