@@ -1,4 +1,4 @@
-"""A client that fails to start leaves nothing open."""
+"""A connection that fails to open leaves nothing open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchange
-from meshpoint.client import Client
+from meshpoint.client.transport import Transport
 from meshpoint.errors import BrokerUnavailable
 
 
@@ -30,8 +30,8 @@ class Broker(InProcessBroker):
 @pytest.mark.parametrize(
     "error", [BrokerUnavailable("gone"), asyncio.CancelledError()], ids=["failed", "cancelled"]
 )
-async def test_a_client_that_fails_to_start_closes_its_broker(error: BaseException) -> None:
+async def test_a_connection_that_fails_to_open_closes_its_broker(error: BaseException) -> None:
     broker = Broker(error)
     with pytest.raises(type(error)):
-        await Client(broker).__aenter__()
+        await Transport(broker).open()
     assert broker.closed

@@ -1,0 +1,117 @@
+"""A caller keeps only what is open: tasks with a handle, or for which somebody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+
+from idle_loop import idle
+from meshpoint import Ended, StatusUpdate, TaskHandle
+from meshpoint.client.open_task import OpenTask
+from meshpoint.client.transport import UsedIds
+from meshpoint.model.outcomes import Ok
+
+from .calling import ROME, Call, Plan, travel
+
+CALLS = 3_000
+KEPT_TYPES = (OpenTask, TaskHandle, StatusUpdate, Ended, Plan, Ok, asyncio.Event, asyncio.Timeout)
+
+
+def count_objects() -> Counter[str]:
+    gc.collect()
+    return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in KEPT_TYPES)
+
+
+async def answer_all(call: Call) -> None:
+    """Answer every request after a status update."""
+    number = 0
+    while True:
+        number += 1
+        request = await call.agent.wait_for_request(number)
+        await call.agent.status(request, {"number": number})
+        await call.agent.respond(request, {"text": "by train"})
+
+
+async def test_calls_leave_nothing_behind(call: Call) -> None:
+    answering = asyncio.create_task(answer_all(call))
+    await call.mesh.call(travel, ROME, timeout=3600)
+    await idle()
+    before = count_objects()
+    for _ in range(CALLS // 100):
+        await asyncio.gather(*[call.mesh.call(travel, ROME, timeout=3600) for _ in range(100)])
+    await idle()
+    assert count_objects() == before
+    assert (call.open_tasks, call.transport._awaited) == ([], set())
+    assert not call.transport._used_ids._digests
+    answering.cancel()
+
+
+async def test_followed_tasks_leave_nothing_behind(call: Call) -> None:
+    answering = asyncio.create_task(answer_all(call))
+
+    async def follow() -> int:
+        task = await call.mesh.send(travel, ROME)
+        return len([update async for update in task.updates()])
+
+    await follow()
+    await idle()
+    before = count_objects()
+    for _ in range(10):
+        assert await asyncio.gather(*[follow() for _ in range(100)]) == [2] * 100
+    await idle()
+    assert count_objects() == before
+    answering.cancel()
+
+
+async def test_a_task_without_a_handle_leaves_nothing(call: Call) -> None:
+    before = count_objects()
+    for _ in range(100):
+        await call.mesh.send(travel, ROME, timeout=3600)
+    assert count_objects() == before
+    assert call.open_tasks == []
+    for request in call.agent.requests:
+        await call.agent.respond(request, {"text": "unheard"})
+    await idle()
+    assert count_objects() == before
+
+
+async def test_a_wait_needs_no_handle(call: Call) -> None:
+    results: list[Plan] = []
+
+    async def wait(task: TaskHandle[Plan]) -> None:
+        results.append(await task.result())
+
+    task = await call.mesh.send(travel, ROME)
+    # The event loop refers to it weakly, and so does the test.
+    asyncio.ensure_future(wait(task))  # noqa: RUF006
+    request = await call.agent.wait_for_request()
+    del task
+    await idle()
+    gc.collect()
+    await call.agent.respond(request, {"text": "by train"})
+    await idle()
+    assert results == [Plan(text="by train")]
+
+
+async def test_an_open_task_keeps_few_updates_that_nobody_reads(call: Call) -> None:
+    task = await call.mesh.send(travel, ROME)
+    request = await call.agent.wait_for_request()
+    before = count_objects()["StatusUpdate"]
+    for number in range(500):
+        await call.agent.status(request, number)
+    await idle()
+    assert count_objects()["StatusUpdate"] - before <= 8
+    assert task.id == request.correlation_id
+
+
+async def test_few_used_ids_are_kept_for_a_while() -> None:
+    used = UsedIds()
+    for number in range(1_500):
+        used.add(("travel", str(number)), "digest")
+    assert len(used._digests) == 1_000
+    assert used.has_other(("travel", "1499"), "other")
+    assert not used.has_other(("travel", "1499"), "digest")
+    assert not used.has_other(("travel", "0"), "other"), "forgotten"
+    used._digests["travel", "1499"] = "digest", asyncio.get_running_loop().time() - 1
+    assert not used.has_other(("travel", "1499"), "other"), "expired"
