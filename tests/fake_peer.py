@@ -112,10 +112,13 @@ class FakePeer:
             headers={Header[key.upper()].value: value for key, value in headers.items()},
         )
 
-    async def cancel(self, agent: str, task_id: str, parent: str | None = None) -> None:
-        await self.send_control(
-            agent, cancel_message(AgentName(self.name), TaskId(task_id), parent=parent)
+    async def cancel(
+        self, agent: str, task_id: str, parent: str | None = None, reason: str = ""
+    ) -> None:
+        message = cancel_message(
+            AgentName(self.name), TaskId(task_id), parent=parent, reason=reason
         )
+        await self.send_control(agent, message)
 
     def replies(self, task_id: str | None = None) -> list[Outcome]:
         return [

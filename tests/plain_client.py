@@ -55,12 +55,12 @@ class PlainClient:
 
     @property
     def duplicates(self) -> int:
-        """Replies equal to the first one of their task."""
+        """Replies equal to the first reply to their request."""
         return self._counter.duplicates
 
     @property
     def conflicts(self) -> int:
-        """Replies that differ from the first one of their task."""
+        """Replies that differ from the first reply to their request."""
         return self._counter.conflicts
 
     async def send(
@@ -105,7 +105,7 @@ class PlainClient:
         options = {"task_id": task_id, "timeout": timeout, "context_id": context_id}
         request = check_request(validate_agent_name(agent), input_, options)
         task, message = self._transport.prepare(request)
-        task.add_request(fingerprint(message), None)  # waits for the agent, whatever it takes
+        task.add_request(fingerprint(message), None)  # no local time limit
         self._counter.expect(agent, task_id, fingerprint(message))
         return message
 

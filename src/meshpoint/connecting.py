@@ -67,7 +67,7 @@ def connect(
 
     Args:
         url: URL of the broker; overrides the file.
-        config: YAML file of the mesh, the one that `meshpoint run` gets.
+        config: YAML file of the mesh, the same as for `meshpoint run`.
         namespace: Namespace of the mesh; overrides the file.
         name: The name under which requests are sent. Only this name may repeat or cancel them.
 

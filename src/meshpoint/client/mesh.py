@@ -19,8 +19,8 @@ Out = TypeVar("Out")
 class Mesh:
     """A connection to the mesh for services, scripts and tests; from `meshpoint.connect`.
 
-    One connection serves a whole process. It keeps only open tasks for which somebody holds a
-    handle or waits. After an outage of the broker it reconnects by itself.
+    One connection serves a whole process. It keeps only open tasks that have a handle or a wait.
+    After an outage of the broker it reconnects by itself.
     """
 
     def __init__(self, transport: Transport) -> None:

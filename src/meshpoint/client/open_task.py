@@ -25,8 +25,8 @@ _MAX_FINGERPRINTS = 16
 class OpenTask:
     """A task that this process started: its latest updates, and its outcome once known.
 
-    The transport refers to it weakly. A task without a handle that nobody waits for leaves
-    nothing behind.
+    The transport refers to it weakly: a task without a handle and without a wait leaves nothing
+    behind.
 
     Attributes:
         agent: Name of the agent.
@@ -61,7 +61,7 @@ class OpenTask:
         self._expires_at = max(self._expires_at, expires_at)
 
     def is_refused_by(self, fingerprint: str) -> bool:
-        """Whether a refusal of the request with this fingerprint is one of this task's."""
+        """Whether a refusal of the request with this fingerprint refuses this task."""
         return not self._fingerprints or fingerprint in self._fingerprints
 
     def end(self, outcome: Outcome, *, answered: bool = True) -> None:

@@ -16,7 +16,7 @@ _MAX_DIGESTS = 8
 
 
 class ReplyCounter:
-    """Counts the replies after the first one of each task; the `on_response` of a `Transport`.
+    """Counts the replies after the first of each task; the `on_response` of a `Transport`.
 
     Attributes:
         duplicates: Replies equal to an earlier one, which was sent again.
@@ -46,7 +46,7 @@ class ReplyCounter:
             return
         refused = body.refused_fingerprint
         if refused is not None and refused != self._fingerprints.get(key):
-            return  # another sender's request, or one that was not announced
+            return  # another sender's request, or an unannounced request
         digest = blake2b(encode_outcome(outcome), digest_size=16).digest()
         if (known := self._digests.get(key)) is None:
             self._digests[key] = {digest}

@@ -44,8 +44,8 @@ class TaskHandle(Generic[T_co]):
         """Wait for the task to end, and return its result.
 
         Raises:
-            TaskTimeout: It did not end before its deadline, or nobody answered until a few seconds
-                later.
+            TaskTimeout: It did not end before its deadline, or no answer arrived within a few
+                seconds after it.
             TaskCancelled: It was cancelled.
             TaskFailed: It failed. `kind` is "invalid" if the result does not fit the declared
                 output, if the agent could not read the request, or if the id is in use for

@@ -242,7 +242,7 @@ class Transport:
         return task
 
     async def publish_request(self, agent: AgentName, message: Message) -> None:
-        """Publish a prepared request; the errors are those of `send`, `BrokerUnavailable` too."""
+        """Publish a prepared request. Raises the errors of `send`, or `BrokerUnavailable`."""
         address = shard_for_sender(agent, self.name, await self._shards.count(agent))
         (result,) = await self._broker.publish([(address, message)])
         if result is PublishResult.UNROUTABLE and address != request_queue(agent):
@@ -329,7 +329,7 @@ _STATES: dict[A2ATaskState, Literal["submitted", "working"]] = {
 
 
 def _parse_time(text: str | None) -> datetime:
-    """The time of a message; now if it has none, or none with a time zone."""
+    """The time of a message; now if it is missing or has no time zone."""
     try:
         time = datetime.fromisoformat(text or "")
     except ValueError:

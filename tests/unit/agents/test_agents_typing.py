@@ -22,9 +22,13 @@ from typing import assert_type
 from pydantic import BaseModel, TypeAdapter
 from typing_extensions import TypedDict
 
+from collections.abc import AsyncIterator
+from typing import Any
+
+import meshpoint
 from meshpoint import (
-    ALL, AT_LEAST, FIRST, Done, DurableAgent, Failed, FunctionAgent, Ok, Paused, Peer, PeerCall,
-    Replies, StatefulAgent, TaskExecutionContext, agent,
+    ALL, AT_LEAST, FIRST, Addressable, Done, DurableAgent, Failed, FunctionAgent, Mesh, Ok, Paused,
+    Peer, PeerCall, Replies, StatefulAgent, TaskExecutionContext, TaskHandle, Update, agent,
 )
 
 
@@ -177,6 +181,63 @@ class Wrong(StatefulAgent[Query, State, Quote]):
         self, ctx: TaskExecutionContext, state: Report, replies: Replies
     ) -> Done[Quote]:
         return self.done(Quote(price=1))
+""",
+    "callers": """
+@agent("quoter")
+async def quoter(ctx: TaskExecutionContext, query: Query) -> Quote:
+    return Quote(price=1)
+
+class Quoter(StatefulAgent[Query, Query, Quote]):
+    name = "quoter"
+
+    async def on_request(self, ctx: TaskExecutionContext, request: Query) -> Done[Quote]:
+        return self.done(Quote(price=1))
+
+assert_type(Peer.of(quoter), Peer[Query, Quote])
+assert_type(Quoter().peer, Peer[Query, Quote])
+target: Addressable[Query, Quote] = quoter
+target = flights
+target = Quoter()
+target = forecast  # E: assignment
+
+async def good(mesh: Mesh) -> None:
+    assert_type(await mesh.send(flights, Query(to="Oslo")), TaskHandle[Quote])
+    assert_type(await mesh.call(quoter, Query(to="Oslo"), timeout=3, task_id="a"), Quote)
+    assert_type(await mesh.call(Quoter(), Query(to="Oslo"), timeout=timedelta(days=1)), Quote)
+    assert_type(await mesh.call(forecast, {"city": "Oslo"}, metadata={"a": [1]}), Report)
+    assert_type(await mesh.call("flights", {"to": "Oslo"}), Any)
+    task = await mesh.send(flights, Query(to="Oslo"), user_id="ada", session_id="s")
+    assert_type(await task.result(), Quote)
+    assert_type(await task.outcome(), Ok[Quote] | Failed)
+    assert_type(task.updates(), AsyncIterator[Update])
+    async for update in task.updates():
+        match update.kind:
+            case "status":
+                assert_type(update.state in {"working"}, bool)
+            case "artifact":
+                assert_type(update.artifact["a"] is None, bool)
+            case "ended":
+                assert_type(update.outcome, Ok[Any] | Failed)
+    async with meshpoint.connect("memory://", namespace="demo", name="api") as connected:
+        assert_type(connected, Mesh)
+    assert_type(await meshpoint.connect(config="mesh.yaml"), Mesh)
+
+async def bad(mesh: Mesh) -> None:
+    await mesh.send(flights, "nonsense")  # E: call-overload
+    await mesh.call(quoter, {"to": "Oslo"})  # E: call-overload
+    await mesh.call(Quoter(), Report("blue"))  # E: call-overload
+    await mesh.call(flights(Query(to="Oslo")))  # E: call-overload
+    await mesh.call(flights)  # E: call-overload
+    await mesh.call(flights, Query(to="Oslo"), timeout="1h")  # E: call-overload
+    await mesh.call(flights, Query(to="Oslo"), task_id=17)  # E: call-overload
+    await mesh.call(flights, Query(to="Oslo"), start_at=1)  # E: call-overload
+    await mesh.call(3, Query(to="Oslo"))  # E: call-overload
+    number: int = await mesh.call(flights, Query(to="Oslo"))  # E: assignment
+    task = await mesh.send(flights, Query(to="Oslo"))
+    (await task.result()).cost  # E: attr-defined
+    (await task.outcome()).value  # E: union-attr
+    await task.cancel("sold out")  # E: misc
+    meshpoint.connect(url="memory://")  # E: call-arg
 """,
 }
 

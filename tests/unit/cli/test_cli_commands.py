@@ -21,7 +21,7 @@ from pydantic import JsonValue
 
 import meshpoint
 from command_result import Command, run_main
-from meshpoint import wiring
+from meshpoint import ArtifactUpdate, Ended, StatusUpdate, Update, wiring
 from meshpoint.adapters.sql.tables import REVISION
 from meshpoint.cli.output import format_duration
 from meshpoint.cli.send import parse_input
@@ -124,7 +124,11 @@ class FakeMesh:
         if self.error:
             raise self.error
 
-    def client(self, broker: object) -> FakeMesh:
+    def connect_to(self, mesh: MeshSettings) -> FakeMesh:
+        self.seen["mesh"] = mesh
+        return self
+
+    def transport(self, broker: object) -> FakeMesh:
         return self
 
     async def __aenter__(self) -> FakeMesh:
@@ -133,16 +137,27 @@ class FakeMesh:
     async def __aexit__(self, *_: object) -> None: ...
 
     async def send(
-        self, agent: str, value: JsonValue, *, timeout: timedelta | None, task_id: TaskId
-    ) -> asyncio.Future[Any]:
+        self, agent: str, value: JsonValue, *, task_id: TaskId, timeout: timedelta | None = None
+    ) -> SimpleNamespace:
         self.seen["sent"] = (agent, value, timeout)
         self.seen["task_id"] = task_id
         if self.error:
             raise self.error
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if not self.is_silent:
-            reply.set_result(SimpleNamespace(task_id=task_id, outcome=self.outcome))
-        return reply
+        return SimpleNamespace(outcome=self.wait_outcome, updates=self.updates)
+
+    async def wait_outcome(self) -> Outcome:
+        if self.is_silent:
+            await asyncio.Event().wait()
+        return self.outcome
+
+    async def updates(self) -> AsyncIterator[Update]:
+        yield StatusUpdate(at=NOW, state="working", message={"percent": 40})
+        yield StatusUpdate(at=NOW, state="submitted", message="queued")
+        outcome = await self.wait_outcome()
+        if isinstance(outcome, Ok):
+            for artifact in outcome.artifacts:
+                yield ArtifactUpdate(at=NOW, artifact=artifact)
+        yield Ended(at=NOW, outcome=outcome)
 
     async def cancel(self, agent: str, task_id: str) -> None:
         self.seen["cancelled"] = (agent, task_id)
@@ -195,7 +210,8 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> FakeMesh:
     stubs = {"make_broker": mesh.make_broker, "open_store": open_store}
     stubs |= {"serve": mesh.serve, "sweep_once": mesh.sweep_once}
     stub_module(monkeypatch, "wiring", **vars(wiring) | stubs)
-    stub_module(monkeypatch, "client", Client=mesh.client)
+    monkeypatch.setattr("meshpoint.connecting.connect_to", mesh.connect_to)
+    monkeypatch.setattr("meshpoint.client.transport.Transport", mesh.transport)
     return mesh
 
 
@@ -314,7 +330,7 @@ def test_interrupting_exits_with_130(
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
-    stub_module(monkeypatch, "wiring", make_broker=interrupt)
+    monkeypatch.setattr("meshpoint.connecting.connect_to", interrupt)
     assert cli("send", "travel", "x").code == 130
 
 
@@ -426,6 +442,50 @@ def test_send_without_an_answer_in_time_exits_with_6(cli: Command, mesh: FakeMes
     assert mesh.seen["task_id"] in result.err
     output = cli("send", "travel", "x", "--wait", "0", "--json").json
     assert output == {"task_id": mesh.seen["task_id"], "status": "no_answer"}
+
+
+def test_send_follows_a_task(cli: Command, mesh: FakeMesh) -> None:
+    mesh.outcome = Ok({"total": 3}, ({"artifactId": "a"},))
+    result = cli("send", "travel", "x", "--follow")
+    assert (result.code, result.json) == (0, {"total": 3})
+    assert result.err.splitlines() == [
+        'working: {"percent": 40}',
+        "submitted: queued",
+        'artifact: {"artifactId": "a"}',
+    ]
+
+
+def test_each_line_of_a_followed_task_can_be_json(cli: Command, mesh: FakeMesh) -> None:
+    mesh.outcome = Failed(FailureKind.ERROR, "no seats")
+    result = cli("send", "travel", "x", "--follow", "--json")
+    first, second, last = map(json.loads, result.out.splitlines())
+    assert (first["kind"], first["state"], first["message"]) == (
+        "status",
+        "working",
+        {"percent": 40},
+    )
+    assert second["message"] == "queued"
+    assert (result.code, last["kind"], last["status"], last["message"]) == (
+        4,
+        "ended",
+        "failed",
+        "no seats",
+    )
+
+
+def test_a_followed_task_without_an_answer_in_time_exits_with_6(
+    cli: Command, mesh: FakeMesh
+) -> None:
+    mesh.is_silent = True
+    result = cli("send", "travel", "x", "--follow", "--wait", "0.01", "--json")
+    *updates, last = map(json.loads, result.out.splitlines())
+    assert [update["kind"] for update in updates] == ["status", "status"]
+    assert (result.code, last["status"]) == (6, "no_answer")
+
+
+def test_a_task_is_followed_or_left_alone(cli: Command, mesh: FakeMesh) -> None:
+    result = cli("send", "travel", "x", "--follow", "--no-wait")
+    assert (result.code, mesh.seen) == (2, {})
 
 
 def test_send_without_waiting_prints_the_task(cli: Command, mesh: FakeMesh) -> None:

@@ -47,7 +47,7 @@ def body_of(request: Message) -> RequestBody:
 
 
 async def refuse(call: Call, request: Message, refused: Message | None = None) -> None:
-    """Refuse `request` as an agent does, or another one of the same task."""
+    """Refuse `request` as an agent does, or another request for the same task."""
     body = encode_reply(
         TaskId(request.correlation_id),
         None,

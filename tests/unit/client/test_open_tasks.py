@@ -1,4 +1,4 @@
-"""A caller keeps only what is open: tasks with a handle, or for which somebody waits."""
+"""A caller keeps only what is open: tasks with a handle or a wait."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_readme_is_short() -> None:
 HOW_TO = ROOT / "docs" / "how-to"
 SCRIPTS = [
     pytest.param(code, printed, id=f"{name}-{number}")
-    for name in ("write-an-agent", "call-peers")
+    for name in ("write-an-agent", "call-peers", "call-from-a-service")
     for number, (code, printed) in enumerate(
         re.findall(
             r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$",
@@ -92,7 +92,7 @@ def test_a_script_prints_what_the_page_shows(code: str, printed: str, tmp_path: 
 def test_every_documented_script_shows_its_output() -> None:
     pages = [
         (HOW_TO / f"{name}.md").read_text(encoding="utf-8")
-        for name in ("write-an-agent", "call-peers")
+        for name in ("write-an-agent", "call-peers", "call-from-a-service")
     ]
     assert len(SCRIPTS) == sum(len(code_blocks(page, "python")) for page in pages)
 

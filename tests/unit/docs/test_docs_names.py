@@ -35,10 +35,7 @@ ENTRIES = {
     path.relative_to(ROOT): re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), re.M)
     for path in (DOCS / "reference" / "api").glob("*.md")
 }
-PUBLIC = [
-    import_module(name)
-    for name in ("meshpoint", "meshpoint.client", "meshpoint.errors", "meshpoint.local")
-]
+PUBLIC = [import_module(name) for name in ("meshpoint", "meshpoint.errors", "meshpoint.local")]
 INSTANCES = {"ctx": "TaskExecutionContext", "ctx.memory": "AgentMemory", "steps": "Steps"}
 FOREIGN = {
     "working_dir",  # Docker Compose

@@ -104,6 +104,28 @@ async def test_a_cancel_stops_a_resumed_segment(
     assert peer.cancels() == []
 
 
+@BACKENDS
+@pytest.mark.parametrize("place", ["running", "waiting"])
+async def test_the_outcome_repeats_the_reason_of_a_cancel(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, durable: bool, place: str
+) -> None:
+    gate = Gate()
+    for _ in range(3):  # wherever the cancel arrives and the task is
+        await mesh.replica(gated_after("agent", "peer", gate), durable=durable)
+    task_id = await client.ask("agent", 1)
+    request = await peer.wait_for_request()
+    if place == "running":
+        await peer.respond(request, 1)
+        await gate.wait_reached()
+    await mesh.idle()
+    await client.cancel("agent", task_id, reason="sold out " + "x" * 1000)
+    outcome = await client.reply(task_id)
+    assert is_cancelled(outcome)
+    assert isinstance(outcome, Failed)
+    assert outcome.message.startswith("cancelled on request: sold out xxx")
+    assert len(outcome.message) == len("cancelled on request: ") + 500
+
+
 async def test_cancelled_code_can_clean_up(mesh: Mesh, client: FakePeer) -> None:
     cleanups: list[str] = []
 
