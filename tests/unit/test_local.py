@@ -15,9 +15,9 @@ from meshpoint import (
     MeshpointError,
     Peer,
     TaskExecutionContext,
+    UnknownAgent,
     agent,
 )
-from meshpoint.client import UnknownAgent
 from meshpoint.local import local_mesh
 from meshpoint.model.events import Phase, Step
 from recorded_events import RecordedEvents

@@ -180,15 +180,20 @@ class DemoRun:
         self.tracker.add_log_line(
             f"{quantity(self._requests, 'request')} to send; each task pauses twice"
         )
-        async with asyncio.TaskGroup() as waits:
+        waits: list[asyncio.Task[None]] = []
+        try:
             for number in range(1, self._requests + 1):
                 task_id = TaskId(new_id())
                 self.tracker.request_sent(task_id, number)
                 city = _CITIES[number % len(_CITIES)]
                 trip = Trip(number=number, city=city, seed=self._seed)
                 task = await mesh.send(ROOT, trip, task_id=task_id)
-                waits.create_task(self._await_answer(task))
+                waits.append(asyncio.create_task(self._await_answer(task)))
                 await asyncio.sleep(_REQUEST_INTERVAL)
+            await asyncio.gather(*waits)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _await_answer(self, task: TaskHandle[Any]) -> None:
         outcome = await task.outcome()

@@ -11,7 +11,7 @@ from typing import Concatenate, ParamSpec, TypeAlias, assert_never
 from meshpoint.engine import parsing
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.begin import commit_begin, commit_redelivered
-from meshpoint.engine.cancels import CANCELLED
+from meshpoint.engine.cancels import cancelled_outcome
 from meshpoint.engine.dispatch import Dispatcher
 from meshpoint.engine.postponed import PostponedRequests
 from meshpoint.engine.refusals import Refusals, find_refusal
@@ -348,7 +348,8 @@ class Requests:
             case Fenced():
                 self._spawn_answer(self._answers.settle_id_conflict, segment)
             case CancelFound():
-                self._spawn_answer(self._answers.refuse, segment, CANCELLED)
+                failure = cancelled_outcome(segment.cancel_reason)
+                self._spawn_answer(self._answers.refuse, segment, failure)
             case _:
                 assert_never(result)
 
