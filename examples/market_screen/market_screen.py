@@ -104,11 +104,11 @@ async def screened(
             if (early := await wait_for_either(committee.was_asked, task)) is not None:
                 return failure_of(early)
             if redis_url is not None:
-                await wait_for_snapshot(redis_url, namespace, task.id)
+                await wait_for_snapshot(redis_url, namespace, TaskId(task.id))
             await first.kill()
         console.print("It asks the committee and pauses. SIGKILL to A: its process is gone.")
         if redis_url is not None:
-            keys = await expire(redis_url, namespace, task.id)
+            keys = await expire(redis_url, namespace, TaskId(task.id))
             console.print(f"The memory in Redis expires too: {keys} keys are gone.")
         async with Replica.start(variables) as second:
             console.print("Replica B starts, gets the answer, and resumes the task.")

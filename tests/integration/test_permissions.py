@@ -193,7 +193,7 @@ async def test_only_the_requester_can_resume_a_waiting_task(
     ) as env:
         task_id, waiting = await start_blocked_task(env)
         request = replace(
-            env.mallory.request("other", task_id),
+            env.mallory.request("other", task_id, agent="echo"),
             app_id=name,
             reply_to=Address(f"{name}.private.1"),
         )
@@ -221,7 +221,8 @@ async def test_a_request_with_a_forged_name_or_address_is_not_run(
     ) as env:
         task_id = TaskId(new_id())
         await env.publish(
-            request_queue(ECHO), replace(env.mallory.request("other", task_id), **forged)
+            request_queue(ECHO),
+            replace(env.mallory.request("other", task_id, agent="echo"), **forged),
         )
         await env.events.wait(Step.DEAD_LETTER)
         env.gates.opened.set()
@@ -251,7 +252,7 @@ async def test_only_the_requester_can_resume_a_failed_task(
         task_id = TaskId(new_id())
         assert isinstance(await env.outcome(env.client, "mended", "secret", task_id), Failed)
         env.gates.opened.set()
-        request = env.mallory.request("other", task_id)
+        request = env.mallory.request("other", task_id, agent="mended")
         resume = replace(request, headers={Header.RESUME.value: "00000001"})
         await env.publish(request_queue(AgentName("mended")), resume)
         await env.publish(
@@ -313,7 +314,7 @@ async def test_a_malformed_request_ends_no_call(
             event for event in env.events.all if event.step is Step.SEGMENT and event.agent == ECHO
         ][:1]
         bad = replace(
-            env.mallory.request("other", dispatched.task_ids[0]),
+            env.mallory.request("other", dispatched.task_ids[0], agent="echo"),
             body=b"?",
             reply_to=response_queue(ECHO),
             headers={Header.PARENT_TASK.value: segment_event.task_ids[0]},

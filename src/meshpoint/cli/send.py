@@ -124,7 +124,8 @@ def send(
         print_either({"task_id": task_id, "status": "sent"}, task_id, as_json=as_json)
         return
     if as_json:
-        print_json({"task_id": task_id, "status": "no_answer"}, one_line=follow)
+        key = "kind" if follow else "status"
+        print_json({"task_id": task_id, key: "no_answer"}, one_line=follow)
     else:
         print_note(
             f"no answer from {agent} in {format_duration(wait or 0.0)}; "
@@ -227,7 +228,7 @@ def print_outcome(
 ) -> ExitCode:
     """Print `outcome`: a result on standard output, a failure on standard error.
 
-    With `one_line`, JSON is the last line of a sequence of updates.
+    With `one_line`, JSON is the last line of a sequence of updates, in their form.
     """
     from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
@@ -242,9 +243,11 @@ def print_outcome(
             summary = {"status": "failed", "kind": kind.value, "message": message}
             code = ExitCode.FAILED
     if as_json:
-        kind = {"kind": "ended"} if one_line else {}
-        usage = outcome.usage.model_dump(mode="json")
-        print_json({**kind, "task_id": task_id, **summary, "usage": usage}, one_line=one_line)
+        summary["usage"] = outcome.usage.model_dump(mode="json")
+        if one_line:
+            print_json({"kind": "ended", "task_id": task_id, "outcome": summary}, one_line=True)
+        else:
+            print_json({"task_id": task_id, **summary})
     elif isinstance(outcome, Failed):
         print_error(
             f"task {task_id} {summary['status']} ({outcome.kind.value}): {outcome.message}"

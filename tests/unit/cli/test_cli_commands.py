@@ -465,12 +465,10 @@ def test_each_line_of_a_followed_task_can_be_json(cli: Command, mesh: FakeMesh) 
         {"percent": 40},
     )
     assert second["message"] == "queued"
-    assert (result.code, last["kind"], last["status"], last["message"]) == (
-        4,
-        "ended",
-        "failed",
-        "no seats",
-    )
+    assert (result.code, last["kind"], last["task_id"]) == (4, "ended", mesh.seen["task_id"])
+    outcome = last["outcome"]
+    assert (outcome["status"], outcome["kind"]) == ("failed", "error")
+    assert outcome["message"] == "no seats"
 
 
 def test_a_followed_task_without_an_answer_in_time_exits_with_6(
@@ -480,7 +478,7 @@ def test_a_followed_task_without_an_answer_in_time_exits_with_6(
     result = cli("send", "travel", "x", "--follow", "--wait", "0.01", "--json")
     *updates, last = map(json.loads, result.out.splitlines())
     assert [update["kind"] for update in updates] == ["status", "status"]
-    assert (result.code, last["status"]) == (6, "no_answer")
+    assert (result.code, last["kind"]) == (6, "no_answer")
 
 
 def test_a_task_is_followed_or_left_alone(cli: Command, mesh: FakeMesh) -> None:

@@ -101,7 +101,7 @@ def status_body(
 async def test_text_times_and_states_of_other_agents_are_shown(call: Call) -> None:
     task = await call.mesh.send(travel, ROME)
     request = await call.agent.wait_for_request()
-    text = A2AMessage(role="ROLE_AGENT", parts=[Part(text="looking")])
+    text = A2AMessage(message_id="m", role="ROLE_AGENT", parts=[Part(text="looking")])
     sent_at = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
     await send_status(
         call, request, status_body(A2ATaskState.SUBMITTED, timestamp=sent_at.isoformat())

@@ -23,6 +23,7 @@ from meshpoint.model.bodies import (
 from meshpoint.model.envelopes import cancel_message
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.messages import (
+    MAX_NAME_BYTES,
     Header,
     Message,
     MessageType,
@@ -118,7 +119,11 @@ def test_a_worker_accepts_every_documented_example(name: str, body: bytes) -> No
             _, data = parsing.parse_status(arrived, options)
             assert data == {"percent": 40}
         case "cancel":
-            assert parsing.parse_cancel(arrived, options) == (TASK, "parent", "")
+            assert parsing.parse_cancel(arrived, options) == (
+                TASK,
+                "parent",
+                "the traveller has changed her mind",
+            )
         case _:
             raise AssertionError(name)
 
@@ -198,7 +203,7 @@ def test_documented_limits_match_the_code() -> None:
     assert options.begin_at_delivery + options.max_attempts == 8
     assert f"for {options.reply_retry_time.total_seconds():g} s" in TEXT
     assert f"more than {MeshSettings().delivery_limit} times" in TEXT
-    assert f"{parsing._MAX_NAME_BYTES} bytes" in TEXT
+    assert f"{MAX_NAME_BYTES} bytes" in TEXT
 
 
 def test_documented_fields_exist_in_the_bodies() -> None:
