@@ -37,7 +37,9 @@ async def test_a_caller_reconnects_after_its_connections_are_cut(
         proxy.cut()
         GATES[-1].set()
         assert await task.result() == "before"
-        assert [update.kind async for update in updates] == ["ended"]
+        # The broker may deliver an update again whose ack was lost with the connection.
+        kinds = [update.kind async for update in updates]
+        assert kinds in (["ended"], ["status", "ended"])
         while True:
             try:
                 again = await mesh.send(echo, "after", task_id="order-18")

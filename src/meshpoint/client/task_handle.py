@@ -69,9 +69,10 @@ class TaskHandle(Generic[T_co]):
     def updates(self) -> AsyncIterator[Update]:
         """Iterate over the task's status updates and artifacts. The last item is `Ended`.
 
-        It begins with the latest updates that have arrived already. Updates are advisory: some
-        may be missing, and a slow reader misses the oldest beyond 100. Artifacts arrive with the
-        outcome. An iterator that is dropped leaves nothing behind.
+        It begins with the latest updates that have arrived already. Status updates are advisory:
+        some may be missing, or repeated after an outage, and a slow reader misses the oldest
+        beyond 100. Artifacts arrive with the outcome. An iterator that is dropped leaves nothing
+        behind.
 
         Raises:
             MeshClosed: The connection was closed before the task ended.
