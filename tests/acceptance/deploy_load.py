@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from meshpoint.cli import main
-from meshpoint.client import Client, Reply
 from meshpoint.model.outcomes import Ok, Outcome
+from plain_client import PlainClient, Reply
 
 from . import deploy_agents
 from .mesh import SHORT_LEASE, FakePeer, Mesh, PeerRequest
@@ -98,7 +98,7 @@ class Load:
         serving: the code that has served, from one change of it to the next.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: PlainClient) -> None:
         self._client = client
         self._held: set[int] = set()
         self._holding: list[PeerRequest] = []
