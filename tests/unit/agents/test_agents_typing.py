@@ -204,7 +204,7 @@ async def good(mesh: Mesh) -> None:
     assert_type(await mesh.send(flights, Query(to="Oslo")), TaskHandle[Quote])
     assert_type(await mesh.call(quoter, Query(to="Oslo"), timeout=3, task_id="a"), Quote)
     assert_type(await mesh.call(Quoter(), Query(to="Oslo"), timeout=timedelta(days=1)), Quote)
-    assert_type(await mesh.call(forecast, {"city": "Oslo"}, metadata={"a": [1]}), Report)
+    assert_type(await mesh.call(forecast, Place(city="Oslo"), metadata={"a": [1]}), Report)
     assert_type(await mesh.call("flights", {"to": "Oslo"}), Any)
     task = await mesh.send(flights, Query(to="Oslo"), user_id="ada", session_id="s")
     assert_type(await task.result(), Quote)
@@ -223,20 +223,20 @@ async def good(mesh: Mesh) -> None:
     assert_type(await meshpoint.connect(config="mesh.yaml"), Mesh)
 
 async def bad(mesh: Mesh) -> None:
-    await mesh.send(flights, "nonsense")  # E: call-overload
-    await mesh.call(quoter, {"to": "Oslo"})  # E: call-overload
-    await mesh.call(Quoter(), Report("blue"))  # E: call-overload
+    await mesh.send(flights, "nonsense")  # E: misc
+    await mesh.call(quoter, {"to": "Oslo"})  # E: misc
+    await mesh.call(Quoter(), Report("blue"))  # E: misc
     await mesh.call(flights(Query(to="Oslo")))  # E: call-overload
     await mesh.call(flights)  # E: call-overload
     await mesh.call(flights, Query(to="Oslo"), timeout="1h")  # E: call-overload
     await mesh.call(flights, Query(to="Oslo"), task_id=17)  # E: call-overload
     await mesh.call(flights, Query(to="Oslo"), start_at=1)  # E: call-overload
     await mesh.call(3, Query(to="Oslo"))  # E: call-overload
-    number: int = await mesh.call(flights, Query(to="Oslo"))  # E: assignment
+    number: int = await mesh.call(flights, Query(to="Oslo"))  # E: arg-type
     task = await mesh.send(flights, Query(to="Oslo"))
     (await task.result()).cost  # E: attr-defined
     (await task.outcome()).value  # E: union-attr
-    await task.cancel("sold out")  # E: misc
+    await task.cancel("sold out")  # E: call-arg
     meshpoint.connect(url="memory://")  # E: call-arg
 """,
 }
