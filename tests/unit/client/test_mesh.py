@@ -109,7 +109,11 @@ class TravelAgent(StatefulAgent[Trip, Trip, Plan]):
         raise AssertionError("the test plays the agent")
 
 
-@pytest.mark.parametrize("target", [travel_agent, TravelAgent(), Peer.of(travel_agent)], ids=repr)
+@pytest.mark.parametrize(
+    "target",
+    [travel_agent, TravelAgent(), Peer.of(travel_agent)],
+    ids=["function", "class", "peer"],
+)
 async def test_agents_and_their_peers_are_typed_alike(call: Call, target: Any) -> None:
     with pytest.raises(InvalidInput, match=r"^input for 'travel': Trip: city: "):
         await call.mesh.send(target, {"days": 1})
