@@ -23,11 +23,15 @@ MODULES = (
     "meshpoint.engine.requests",
     "meshpoint.engine.request_answers",
 )
-SWEEPS = {
-    ("meshpoint.engine.claim", name)
-    for name in ("rescue_expired", "release_unread", "acquire_parked", "acquire_overdue")
+NOT_CHOSEN_BY_MESSAGES = {
+    *(
+        ("meshpoint.engine.claim", name)
+        for name in ("rescue_expired", "release_unread", "acquire_parked", "acquire_overdue")
+    ),
+    ("meshpoint.engine.request_answers", "_look_up"),
 }
-"""Functions of these modules that only the sweeper calls, for work that time alone makes due."""
+"""Functions of these modules that only the sweeper calls, for work that time alone makes due, or
+whose branches depend only on the configuration and the state of the database."""
 
 
 @dataclass(frozen=True, order=True)
@@ -51,7 +55,7 @@ def branches(modules: tuple[str, ...] = MODULES) -> list[Branch]:
         branch
         for name in modules
         for branch in _branches_of(importlib.import_module(name))
-        if (branch.module, branch.function) not in SWEEPS
+        if (branch.module, branch.function) not in NOT_CHOSEN_BY_MESSAGES
     ]
 
 
