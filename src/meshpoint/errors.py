@@ -35,7 +35,7 @@
         └── PeerFailed          a peer call has no result, and the agent's code did not handle it
 
     NotJson(ValueError)         a value that a checkpoint cannot store, refused when it is set
-    InvalidOption(ValueError)   an option of `mesh.send` cannot work: names it; nothing was sent
+    InvalidOption(ValueError)   an option of `mesh.send` is invalid: names it; nothing was sent
 
 Expected results (a lost claim, a partial join, a fenced write) are values, not exceptions.
 """
@@ -342,11 +342,11 @@ class TaskCancelled(TaskFailed):
 
 
 class InvalidOption(MeshpointError, ValueError):
-    """An option of a request cannot work. The message names it, and nothing was sent."""
+    """An option of a request is invalid. The message names it, and nothing was sent."""
 
 
 class NotJson(MeshpointError, ValueError):
-    """A value that is not JSON was set on a context. The message names its key."""
+    """A context or `metadata` got a value that is not JSON. The message names its key."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -63,8 +63,9 @@ def agent(
     must follow these rules:
 
     - At each resume it runs again from the top, and calls that have finished return their recorded
-      answers. The code between calls must therefore be deterministic, and its side effects happen
-      once per pause. Put expensive work and changes to other systems into a peer call.
+      answers. The code between calls must therefore be deterministic, and its side effects are
+      repeated after each pause. Put clocks, random numbers, expensive work and changes to other
+      systems into `ctx.step`.
     - A pause unwinds the function with an exception that is not an `Exception`: `finally` blocks
       and context managers end at each pause, and `except Exception` does not catch it.
     - It waits for one thing at a time. For several calls use `ctx.gather`, not `asyncio.gather`.
@@ -73,7 +74,7 @@ def agent(
     - Changes that replayed code makes to `ctx` or its `token_usage` are not applied twice.
       `ctx.replaying` is `True` while recorded calls are left.
     - Within one version its code may change freely as long as tasks in progress make the same
-      calls, and no new step or subtask comes before a call that they have made. Otherwise raise
+      calls, and no new step or subtask comes before a call that they have made. Otherwise change
       `version`: replicas of the old version finish the old tasks.
 
     Args:
@@ -152,7 +153,7 @@ class FunctionAgent(Generic[In, Out]):
 
     @property
     def peer(self) -> Peer[In, Out]:
-        """The typed handle that this agent is to others."""
+        """This agent as a typed `Peer`, for its callers."""
         return make_peer(self.name, self._input, self._output)
 
     async def start(

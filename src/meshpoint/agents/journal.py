@@ -171,7 +171,7 @@ class JournalEntry:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has an outcome for each call."""
+        """Whether every call has an outcome."""
         return self.outcomes is not None and len(self.outcomes) == len(self.calls)
 
     def total_usage(self) -> TokenUsage | None:
@@ -250,7 +250,7 @@ class _LogEntry:
                 start, before = start + each.text_bytes, start
                 each.value, each.text_bytes = encoded[before:start].decode(), None
         if start != len(encoded):
-            raise ValueError(f"it has {len(encoded)} bytes in place of {start}")
+            raise ValueError(f"it has {len(encoded)} bytes instead of {start}")
         return logged
 
 

@@ -53,11 +53,11 @@ class PeerCall(Generic[Out_co]):
 
 
 class Addressable(Protocol[In_contra, Out_co]):
-    """What requests can be sent to: agents, and `Peer` itself."""
+    """Anything that requests can be sent to: an agent or a `Peer`."""
 
     @property
     def peer(self) -> Peer[In_contra, Out_co]:
-        """The typed handle that an agent is to others."""
+        """The typed `Peer` with which others call it."""
 
 
 class Peer(Generic[In_contra, Out_co]):
@@ -112,12 +112,12 @@ class Peer(Generic[In_contra, Out_co]):
 
     @property
     def peer(self) -> Peer[In_contra, Out_co]:
-        """Itself: a peer is `Addressable` like an agent."""
+        """This peer itself, so that a `Peer` is `Addressable` like an agent."""
         return self
 
     @staticmethod
     def of(agent: Addressable[In, Out], /) -> Peer[In, Out]:
-        """Return the peer that an agent of this process is to others, with its types."""
+        """Return the typed peer for calls to an agent that this process can import."""
         return agent.peer
 
     def __call__(self, request: In_contra) -> PeerCall[Out_co]:
@@ -158,7 +158,7 @@ class Peer(Generic[In_contra, Out_co]):
 
 
 def make_peer(name: str, input_: DeclaredType[In], output: DeclaredType[Out]) -> Peer[In, Out]:
-    """Create a peer from types that are declared already, without timeouts."""
+    """Create a peer from types that are already declared, without timeouts."""
     peer: Peer[In, Out] = Peer.__new__(Peer)
     peer.name = str(validate_agent_name(name))
     peer.timeout = peer.idle_timeout = None

@@ -172,7 +172,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
 
     @property
     def peer(self) -> Peer[In, Out]:
-        """The typed handle that this agent is to others."""
+        """This agent as a typed `Peer`, for its callers."""
         return make_peer(self.name, self._declared_types.input, self._declared_types.output)
 
     @property

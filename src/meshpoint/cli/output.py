@@ -45,7 +45,7 @@ def print_text(text: str) -> None:
 def print_json(data: object, *, one_line: bool = False) -> None:
     """Print `data` as JSON: on one line, but indented on a terminal. Times are in ISO 8601.
 
-    With `one_line`, it is on one line everywhere and not buffered.
+    With `one_line`, it is on one line on a terminal too, and flushed at once.
     """
     indent = 2 if sys.stdout.isatty() and not one_line else None
     dumps = partial(json.dumps, data, default=_json_default, indent=indent)

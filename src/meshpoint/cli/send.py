@@ -79,8 +79,8 @@ def send(
         bool,
         typer.Option(
             "--follow",
-            help="Print status updates and artifacts as they come. With --json, every line is an "
-            "object; the last one has the outcome.",
+            help="Print status updates and artifacts as they arrive. With --json, every line is "
+            "an object; the last one has the outcome.",
         ),
     ] = False,
     timeout: Annotated[

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _NONE_SUSPENDED = "no such task is suspended"
 _NONE_LEFT = "no such task can be suspended"
-_CONTINUED = "is not suspended any more"
+_CONTINUED = "is no longer suspended"
 
 
 def suspend_one(
@@ -105,7 +105,7 @@ def resume_all(
 
 
 def print_continued(task_id: str, *, as_json: bool) -> None:
-    """Print that a task is not suspended any more."""
+    """Print that a task is no longer suspended."""
     result = {"task_id": task_id, "status": "continued"}
     print_either(result, f"{task_id} {_CONTINUED}", as_json=as_json)
 
@@ -170,10 +170,9 @@ def _refusal(task_id: str, refused: SuspendRefused) -> MeshpointError:
         return MeshpointError(f"task {task_id} is being cancelled; there is nothing to suspend")
     match refused.state:
         case None:
-            why = "a task has no row until it pauses or begins a subtask, and cannot be suspended"
-            return OperationNotFound(
-                task_id, f"there is no task {task_id} in the database; {why} before"
-            )
+            why = "a task has no row until it pauses or begins a step or subtask"
+            problem = f"there is no task {task_id} in the database"
+            return OperationNotFound(task_id, f"{problem}; {why}, and cannot be suspended before")
         case TaskState.COMPLETED:
             return OperationCompleted(
                 task_id, f"task {task_id} has completed; there is nothing to suspend"

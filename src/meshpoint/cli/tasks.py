@@ -242,9 +242,9 @@ def suspend_task(
 ) -> None:
     """Keep replicas from running a task until `tasks resume`.
 
-    A running task continues to its next pause. Responses of peers are recorded meanwhile, and
-    deadlines apply. A task can be suspended once it has a row in the database, that is, from its
-    first pause or subtask on.
+    A running task continues to its next pause. Meanwhile, responses of peers are recorded and
+    deadlines apply. A task can be suspended once it has a row in the database, usually from its
+    first pause, step or subtask on.
 
     Exit codes: 10 not found, 12 completed, 1 parked, failed or cancelled.
     """
@@ -548,5 +548,5 @@ async def _cancel_in_database(
 
 
 def _no_such_task(task_id: str) -> MeshpointError:
-    hint = "a task has no row until it pauses or begins a subtask"
+    hint = "a task has no row until it pauses or begins a step or subtask"
     return MeshpointError(f"there is no task {task_id} in the database; {hint}")

@@ -19,8 +19,8 @@ Out = TypeVar("Out")
 class Mesh:
     """A connection to the mesh for services, scripts and tests; from `meshpoint.connect`.
 
-    One connection serves a whole process. It keeps only open tasks that have a handle or a wait.
-    After an outage of the broker it reconnects by itself.
+    One connection serves a whole process. It keeps in memory only the open tasks that have a
+    handle or that someone awaits. After an outage of the broker it reconnects by itself.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -56,14 +56,15 @@ class Mesh:
             task = await mesh.send(travel, Trip(city="Rome"), timeout=timedelta(hours=1))
 
         Args:
-            agent: A `Peer`, an agent, or a name. A name takes any input that can become JSON, and
-                returns JSON.
+            agent: A `Peer`, an agent, or a name. With a name, the input is anything that can
+                become JSON, and the result is JSON.
             request: The input, validated before it is sent.
             options: See `SendOptions`.
 
         Raises:
             InvalidInput: The input does not fit the declared type, or is too large for the broker.
-            InvalidOption: An option cannot work.
+            InvalidOption: An option is invalid or unknown.
+            NotJson: `metadata` is not JSON.
             UnknownAgent: No replica has ever served the agent in this namespace.
             QueueFull: The agent's request queue is full; try again later.
             SendInDoubt: The broker did not confirm the request. Repeating it with the same id and
@@ -98,7 +99,7 @@ class Mesh:
         """Start a task and return its result: `send`, then `TaskHandle.result`.
 
         Raises:
-            TaskFailed: The task has no result; `TaskTimeout` and `TaskCancelled` are cases of it.
+            TaskFailed: The task has no result. `TaskTimeout` and `TaskCancelled` are subclasses.
             MeshpointError: As for `send`.
         """
         task: TaskHandle[Any] = await self.send(agent, request, **options)

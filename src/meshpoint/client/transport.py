@@ -88,8 +88,8 @@ class ShardCounts:
 class UsedIds:
     """Digests of the inputs that were sent under ids that callers chose.
 
-    A reply does not say which input it answers. For some minutes an id is therefore not used for
-    another input: a repeated reply to the first would look like its answer.
+    A reply does not say which input it answers. So for ten minutes an id is not used for another
+    input: a repeated reply to the first would look like the answer to the second.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class UsedIds:
         self._digests.pop(key, None)
 
     def has_other(self, key: _Key, digest: str) -> bool:
-        """Whether another input was sent under this id lately."""
+        """Whether another input was sent under this id recently."""
         known, expires_at = self._digests.get(key, (digest, 0.0))
         return known != digest and expires_at > asyncio.get_running_loop().time()
 
@@ -219,7 +219,7 @@ class Transport:
         return task, message
 
     def _has_other_input(self, request: Request) -> bool:
-        """Whether the request's id was used for another input lately, or is open with one."""
+        """Whether the request's id was recently used for another input, or is open with one."""
         key, digest = (request.agent, request.task_id), request.digest
         if digest is None:
             return False
@@ -229,7 +229,7 @@ class Transport:
         return self._used_ids.has_other(key, digest)
 
     def expect(self, agent: AgentName, task_id: TaskId) -> OpenTask:
-        """Return the open task with this id, which may be requested by other means.
+        """Return the open task with this id, created if needed. Nothing is sent.
 
         Raises:
             MeshClosed: The connection was closed.

@@ -141,9 +141,12 @@ def check_suspended(facts: Facts) -> list[Finding]:
             problem = (
                 f"{quantity(suspended.count, 'task')} suspended by a person, the first one since "
                 f"{suspended.oldest.isoformat(timespec='seconds')}; replicas of a release that "
-                "cannot suspend run those that wait when their calls have their outcomes"
+                "cannot suspend run the waiting ones once their calls have outcomes"
             )
-            fix = f"resume: meshpoint tasks resume --state suspended --agent {release.name}"
+            fix = (
+                f"resume: meshpoint tasks resume --state suspended --agent {release.name} "
+                f"--config {CONFIG}"
+            )
             data: dict[str, JsonValue] = {
                 "tasks": suspended.count,
                 "since": suspended.oldest.isoformat(),

@@ -20,8 +20,8 @@ CANCELLED = Failed(FailureKind.CANCELLED, "cancelled on request")
 class CancelCommand(NamedTuple):
     """A task to cancel, the sender's parent task, the sender, and its reason for people.
 
-    The task may belong to a later attempt of the parent by now. The sender `None` may cancel every
-    task.
+    By now the task may belong to a later attempt of the parent. A `sender` of `None` may cancel
+    any task.
     """
 
     task_id: TaskId

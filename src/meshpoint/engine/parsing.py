@@ -219,9 +219,9 @@ def parse_status(message: Message, options: Options) -> tuple[Progress, JsonValu
 
 
 def parse_cancel(message: Message, options: Options) -> tuple[TaskId, str | None, str]:
-    """The task that a cancel names, the sender's own task on whose behalf, and the reason.
+    """The task that a cancel names, the sender's task that it is sent for, and the reason.
 
-    The own task is `None` and the reason empty if not given.
+    If not given, the sender's task is `None` and the reason is empty.
 
     Raises:
         PoisonMessage: the message is unreadable.

@@ -59,7 +59,7 @@ class StepEntry:
 class Contents(Sequence[bytes]):
     """The contents of entries of one kind.
 
-    Each is copied when it is read, since all of them together may have megabytes.
+    Each is copied when it is read, since all of them together may take megabytes.
     """
 
     __slots__ = ("entries",)
@@ -96,7 +96,7 @@ class TaskLog:
         has_ended: Whether there are agent entries that no longer continue a state.
         has_ended_steps: Whether there are step records of an attempt that began elsewhere.
         is_stale: Whether a release without logs has run the task since: its pauses and checkpoints
-            have all that counts, except the step records of this attempt.
+            have everything that counts, except the step records of this attempt.
     """
 
     seq: int = 0

@@ -66,7 +66,7 @@ Outcome: TypeAlias = Ok[JsonValue] | Failed
 
 
 def lacks_usage(outcome: Outcome) -> bool:
-    """Whether a call was closed for its peer, and the peer's tokens are not known yet."""
+    """Whether the mesh seems to have closed the call, without the tokens of its peer."""
     closing = {FailureKind.TIMEOUT, FailureKind.CANCELLED}
     return isinstance(outcome, Failed) and outcome.kind in closing and outcome.usage.is_empty
 

@@ -1,4 +1,4 @@
-"""`ctx.step` and `ctx.subtask`: work inside a segment whose result is recorded before its return.
+"""`ctx.step` and `ctx.subtask`: work inside a segment, recorded before its result is returned.
 
 A `StepRunner` and a `SubtaskRunner` read and write the records. This module runs the function of a
 step, with the options that `@step` gave it.

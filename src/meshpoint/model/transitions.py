@@ -483,7 +483,7 @@ class TaskSuspended:
 
     Attributes:
         state: a `running` task continues to its next pause.
-        repeated: whether it was suspended before; then it keeps its time.
+        repeated: whether it was already suspended; the first time is then kept.
     """
 
     state: TaskState

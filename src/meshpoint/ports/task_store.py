@@ -126,8 +126,8 @@ class Transitions(Protocol):
         `StillWaiting`. State and outcomes are read after the row is locked.
 
         A claim of a call that the mesh has closed adds its tokens to the call's outcome, once, if
-        no run has read that: while the task waits, is ready or parked, or as an operation that has
-        failed or was cancelled, whose total then includes them.
+        no run has read that outcome. This holds while the task waits, is ready or parked, and for
+        an operation that has failed or was cancelled, whose total then includes the tokens.
         """
 
     async def end(self, ends: Sequence[End]) -> list[EndResult]:
@@ -245,7 +245,8 @@ class DueWork(Protocol):
         In generation 0, or once a cancel was requested, any replica of the agent may rescue them;
         otherwise only replicas that read the format. Suspects (rescued at least
         `SUSPECT_AFTER_RESCUES` times) beyond the limit `suspect_slots` become `ready` without an
-        owner and are not returned. With `Replica.fails_lost` neither limit applies to operations.
+        owner and are not returned. With `Replica.fails_lost`, operations are rescued in any
+        format, beyond `suspect_slots`, and even if suspended.
         """
 
     async def release_unread(self, replica: Replica, limit: int) -> list[TaskId]:

@@ -340,7 +340,7 @@ def _failed_before_pause(record: SubtaskRecord, run: CurrentRun) -> bool:
 def reason_in_attempt(record: SubtaskRecord, retry: int) -> str | None:
     """Return why a subtask that was completed runs again in attempt `retry`, or `None`.
 
-    Reasons of earlier attempts are over.
+    Reasons from earlier attempts no longer apply.
     """
     is_current = record.retry == retry or record.status is SubtaskStatus.OUTDATED
     return record.again if is_current else None

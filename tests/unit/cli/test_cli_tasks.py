@@ -331,7 +331,7 @@ def test_a_task_is_suspended_and_resumed(
     assert state in run_command("list").out
     assert run_command("resume", task_id, "--from", "start").code == 11
     resumed = run_command("resume", task_id)
-    assert resumed.out == f"{task_id} is not suspended any more\n"
+    assert resumed.out == f"{task_id} is no longer suspended\n"
     result = run_command("resume", other, "--json").json
     assert result == {"task_id": other, "status": "continued"}
     assert run_command("list", "--state", "suspended", "--json").json == []
@@ -416,7 +416,7 @@ def test_a_task_without_a_row_is_not_suspended(run_command: Command, write: Any)
     write(_wait)
     result = run_command("suspend", "nobody")
     assert result.code == 10
-    assert "a task has no row until it pauses or begins a subtask" in result.err
+    assert "a task has no row until it pauses or begins a step or subtask" in result.err
 
 
 @pytest.mark.parametrize(

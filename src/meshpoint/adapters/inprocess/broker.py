@@ -60,7 +60,7 @@ class InProcessSubscription:
         self.stop()
 
     def stop(self) -> None:
-        """Like `cancel`, at once."""
+        """Like `cancel`, but synchronous."""
         if not self.cancelled:
             self.cancelled = True
             self.queue.consumers.remove(self)

@@ -271,12 +271,12 @@ class TaskRow:
         return replica.fails_lost and self.operation is not None
 
     def make_ready(self, at: datetime) -> None:
-        """Make the task ready to be acquired `at`, or once it is not suspended any more."""
+        """Make the task ready to be acquired at `at`, or once it is no longer suspended."""
         self.state, self.owner = TaskState.READY, None
         self.due_at = _FAR_FUTURE if self.is_suspended else at
 
     def suspend(self, now: datetime) -> None:
-        """Keep replicas from acquiring the task. If it is suspended already, it keeps its time."""
+        """Keep replicas from acquiring the task. A repetition keeps the first time."""
         self.suspended_at = self.suspended_at or now
         if self.state is TaskState.READY:
             self.make_ready(now)

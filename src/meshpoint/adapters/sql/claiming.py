@@ -128,9 +128,10 @@ def _late_claims(
     calls: Mapping[tuple[str, str], Row[Any]],
     owned: Sequence[str],
 ) -> dict[tuple[str, str], tuple[Claim, Row[Any]]]:
-    """Claims that are no outcomes, but have tokens to count, as `record_late_usage` takes them.
+    """Claims that came too late to be outcomes, but have tokens for `record_late_usage`.
 
-    `owned` are the tasks that this batch has given to a run. It reads no later claims of theirs.
+    `owned` are the tasks that this batch has assigned to a run, which sees none of their later
+    claims.
     """
     late: dict[tuple[str, str], tuple[Claim, Row[Any]]] = {}
     running = set[str]()

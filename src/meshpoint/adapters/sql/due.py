@@ -180,7 +180,7 @@ class SqlDueWork:
         )
 
     async def suspend(self, task_ids: Sequence[TaskId]) -> list[SuspendResult]:
-        """Keep replicas from acquiring tasks, until `unsuspend`. Running ones reach a pause."""
+        """Keep replicas from acquiring tasks until `unsuspend`. Running tasks reach a pause."""
         if not task_ids:
             return []
         return self._database.locked_rows.require_unlocked(
@@ -201,7 +201,7 @@ class SqlDueWork:
         """Rescue running tasks whose lease has expired.
 
         At most `suspect_slots` of them are suspects; further ones become ready instead, and so do
-        suspended tasks.
+        suspended tasks, unless they are rescued only to end.
         """
         query = self._query(
             sql.PICK_LOST,

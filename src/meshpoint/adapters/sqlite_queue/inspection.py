@@ -19,9 +19,9 @@ from meshpoint.ports.inspection import MissingRight, OtherArguments, QueueFacts
 
 _T = TypeVar("_T")
 _INTERVAL, _LOOKS = 0.1, 15
-"""Seconds from one look at the heartbeats to the next, and how often to look.
+"""Seconds between two reads of the heartbeats, and the number of reads.
 
-Together longer than the interval between the heartbeats of a process.
+Together they take longer than the interval between the heartbeats of a process.
 """
 
 

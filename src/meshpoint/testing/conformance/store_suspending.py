@@ -81,7 +81,7 @@ async def suspended(store: CheckpointStore, *calls: str, **values: object) -> Pa
 
 
 async def suspended_ready(store: CheckpointStore, **values: object) -> Pause:
-    """Suspend a new task, and let all its calls have their outcomes then."""
+    """Suspend a new task, then record outcomes for all its calls."""
     pause = await suspended(store, **values)
     assert isinstance(await answered(store, pause), TaskReady)
     return pause
@@ -100,7 +100,7 @@ async def summary_of_task(store: CheckpointStore, task_id: TaskId) -> TaskSummar
 
 
 async def nothing_is_acquired(store: CheckpointStore, clock: FakeClock) -> None:
-    """Assert that no replica acquires a task, also after a long time."""
+    """Assert that no replica acquires a task, even after a long time."""
     for wait in (SECOND, 100 * LEASE):
         clock.advance(wait)
         assert (await store.due(HERE, 10)).ready == 0
