@@ -34,7 +34,6 @@ class OpenTask:
         digest: Digest of its input, or `None` if no other input can have this id.
         outcome: Its outcome, with the value as JSON, or `None` while it is open.
         is_answered: Whether the outcome is final: it did not result from a missing answer.
-        is_refused: Whether the agent refused the request.
     """
 
     def __init__(self, agent: str, task_id: TaskId, awaited: set[object]) -> None:
@@ -43,7 +42,6 @@ class OpenTask:
         self.digest: str | None = None
         self.outcome: Outcome | None = None
         self.is_answered = False
-        self.is_refused = False
         self._awaited = awaited
         self._fingerprints: deque[str] = deque(maxlen=_MAX_FINGERPRINTS)
         self._expires_at = 0.0  # of the event loop's clock; 0 if no request was sent

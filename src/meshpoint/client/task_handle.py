@@ -86,6 +86,7 @@ class TaskHandle(Generic[T_co]):
         message repeats the first 500 characters of `reason`. Without effect on an ended task.
 
         Raises:
+            UnknownAgent: No replica has ever served the agent in this namespace.
             BrokerUnavailable: The broker did not confirm it. Repeating it is safe.
         """
         if not self._task.is_answered:

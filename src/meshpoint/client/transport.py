@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from time import monotonic
 from types import TracebackType
 from typing import Literal, Self, TypeAlias
 from weakref import WeakValueDictionary
@@ -85,22 +88,43 @@ class ShardCounts:
         return number
 
 
+@dataclass(frozen=True, slots=True)
+class _UsedId:
+    digest: str
+    expires_at: float = math.inf
+    before: _UsedId | None = None  # what was known before the last request under the id
+
+
 class UsedIds:
     """Digests of the inputs that were sent under ids that callers chose.
 
-    A reply does not say which input it answers. So for ten minutes an id is not used for another
-    input: a repeated reply to the first would look like the answer to the second.
+    A reply does not say which input it answers. So until ten minutes after its reply, an id is not
+    used for another input: a late or repeated reply to the first would look like the answer to the
+    second.
     """
 
-    def __init__(self) -> None:
-        self._digests: dict[_Key, tuple[str, float]] = {}
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Create the collection. `clock` returns seconds."""
+        self._clock = clock
+        self._digests: dict[_Key, _UsedId] = {}
 
     def add(self, key: _Key, digest: str) -> None:
-        """Remember an input. Only the last 1,000 are kept."""
-        self._digests.pop(key, None)
-        self._digests[key] = digest, asyncio.get_running_loop().time() + _USED_ID_SECONDS
+        """Remember an input that is being sent. Only the last 1,000 are kept."""
+        before = self._digests.pop(key, None)
+        self._digests[key] = _UsedId(digest, before=before and replace(before, before=None))
         if len(self._digests) > _MAX_USED_IDS:
             del self._digests[next(iter(self._digests))]
+
+    def withdraw(self, key: _Key) -> None:
+        """Forget the last `add`: the broker has refused the request."""
+        if (used := self._digests.pop(key, None)) is not None and used.before is not None:
+            self._digests[key] = used.before
+
+    def record_reply(self, key: _Key) -> None:
+        """Let the id be used for another input in ten minutes."""
+        if (used := self._digests.get(key)) is not None:
+            expires_at = self._clock() + _USED_ID_SECONDS
+            self._digests[key] = replace(used, expires_at=expires_at)
 
     def discard(self, key: _Key) -> None:
         """Forget an input that its agent refused."""
@@ -108,8 +132,10 @@ class UsedIds:
 
     def has_other(self, key: _Key, digest: str) -> bool:
         """Whether another input was sent under this id recently."""
-        known, expires_at = self._digests.get(key, (digest, 0.0))
-        return known != digest and expires_at > asyncio.get_running_loop().time()
+        used = self._digests.get(key)
+        if used is None or used.digest == digest:
+            return False
+        return used.expires_at > self._clock()
 
 
 class Transport:
@@ -138,7 +164,7 @@ class Transport:
         self.reply_to = private_queue(self.name, self._id)
         self._open: WeakValueDictionary[_Key, OpenTask] = WeakValueDictionary()
         self._awaited: set[object] = set()  # keeps the tasks for which someone waits
-        self._used_ids = UsedIds()
+        self._used_ids = UsedIds(monotonic)
         self._shards = ShardCounts(broker)
         self._on_response = on_response
         self._ack_tasks: set[asyncio.Task[bool]] = set()
@@ -193,17 +219,16 @@ class Transport:
         if self._has_other_input(request):
             return task_with_other_input(request.agent, request.task_id)
         task, message = self.prepare(request)
-        was_sent = True
+        key = task.agent, task.id
+        if request.digest is not None:
+            self._used_ids.add(key, request.digest)
         try:
             await self.publish_request(request.agent, message)
         except (UnknownAgent, QueueFull, InvalidInput):
-            was_sent = False
+            self._used_ids.withdraw(key)
             raise
         except BrokerUnavailable as error:
             raise SendInDoubt(request.task_id, str(error)) from error
-        finally:
-            if was_sent and request.digest is not None and not task.is_refused:
-                self._used_ids.add((task.agent, task.id), request.digest)
         return task
 
     def prepare(self, request: Request) -> tuple[OpenTask, Message]:
@@ -289,6 +314,7 @@ class Transport:
         if self._on_response is not None:
             self._on_response(message)
         key = message.app_id, message.correlation_id
+        self._used_ids.record_reply(key)
         if (task := self._open.get(key)) is None or task.outcome is not None:
             return
         try:
@@ -301,7 +327,6 @@ class Transport:
             if not task.is_refused_by(refused):
                 return  # it refuses another sender's request with the same id
             self._used_ids.discard(key)
-        task.is_refused = refused is not None
         task.end(outcome)
         del self._open[key]
 

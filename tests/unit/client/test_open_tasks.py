@@ -106,12 +106,34 @@ async def test_an_open_task_keeps_few_updates_that_nobody_reads(call: Call) -> N
 
 
 async def test_few_used_ids_are_kept_for_a_while() -> None:
-    used = UsedIds()
+    used = UsedIds(lambda: 0.0)
     for number in range(1_500):
         used.add(("travel", str(number)), "digest")
     assert len(used._digests) == 1_000
     assert used.has_other(("travel", "1499"), "other")
     assert not used.has_other(("travel", "1499"), "digest")
     assert not used.has_other(("travel", "0"), "other"), "forgotten"
-    used._digests["travel", "1499"] = "digest", asyncio.get_running_loop().time() - 1
-    assert not used.has_other(("travel", "1499"), "other"), "expired"
+
+
+async def test_an_id_is_used_until_some_minutes_after_its_reply() -> None:
+    now = 0.0
+    used, key = UsedIds(lambda: now), ("travel", "1")
+    used.add(key, "digest")
+    now = 100_000.0
+    assert used.has_other(key, "other"), "its task may still run"
+    used.record_reply(key)
+    now += 599
+    assert used.has_other(key, "other"), "the reply may come again"
+    now += 2
+    assert not used.has_other(key, "other"), "expired"
+
+
+async def test_a_refused_request_leaves_what_was_known_of_its_id() -> None:
+    used, key = UsedIds(lambda: 0.0), ("travel", "1")
+    used.add(key, "digest")
+    used.withdraw(key)
+    assert not used.has_other(key, "other")
+    used.add(key, "digest")
+    used.add(key, "digest")
+    used.withdraw(key)
+    assert used.has_other(key, "other")
