@@ -122,6 +122,8 @@ class OpenTask:
             async with asyncio.timeout_at(limit):
                 await self._news.wait()
         except TimeoutError:
+            if asyncio.get_running_loop().time() < self._expires_at:
+                return  # the request was repeated with a later deadline
             message = f"{self.agent!r} has not answered by the task's deadline"
             self.end(Failed(FailureKind.TIMEOUT, message), answered=False)
         finally:

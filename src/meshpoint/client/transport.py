@@ -92,7 +92,7 @@ class ShardCounts:
 class _UsedId:
     digest: str
     expires_at: float = math.inf
-    before: _UsedId | None = None  # what was known before the last request under the id
+    before: _UsedId | None = None  # the entry before the last request
 
 
 class UsedIds:
@@ -129,6 +129,11 @@ class UsedIds:
     def discard(self, key: _Key) -> None:
         """Forget an input that its agent refused."""
         self._digests.pop(key, None)
+
+    def digest(self, key: _Key) -> str | None:
+        """The digest of the last input under this id, or `None` if none is known."""
+        used = self._digests.get(key)
+        return None if used is None else used.digest
 
     def has_other(self, key: _Key, digest: str) -> bool:
         """Whether another input was sent under this id recently."""
@@ -226,6 +231,7 @@ class Transport:
             await self.publish_request(request.agent, message)
         except (UnknownAgent, QueueFull, InvalidInput):
             self._used_ids.withdraw(key)
+            task.digest = self._used_ids.digest(key)
             raise
         except BrokerUnavailable as error:
             raise SendInDoubt(request.task_id, str(error)) from error
@@ -297,6 +303,8 @@ class Transport:
         (result,) = await self._broker.publish([(address, message)])
         if result is PublishResult.UNROUTABLE:
             raise UnknownAgent(agent)
+        if result is not PublishResult.ACCEPTED:
+            raise BrokerUnavailable(f"the queue of agent {agent!r} did not accept the cancel")
 
     def _handle_delivery(self, delivery: Delivery) -> None:
         message = delivery.message

@@ -481,7 +481,11 @@ class Subtasks:
         await self.ensure_operation()
         async with self._write_lock:
             checkpoint = self.next_checkpoint()
-            await self._log.save_checkpoint(checkpoint, subtask, progressed=progressed)
+            try:
+                await self._log.save_checkpoint(checkpoint, subtask, progressed=progressed)
+            except BaseException:  # perhaps not stored: the next checkpoint has it again
+                self._phase = _Phase.UNSAVED
+                raise
             self._records.on_stored(checkpoint)
 
     @property

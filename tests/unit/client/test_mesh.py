@@ -289,6 +289,18 @@ async def test_an_id_is_not_used_for_another_input(call: Call, failure: str | No
     assert len(call.agent.requests) == 1
 
 
+async def test_an_id_of_a_request_that_the_broker_refused_may_have_another_input(
+    call: Call,
+) -> None:
+    call.broker.failures.append(PublishResult.REJECTED)
+    with pytest.raises(InvalidInput) as refused:
+        await call.mesh.send(travel, ROME, task_id="order-17")
+    assert refused.tb is not None  # it keeps what the failed call knew
+    task = await call.mesh.send(travel, OSLO, task_id="order-17")
+    await call.agent.respond(await call.agent.wait_for_request(), {"text": "to Oslo"})
+    assert await task.result() == Plan(text="to Oslo")
+
+
 async def test_an_agent_that_refuses_another_input_ends_only_that_handle(call: Call) -> None:
     task = await call.mesh.send(travel, OSLO, task_id="order-17")
     request = await call.agent.wait_for_request()

@@ -10,6 +10,7 @@ from idle_loop import idle
 from meshpoint import Ended, StatusUpdate, TaskHandle
 from meshpoint.client.open_task import OpenTask
 from meshpoint.client.transport import UsedIds
+from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Ok
 
 from .calling import ROME, Call, Plan, travel
@@ -137,3 +138,23 @@ async def test_a_refused_request_leaves_what_was_known_of_its_id() -> None:
     used.add(key, "digest")
     used.withdraw(key)
     assert used.has_other(key, "other")
+
+
+async def test_a_repeated_request_with_a_later_deadline_prolongs_all_waits() -> None:
+    task = OpenTask("travel", TaskId("1"), set())
+    task.add_request("first", timeout=0.0)
+    waiting = asyncio.create_task(task.wait_outcome())
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    task.add_request("second", timeout=3600.0)
+    loop_time = loop.time
+    loop.time = lambda: loop_time() + 6.0  # type: ignore[method-assign]
+    try:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    finally:
+        loop.time = loop_time  # type: ignore[method-assign]
+    assert not waiting.done()
+    task.end(Ok("by train"))
+    assert await waiting == Ok("by train")

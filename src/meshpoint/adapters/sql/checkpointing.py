@@ -284,9 +284,9 @@ async def pause(tx: Transaction, pauses: Sequence[PackedPause]) -> list[PauseRes
     """
 
     async def process_round(batch: list[PackedPause], locked: LockedTasks) -> list[PauseResult]:
-        batch = [_with_stored_deadline(packed, locked) for packed in batch]
         first_runs = [(packed.pause.run, packed.pause.requester) for packed in batch]
         await _delete_unrelated_early_cancels(tx, first_runs, locked)
+        batch = [_with_stored_deadline(packed, locked) for packed in batch]
         logs = [(packed.pause.run.task_id, packed.pause.log) for packed in batch]
         unknown = await tasks_with_unknown_entries(tx, locked, logs)
         results = {

@@ -30,6 +30,7 @@ from meshpoint.testing.conformance.build import (
     HERE,
     PEER,
     REQUESTER,
+    SECOND,
     THERE,
     a_begin,
     a_cancel,
@@ -283,6 +284,15 @@ class CancelSuite:
             )
         known = await existing(store, runs["mallory"].task_id)
         assert (known.is_early_cancel, known.requester, known.digest) == (False, REQUESTER, "this")
+
+    async def test_early_cancel_of_stranger_leaves_deadline(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        requester, run = a_requester(deadline=clock.now() + SECOND), a_run()
+        await store.cancel([a_cancel(run.task_id, sender="mallory")])
+        await paused(store, run=run, requester=requester)
+        _, (call,) = await row(store, run.task_id)
+        assert call.absolute_deadline == requester.deadline
 
     @pytest.mark.parametrize("first", ["mallory", REQUESTER])
     async def test_early_cancels_by_two_senders(self, store: CheckpointStore, first: str) -> None:
