@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from meshpoint.cli.output import format_age, print_json, print_table, print_text
 
 if TYPE_CHECKING:
     from meshpoint.model.tasks import TaskSummary
+    from meshpoint.operations import Operations
 
 
 def resume_all(
@@ -31,7 +31,15 @@ def resume_all(
     """Offer all parked tasks of an agent to every version again, or only list them."""
     if state != "parked":
         raise typer.BadParameter("name a TASK_ID, or use --state parked or suspended")
-    found = asyncio.run(_offer_all(config, database, namespace, agent, reason, dry_run=dry_run))
+
+    async def unpark(operations: Operations, ids: Sequence[str]) -> list[str]:
+        return await operations.unpark(ids)
+
+    def find(operations: Operations) -> AsyncGenerator[list[TaskSummary], None]:
+        return operations.parked(agent=agent, reason=reason)
+
+    change = None if dry_run else unpark
+    found = asyncio.run(sources.change_all(config, database, namespace, find, change))
     if not dry_run:
         print_offered([task.task_id for task in found], as_json=as_json)
     elif as_json:
@@ -64,24 +72,3 @@ def _row(task: TaskSummary) -> tuple[str, ...]:
         task.parked_reason or "-",
         tried,
     )
-
-
-async def _offer_all(
-    config: Path | None,
-    database: str | None,
-    namespace: str | None,
-    agent: str | None,
-    reason: str,
-    *,
-    dry_run: bool,
-) -> list[TaskSummary]:
-    chosen: list[TaskSummary] = []
-    databases = sources.open_each(config, database, namespace, sources.open_operations)
-    async with aclosing(databases) as opened:
-        async for operations in opened:
-            async with aclosing(operations.parked(agent=agent, reason=reason)) as pages:
-                async for tasks in pages:
-                    ids = [task.task_id for task in tasks]
-                    offered = set(ids if dry_run else await operations.unpark(ids))
-                    chosen += [task for task in tasks if task.task_id in offered]
-    return chosen

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -18,6 +18,7 @@ import typer
 from meshpoint.errors import ConfigurationError, MeshpointError, OperationNotFound
 
 if TYPE_CHECKING:
+    from meshpoint.model.tasks import TaskSummary
     from meshpoint.operations import Operations
     from meshpoint.settings import MeshSettings, StoreSettings
     from meshpoint.settings.choosing import OptionNames
@@ -198,6 +199,28 @@ async def query_operation(
             except OperationNotFound as error:
                 failure = error
     raise failure
+
+
+async def change_all(
+    config: Path | None,
+    database: str | None,
+    namespace: str | None,
+    find: Callable[[Operations], AsyncGenerator[list[TaskSummary], None]],
+    change: Callable[[Operations, Sequence[str]], Awaitable[list[str]]] | None,
+) -> list[TaskSummary]:
+    """Change the tasks that `find` yields, and return the changed tasks; all without `change`.
+
+    `change` gets the ids of a batch, and returns those that it changed.
+    """
+    chosen: list[TaskSummary] = []
+    async with aclosing(open_each(config, database, namespace, open_operations)) as databases:
+        async for operations in databases:
+            async with aclosing(find(operations)) as pages:
+                async for tasks in pages:
+                    ids = [task.task_id for task in tasks]
+                    changed = set(ids if change is None else await change(operations, ids))
+                    chosen += [task for task in tasks if task.task_id in changed]
+    return chosen
 
 
 def add_working_directory() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,7 +77,7 @@ def suspend_all(
         return operations.suspendable(agent=agent, states=states)
 
     change = None if dry_run else suspend
-    found = asyncio.run(_change_all(config, database, namespace, find, change))
+    found = asyncio.run(sources.change_all(config, database, namespace, find, change))
     _print_changed(found, "suspended", _NONE_LEFT, dry_run=dry_run, as_json=as_json)
 
 
@@ -100,7 +99,7 @@ def resume_all(
         return operations.suspended(agent=agent)
 
     change = None if dry_run else unsuspend
-    found = asyncio.run(_change_all(config, database, namespace, find, change))
+    found = asyncio.run(sources.change_all(config, database, namespace, find, change))
     _print_changed(found, "continued", _NONE_SUSPENDED, dry_run=dry_run, as_json=as_json)
 
 
@@ -108,26 +107,6 @@ def print_continued(task_id: str, *, as_json: bool) -> None:
     """Print that a task is no longer suspended."""
     result = {"task_id": task_id, "status": "continued"}
     print_either(result, f"{task_id} {_CONTINUED}", as_json=as_json)
-
-
-async def _change_all(
-    config: Path | None,
-    database: str | None,
-    namespace: str | None,
-    find: Callable[[Operations], AsyncGenerator[list[TaskSummary], None]],
-    change: Callable[[Operations, Sequence[str]], Awaitable[list[str]]] | None,
-) -> list[TaskSummary]:
-    """Change the tasks that `find` yields, and return the changed tasks; all without `change`."""
-    chosen: list[TaskSummary] = []
-    databases = sources.open_each(config, database, namespace, sources.open_operations)
-    async with aclosing(databases) as opened:
-        async for operations in opened:
-            async with aclosing(find(operations)) as pages:
-                async for tasks in pages:
-                    ids = [task.task_id for task in tasks]
-                    changed = set(ids if change is None else await change(operations, ids))
-                    chosen += [task for task in tasks if task.task_id in changed]
-    return chosen
 
 
 def _print_changed(
