@@ -61,6 +61,14 @@ class _Runs:
         await self.mesh.events.wait(Step.CLAIM, Phase.AFTER, count=claims + 1, task_id=task_id)
         await self.assert_held(task_id)
 
+    async def continue_to_end(self, task_id: TaskId) -> None:
+        """Let the task continue after its first response, and answer its second call."""
+        self.gate.opened.set()
+        assert await self.mesh.store.unsuspend([task_id]) == [True]
+        await self.mesh.advance(1)
+        await self.respond(2)
+        assert await self.client.reply(task_id) == Ok(["1", "2"])
+
     async def assert_held(self, task_id: TaskId) -> None:
         before = self.count
         await self.mesh.advance(3 * _LEASE)
@@ -130,11 +138,7 @@ async def test_a_run_that_drains_is_not_continued_elsewhere(any_mesh: Mesh) -> N
     await any_mesh.replicas[0].drain()
     await any_mesh.replica(runs._agent())
     await runs.assert_held(task_id)
-    runs.gate.opened.set()
-    assert await any_mesh.store.unsuspend([task_id]) == [True]
-    await any_mesh.advance(1)
-    await runs.respond(2)
-    assert await runs.client.reply(task_id) == Ok(["1", "2"])
+    await runs.continue_to_end(task_id)
 
 
 async def test_a_run_that_crashes_is_not_continued_elsewhere(any_mesh: Mesh) -> None:
@@ -147,11 +151,7 @@ async def test_a_run_that_crashes_is_not_continued_elsewhere(any_mesh: Mesh) -> 
     await any_mesh.replica(runs._agent())
     await any_mesh.advance(_LEASE)
     await runs.assert_held(task_id)
-    runs.gate.opened.set()
-    assert await any_mesh.store.unsuspend([task_id]) == [True]
-    await any_mesh.advance(1)
-    await runs.respond(2)
-    assert await runs.client.reply(task_id) == Ok(["1", "2"])
+    await runs.continue_to_end(task_id)
 
 
 async def test_its_requester_cancels_it(any_mesh: Mesh) -> None:
