@@ -1,9 +1,10 @@
 # Every target sets up what it needs in .venv: only git, make, Python 3.11+ and a package index are assumed.
 #   make demo    the demonstration; installs the runtime dependencies only
-#   make test    the checks, then every test, JOBS=3 at a time; `make test ARGS="-k claim"` runs some
+#   make test    the checks, then every test, JOBS=4 at a time; `make test ARGS="-k claim"` runs some
 #   make outages stops the database and the broker for a minute each, under load; the suite has a short form
 #   make deploys replaces replicas under load, with each kind of change and earlier releases; the suite has a short form
 #   make chaos   every fault at random, for MINUTES=20, and a ledger that must balance; the suite has a short form
+#   make application   kills the services and replicas of examples/incident_analyst for MINUTES=2 on each backend
 #   make fuzz    mutated messages on live replicas for MINUTES=10, with honest traffic next to them; the suite has a minute
 #   make model   the store's model at length, with new seeds; MESHPOINT_MODEL_EXAMPLES=1000 says how long
 #   make simulation SEEDS=2000   the whole worker on a simulated loop, broker and store; SEED=17 replays one
@@ -24,14 +25,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 STAMPS := $(VENV)/.installed
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 4
 SEEDS ?= 200
 MINUTES ?= 20
 
 # The tests start many interpreters. Without bytecode files, each would recompile every module.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lowest coverage outages deploys simulation chaos fuzz bench since model docs check fmt dist install-check clean
+.PHONY: demo test lowest coverage outages deploys simulation chaos application fuzz bench since model docs check fmt dist install-check clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -67,6 +68,10 @@ since: $(STAMPS)/benchmarks
 
 chaos: $(STAMPS)/benchmarks
 	@PYTHONPATH=tests $(BIN)/python -m chaos --minutes $(MINUTES) $(ARGS)
+
+application: MINUTES = 2
+application: $(STAMPS)/dev
+	@PYTHONPATH=tests $(BIN)/python -m application --minutes $(MINUTES) $(ARGS)
 
 fuzz: MINUTES = 10
 fuzz: $(STAMPS)/dev

@@ -26,6 +26,8 @@ class Benchmark(StrEnum):
     STORE = "store"
     SYSTEM = "system"
     MEMORY = "memory"
+    ASKS = "asks"
+    QUESTIONS = "questions"
     SCALE = "scale"
     RESTORE = "restore"
     WORKING = "working"

@@ -63,7 +63,7 @@ async def writer(ctx: TaskExecutionContext, length: int) -> str:
 async def caller(ctx: TaskExecutionContext, plan: list[int]) -> int:
     """Calls the writer `plan[0]` times for texts of `plan[1]` characters."""
     calls, length = plan
-    return sum([len(await ctx.call(writer_peer(length))) for _ in range(calls)])
+    return sum([len(await writer_peer(length)) for _ in range(calls)])
 
 
 @agent("worker")
@@ -112,7 +112,7 @@ async def keeper(ctx: TaskExecutionContext, plan: list[int]) -> int:
     for number in range(pauses):
         for key in range(keys):
             await ctx.memory.set(f"key {key}", str(number))
-        await ctx.call(writer_peer(1))
+        await writer_peer(1)
     return pauses
 
 

@@ -76,7 +76,7 @@ async def interleaved(
     Warm up the contenders before calling this.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
-    with _progress() as progress:
+    with make_progress() as progress:
         task = progress.add_task(title, total=rounds * len(contenders))
         for number in range(rounds):
             for name in list(contenders)[:: 1 if number % 2 == 0 else -1]:
@@ -86,7 +86,8 @@ async def interleaved(
     return Medians(samples)
 
 
-def _progress() -> Progress:
+def make_progress() -> Progress:
+    """A progress bar on standard error, if that is a terminal."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),

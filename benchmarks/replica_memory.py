@@ -1,8 +1,9 @@
-"""A replica in its own process, and that process's memory use."""
+"""A replica in its own process, and the memory use of processes."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -29,6 +30,13 @@ class ProcessMemory:
     resident: int
     unique: int
     objects: int
+
+
+def measure_own_memory() -> ProcessMemory:
+    """This process's memory after garbage collection."""
+    gc.collect()
+    memory = psutil.Process().memory_full_info()
+    return ProcessMemory(memory.rss, memory.uss, len(gc.get_objects()))
 
 
 class MeasuredReplica:

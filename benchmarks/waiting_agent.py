@@ -1,10 +1,11 @@
-"""An agent whose tasks all wait, with a large state, for a peer that never answers.
+"""Agents for memory measurements: `patient` and `asker` wait, `echo` answers immediately.
 
-On SIGUSR1 its process collects garbage and counts its objects.
+On SIGUSR1 their process collects garbage and counts its objects.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import ctypes
 import gc
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from meshpoint import Question, agent
 from meshpoint.agents.peer import Peer
 from meshpoint.agents.stateful import Replies, StatefulAgent
 from meshpoint.model.calls import Done, Paused
@@ -52,6 +54,32 @@ class WaitingAgent(StatefulAgent[int, WaitingState, str]):
 
 
 patient = WaitingAgent()
+echo_peer = Peer("echo", int, int, timeout=timedelta(minutes=10))
+
+
+@agent("echo")
+async def echo(ctx: TaskExecutionContext, number: int) -> int:
+    """Returns its input."""
+    return number
+
+
+class Decision(BaseModel):
+    """The answer that `asker` waits for."""
+
+    approved: bool
+
+
+approval = Question("approval", Decision)
+_barriers: dict[int, asyncio.Barrier] = {}
+
+
+@agent("asker")
+async def asker(ctx: TaskExecutionContext, running: int) -> bool:
+    """Asks a question that stays open, or waits until `running` tasks run at once."""
+    if running:
+        await _barriers.setdefault(running, asyncio.Barrier(running)).wait()
+        return True
+    return (await ctx.wait_for(approval, prompt="Buy it?")).approved
 
 
 def write_object_count(number: int, frame: object) -> None:

@@ -26,7 +26,7 @@ async def library(ctx: TaskExecutionContext, page: int) -> int:
 @agent("reviewer")
 async def reviewer(ctx: TaskExecutionContext, page: int) -> int:
     """How many mistakes a page has: one in a hundred words."""
-    return await ctx.call(look_up(page)) // 100
+    return await look_up(page) // 100
 
 
 @agent("editor")
@@ -40,7 +40,7 @@ async def editor(ctx: TaskExecutionContext, title: str) -> dict[str, int]:
 
 @agent("publisher")
 async def publisher(ctx: TaskExecutionContext, title: str) -> str:
-    found = await ctx.call(edit(title))
+    found = await edit(title)
     return f"{title}: {found['pages']} pages reviewed, {found['mistakes']} mistakes"
 
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import shutil
 import warnings
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from io import StringIO
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import hypothesis
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
+from earlier_sources import extract_release
+from earlier_store import EarlierRelease
 from idle_loop import IdleLoop
-from meshpoint.adapters.sql import migrations
+from meshpoint.adapters.sql import SqlStore, migrations
 from meshpoint.model.ids import new_id
+from meshpoint.testing.clock import FakeClock
 from servers import (
     KINDS,
     DatabasePool,
@@ -28,10 +35,16 @@ from servers import (
     RedisServer,
     ServersMissing,
     SessionServers,
+    create_database,
+    drop_database,
     own_database,
+    url_on,
 )
+from servers.memory_folder import memory_folder
+from servers.process import ServerFolder
 
 _FLEET = pytest.StashKey[SessionServers]()
+Result = TypeVar("Result")
 _END_TIMEOUT_SECONDS = 60
 """Seconds in which a test's tasks must end after it."""
 
@@ -41,6 +54,9 @@ hypothesis.settings.load_profile("meshpoint")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    ServerFolder.parent = memory_folder()
+    if ServerFolder.parent is not None:  # SQLite commits then wait for no disk
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(ServerFolder.parent))
     config.stash[_FLEET] = SessionServers()
 
 
@@ -223,39 +239,104 @@ async def postgres_url(_databases: DatabasePool) -> AsyncIterator[str]:
         yield url
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def module_postgres_url(
+@pytest.fixture(scope="module")
+def module_postgres_url(
     postgres_server: NamedServer | PostgresServer, _migrated: str
-) -> AsyncIterator[str]:
+) -> Iterator[str]:
     """One database with the tables for all tests of a module."""
-    async with own_database(postgres_server.url, _migrated) as url:
-        yield url
+    name = _run(create_database(postgres_server.url, _migrated))
+    yield url_on(postgres_server.url, name)
+    _run(drop_database(postgres_server.url, name))
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def _migrated(postgres_server: NamedServer | PostgresServer) -> AsyncIterator[str]:
+def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine in a fixture that several tests share.
+
+    pytest-asyncio would set up an async fixture again for each test, because the parameter of its
+    loop factories has the scope of a test.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+@pytest.fixture(scope="session")
+def _migrated(postgres_server: NamedServer | PostgresServer) -> Iterator[str]:
     """Name of a database that is migrated once and cloned for each test."""
-    async with own_database(postgres_server.url) as url:
-        await asyncio.to_thread(migrations.upgrade, url)
-        yield urlsplit(url).path.strip("/")
+    name = _run(create_database(postgres_server.url))
+    _run(asyncio.to_thread(migrations.upgrade, url_on(postgres_server.url, name)))
+    yield name
+    _run(drop_database(postgres_server.url, name))
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def _databases(
+@pytest.fixture(scope="session")
+def _databases(
     postgres_server: NamedServer | PostgresServer, _migrated: str
-) -> AsyncIterator[DatabasePool]:
+) -> Iterator[DatabasePool]:
     databases = DatabasePool(postgres_server.url, _migrated)
     yield databases
-    await databases.close()
+    _run(databases.close())
+
+
+@pytest.fixture(scope="session")
+def _sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite file whose tables are created once and copied for each test."""
+    path = tmp_path_factory.mktemp("template") / "tasks.db"
+
+    async def create() -> None:
+        store = SqlStore(f"sqlite:///{path}", namespace="template")
+        await store.open()
+        await store.close()
+
+    _run(create())
+    return path
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path, _sqlite_template: Path) -> str:
+    """A private SQLite file with the tables."""
+    return f"sqlite:///{shutil.copy(_sqlite_template, tmp_path / 'tasks.db')}"
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def database_url(request: pytest.FixtureRequest) -> str:
     """A private database with tables: parametrized over SQLite and PostgreSQL."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/tasks.db"
-    url: str = request.getfixturevalue("postgres_url")
+    url: str = request.getfixturevalue(f"{request.param}_url")
     return url
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    """The test's clock."""
+    return FakeClock()
+
+
+@pytest.fixture
+async def store(database_url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
+    """A store on the test's database, on its clock."""
+    opened = SqlStore(database_url, namespace="test", clock=clock)
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture(scope="module")
+def earlier_release(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EarlierRelease]:
+    """The release of the commit that the module names as `EARLIER`."""
+    sources = extract_release(request.module.EARLIER, tmp_path_factory.mktemp("earlier"), "src")
+    if sources is None:
+        pytest.skip("the history of the repository is not here")
+    with EarlierRelease(sources / "src") as release:
+        yield release
+
+
+@pytest.fixture
+def earlier(
+    earlier_release: EarlierRelease, database_url: str, clock: FakeClock
+) -> Callable[..., Any]:
+    """Run a command of `earlier_store` on the test's database, at the time of the test's clock."""
+    return partial(earlier_release.run, url=database_url, clock=clock)
 
 
 @pytest.fixture

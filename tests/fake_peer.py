@@ -162,9 +162,12 @@ class FakePeer:
     async def status(self, request_message: Message, data: JsonValue, **fields: Any) -> None:
         content = A2AMessage(message_id=new_id(), role="ROLE_AGENT", parts=[Part(data=data)])
         status = TaskStatus(state=A2ATaskState.WORKING, message=content)
-        body = StatusBody(
-            status_update=StatusUpdate(task_id=request_message.correlation_id, status=status)
-        ).to_bytes()
+        update = StatusUpdate(
+            task_id=request_message.correlation_id,
+            status=status,
+            metadata=fields.pop("metadata", {}),
+        )
+        body = StatusBody(status_update=update).to_bytes()
         await self.send_back(request_message, MessageType.STATUS, **{"body": body, **fields})
 
     async def send_back(self, request_message: Message, type_: MessageType, **fields: Any) -> None:

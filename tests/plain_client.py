@@ -112,6 +112,11 @@ class PlainClient:
     async def cancel(self, agent: str, task_id: TaskId) -> None:
         await self._transport.cancel(agent, task_id)
 
+    async def signal(
+        self, agent: str, task_id: TaskId, name: str, signal_id: str, value: JsonValue
+    ) -> None:
+        await self._transport.signal(validate_agent_name(agent), task_id, name, signal_id, value)
+
 
 async def _reply_of(task: OpenTask) -> Reply:
     return Reply(task.id, await task.wait_outcome(), task.agent)

@@ -27,6 +27,12 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return total
 
 
+def process_cpu_seconds(pid: int) -> float:
+    """CPU time of this process alone, without its descendants."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
 def sibling_servers(pids: Iterable[int]) -> list[int]:
     """The other child processes of this one, which are the servers."""
     return [child.pid for child in psutil.Process().children() if child.pid not in set(pids)]

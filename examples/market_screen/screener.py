@@ -72,7 +72,7 @@ async def screener(ctx: TaskExecutionContext, screen: Screen) -> Screened:
         keys=len(await ctx.memory.keys()),
         begun=begun,
     )
-    approved = await ctx.call(ask_committee(proposal))  # here the task is only a row
+    approved = await ask_committee(proposal)  # here the task is only a row
     recovery = ctx.memory.recovery
     assert recovery is not None
     return Screened(

@@ -156,7 +156,7 @@ async def design_strategy(order: Order) -> Design:
 
 async def train_model(ctx: TaskExecutionContext, design: Design) -> Model:
     """While the trainer works, the research is a row in the database."""
-    model = await ctx.call(train(design))
+    model = await train(design)
     completed["training"] += 1
     return model
 

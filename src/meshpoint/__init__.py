@@ -10,11 +10,19 @@ from meshpoint.agents.stateful import Replies, StatefulAgent
 from meshpoint.client.mesh import Mesh
 from meshpoint.client.requests import SendOptions
 from meshpoint.client.task_handle import TaskHandle
-from meshpoint.client.updates import ArtifactUpdate, Ended, StatusUpdate, Update
+from meshpoint.client.updates import (
+    ArtifactUpdate,
+    Ended,
+    QuestionUpdate,
+    StatusUpdate,
+    TextDelta,
+    Update,
+)
 from meshpoint.connecting import Connecting, connect
 from meshpoint.errors import (
     AgentFailed,
     AgentMisbehaved,
+    AnswerRefused,
     ConfigurationError,
     ConsistencyError,
     IncompatibleState,
@@ -32,29 +40,42 @@ from meshpoint.errors import (
     OperationConflict,
     OperationNotFound,
     OperationRunning,
+    OtherRequester,
     PeerFailed,
+    QuestionNotOpen,
     QueueFull,
     ReplayMismatch,
     ResumeRefused,
     SendInDoubt,
+    SignalNotKept,
+    SignalRefused,
     StepFailed,
     SubtaskRefused,
     TaskCancelled,
+    TaskExists,
     TaskFailed,
+    TaskNotFound,
     TaskTimeout,
+    TooManyFollowers,
     UnknownAgent,
 )
 from meshpoint.model.agent_memory import AgentMemory
 from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Call, Done, Join, Paused
-from meshpoint.model.context import A2AContext, TaskExecutionContext
+from meshpoint.model.context import A2AContext, Context, TaskExecutionContext
+from meshpoint.model.current_context import current_context
 from meshpoint.model.log_context import LogContextFilter
 from meshpoint.model.memory import MemoryRecovery, MemorySource
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
+from meshpoint.model.questions import Question, QuestionWait
 from meshpoint.model.recorded_work import step
 from meshpoint.model.retry_policy import Duration, RetryPolicy
 from meshpoint.model.secrets import Secret
+from meshpoint.model.signals import Signal
 from meshpoint.model.subtasks import SubtaskProgress
+from meshpoint.model.task_status import OpenWait, TaskStatus
 from meshpoint.model.usage import Tokens, TokenUsage
+from meshpoint.model.waitable import Waitable
+from meshpoint.model.waits import Sleep
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.subtasks.checkpointer import AgentCheckpointer
 from meshpoint.subtasks.migrating import migrates
@@ -70,11 +91,13 @@ __all__ = [
     "AgentFailed",
     "AgentMemory",
     "AgentMisbehaved",
+    "AnswerRefused",
     "ArtifactUpdate",
     "Call",
     "ConfigurationError",
     "Connecting",
     "ConsistencyError",
+    "Context",
     "Done",
     "DurableAgent",
     "Duration",
@@ -99,16 +122,22 @@ __all__ = [
     "NoCheckpoint",
     "NotJson",
     "Ok",
+    "OpenWait",
     "OperationCompleted",
     "OperationConflict",
     "OperationNotFound",
     "OperationRunning",
+    "OtherRequester",
     "Outcome",
     "Outcomes",
     "Paused",
     "Peer",
     "PeerCall",
     "PeerFailed",
+    "Question",
+    "QuestionNotOpen",
+    "QuestionUpdate",
+    "QuestionWait",
     "QueueFull",
     "ReplayMismatch",
     "Replies",
@@ -117,6 +146,10 @@ __all__ = [
     "Secret",
     "SendInDoubt",
     "SendOptions",
+    "Signal",
+    "SignalNotKept",
+    "SignalRefused",
+    "Sleep",
     "StatefulAgent",
     "StatusUpdate",
     "StepFailed",
@@ -124,16 +157,23 @@ __all__ = [
     "SubtaskRefused",
     "TaskCancelled",
     "TaskExecutionContext",
+    "TaskExists",
     "TaskFailed",
     "TaskHandle",
+    "TaskNotFound",
+    "TaskStatus",
     "TaskTimeout",
+    "TextDelta",
     "TokenUsage",
     "Tokens",
+    "TooManyFollowers",
     "UnknownAgent",
     "Update",
+    "Waitable",
     "__version__",
     "agent",
     "connect",
+    "current_context",
     "load_agent",
     "migrates",
     "step",

@@ -20,6 +20,14 @@
     ├── SessionLocked           another process runs this session of `meshpoint exec`: says which
     ├── UnknownAgent            start the agent, or correct its name, the broker or the namespace
     ├── MeshClosed              connect again: the mesh was closed while a task was open
+    ├── TaskNotFound            no replica knows the task: correct its id, or send it
+    ├── TaskExists              a task with this id exists: choose another id, or attach
+    ├── OtherRequester          connect with the name of the task's requester
+    ├── TooManyFollowers        a stream has ended: call `updates` again, or `result`
+    ├── QuestionNotOpen         no such question is open: correct the id, or answer later
+    ├── AnswerRefused           an answer does not fit, or the question was answered before
+    ├── SignalNotKept           no replica knows the task: correct its id, or send it again
+    ├── SignalRefused           the task has ended, or has too many signals
     ├── TaskFailed              a task that `mesh.send` started ended without a result
     │   ├── TaskTimeout         at its deadline; also a `TimeoutError`
     │   └── TaskCancelled
@@ -35,6 +43,7 @@
         └── PeerFailed          a peer call has no result, and the agent's code did not handle it
 
     NotJson(ValueError)         a value that a checkpoint cannot store, refused when it is set
+    WaitTimeout(TimeoutError)   no answer or signal in time: ask again, or end with kind "timeout"
     InvalidOption(ValueError)   an option of `mesh.send` is invalid: names it; nothing was sent
 
 Expected results (a lost claim, a partial join, a fenced write) are values, not exceptions.
@@ -43,6 +52,7 @@ Expected results (a lost claim, a partial join, a fenced write) are values, not 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Protocol
 
 
@@ -203,8 +213,69 @@ class MeshClosed(MeshpointError):
     """The connection to the mesh was closed. The task is not affected."""
 
 
+class TaskNotFound(MeshpointError):
+    """No replica of the agent knows a task with this id, and no request waits in its queue."""
+
+    def __init__(self, agent: str, task_id: str) -> None:
+        super().__init__(f"no task {task_id!r} of {agent!r}: never sent, or ended over 7 days ago")
+        self.agent, self.task_id = agent, task_id
+
+
+class TaskExists(MeshpointError):
+    """A task with this id exists, and `if_exists="reject"` was given: nothing was started."""
+
+    def __init__(self, agent: str, task_id: str, problem: str = "") -> None:
+        problem = problem or f"task {task_id!r} of {agent!r} exists"
+        super().__init__(f"{problem}: choose another task_id, or attach with mesh.task")
+        self.agent, self.task_id = agent, task_id
+
+
+class OtherRequester(MeshpointError):
+    """A task was requested under another name, and only this name may ask for its outcome."""
+
+    def __init__(self, task_id: str, requester: str, name: str) -> None:
+        super().__init__(
+            f"task {task_id!r} belongs to {requester!r}, this client is {name!r}: "
+            f'connect(name="{requester}")'
+        )
+        self.task_id, self.requester = task_id, requester
+
+
+class TooManyFollowers(MeshpointError):
+    """Four newer connections follow the task, so this one gets no more updates.
+
+    Calling `updates` again takes the place of the oldest of them. `result` still waits.
+    """
+
+    def __init__(self, agent: str, task_id: str) -> None:
+        super().__init__(
+            f"four newer connections follow task {task_id!r} of {agent!r}, so its updates end "
+            "here; updates() continues them, and result() still waits"
+        )
+        self.agent, self.task_id = agent, task_id
+
+
 class AgentFailed(MeshpointError):
-    """Agent code failed. The requester receives the message."""
+    """Agent code failed. The requester receives the message.
+
+    Args:
+        args: The message.
+        retryable: Whether a requester with a `RetryPolicy` may try again. `False` is final.
+        retry_after: Minimum wait before the next attempt, in seconds or as a `timedelta`; at most
+            a year. An invalid value is dropped, and the message says so.
+    """
+
+    retryable: bool = True
+    retry_after: timedelta | float | None = None
+
+    def __init__(
+        self,
+        *args: object,
+        retryable: bool = True,
+        retry_after: timedelta | float | None = None,
+    ) -> None:
+        super().__init__(*args)
+        self.retryable, self.retry_after = retryable, retry_after
 
 
 class InvalidInput(AgentFailed):
@@ -296,14 +367,37 @@ class _FailureLike(Protocol):
     def message(self) -> str: ...
 
 
+class QuestionNotOpen(MeshpointError):
+    """No open question has this id: it was never asked, or its task has continued or ended."""
+
+
+class AnswerRefused(MeshpointError):
+    """The answer was not recorded: it does not fit, or the question was answered before."""
+
+
+class SignalNotKept(MeshpointError):
+    """No replica has accepted the signal. Sending it again with its id is safe."""
+
+
+class SignalRefused(MeshpointError):
+    """The task does not accept the signal: it has ended, or has too many signals."""
+
+
+class WaitTimeout(TimeoutError):
+    """A question was not answered, or no signal arrived, in time.
+
+    A task that does not handle it fails with kind "timeout".
+    """
+
+
 class PeerFailed(AgentFailed):
-    """A peer call has no result.
+    """A peer call has no result, or a question was rejected.
 
     `outcome` is its `Failed`: branch on `outcome.kind`, show `outcome.message` to people.
     """
 
-    def __init__(self, peer: str, outcome: _FailureLike) -> None:
-        super().__init__(f"peer {peer!r}: {outcome.kind}: {outcome.message}")
+    def __init__(self, peer: str, outcome: _FailureLike, what: str = "peer") -> None:
+        super().__init__(f"{what} {peer!r}: {outcome.kind}: {outcome.message}")
         self.peer, self.outcome = peer, outcome
 
 

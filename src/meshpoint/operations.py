@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +18,7 @@ from meshpoint.model.messages import validate_agent_name
 from meshpoint.model.operations import OperationStatus, OperationSummary, Revived
 from meshpoint.model.outcomes import Outcome
 from meshpoint.model.subtasks import AgentCheckpoint
-from meshpoint.model.tasks import EVERY_TASK, TaskFilter, TaskState, TaskSummary
+from meshpoint.model.tasks import EVERY_TASK, ListPosition, TaskFilter, TaskState, TaskSummary
 from meshpoint.model.transitions import SuspendResult
 from meshpoint.ports.agent import ResumeFrom
 from meshpoint.settings import StoreSettings
@@ -26,6 +28,9 @@ from meshpoint.wiring import make_store
 _POLL_INTERVAL = 0.2  # seconds
 _BATCH = 100  # tasks per transaction
 _PAGE = 1000  # tasks per read
+_MAX_PASSES = 20  # a listing ends even if tasks pause faster than it reads them
+_MAX_COMMIT_TIME = timedelta(seconds=2)
+"""A listing may miss a pause that takes longer to commit, because it appears below later ones."""
 
 
 class Operations:
@@ -143,16 +148,30 @@ class Operations:
         states: Sequence[TaskState] = (),
         where: TaskFilter = EVERY_TASK,
     ) -> AsyncGenerator[list[TaskSummary], None]:
+        """Yield each matching task once.
+
+        A task that pauses meanwhile moves to the beginning of the listing. So after several pages,
+        the listing begins again with the tasks that have paused since, until one page is enough or
+        has nothing new.
+        """
         name = None if agent is None else validate_agent_name(agent)
-        page: list[TaskSummary] = []
-        while page := await self._store.tasks(
-            agent=name,
-            states=states,
-            where=where,
-            limit=_PAGE,
-            after=page[-1].task_id if page else None,
-        ):
-            yield page
+        seen: set[TaskId] = set()
+        for _ in range(_MAX_PASSES):
+            position: ListPosition | None = None
+            since, page_count, seen_before = where.since, 0, len(seen)
+            while page := await self._store.tasks(
+                agent=name, states=states, where=where, limit=_PAGE, after=position
+            ):
+                if not page_count:
+                    newest = page[0].checkpointed_at - _MAX_COMMIT_TIME
+                    since = newest if since is None else max(since, newest)
+                position, page_count = page[-1].position, page_count + 1
+                if unseen := [task for task in page if task.task_id not in seen]:
+                    seen.update(task.task_id for task in unseen)
+                    yield unseen
+            if page_count <= 1 or len(seen) == seen_before:
+                return
+            where = replace(where, since=since)
 
     async def unpark(self, ids: Sequence[str]) -> list[str]:
         """Offer parked tasks to every version again, even if it has tried them.

@@ -18,6 +18,8 @@ from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Failed
+from meshpoint.model.retry_policy import RetryPolicy
+from meshpoint.model.signals import Signal
 
 
 class Work(BaseModel):
@@ -26,7 +28,8 @@ class Work(BaseModel):
     `trace` gets a line per segment. With `gate`, the first segment runs until that file exists.
     With `steps`, the agent is an operation that runs this many subtasks before its calls and one
     after them; with `recorded`, it runs `ctx.step`s in the same way. With `mended_by`, it then
-    fails until that file exists.
+    fails until that file exists. Each call has at most `attempts` attempts, `wait` seconds apart.
+    It sets a value `values` times before its calls, and receives `signals` signals after them.
     """
 
     numbers: list[int]
@@ -38,9 +41,14 @@ class Work(BaseModel):
     steps: int = 0
     recorded: int = 0
     mended_by: str | None = None
+    attempts: int = 1
+    wait: float = 1
+    values: int = 0
+    signals: int = 0
 
 
 peer = Peer("peer", int, int)
+chat = Signal("chat", int)
 
 
 def append_trace(trace: str | None, text: str) -> None:
@@ -64,13 +72,26 @@ async def root(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
         await ctx.subtask(f"step {number}", step, number)
     for number in range(work.recorded):
         await ctx.step(f"recorded {number}", step, number)
+    for number in range(work.values):
+        await ctx.set_value("number", number)
     results: list[int | str] = []
-    ask_peer = Peer(work.peer, int, int, timeout=timedelta(seconds=work.timeout))
+    retry = RetryPolicy(
+        max_attempts=work.attempts, initial_interval=work.wait, backoff_factor=1, jitter=False
+    )
+    ask_peer = Peer(
+        work.peer,
+        int,
+        int,
+        timeout=timedelta(seconds=work.timeout),
+        retry=retry if work.attempts > 1 else None,
+    )
     for _ in range(work.rounds):
         outcomes = await ctx.gather_outcomes(*[ask_peer(number) for number in work.numbers])
         results = [
             each.kind.value if isinstance(each, Failed) else each.value for each in outcomes
         ]
+    received = [await ctx.receive(chat) for _ in range(work.signals)]
+    results += received
     if work.steps:
         await ctx.subtask("last step", step, len(results))
     if work.recorded:
@@ -85,7 +106,7 @@ async def chief(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
     """Delegate the work to `root`. With `steps`, this task is an operation too."""
     if work.steps:
         await ctx.subtask("order", step, work.steps)
-    return await ctx.call(Peer("root", Work, list[int | str])(work))
+    return await Peer("root", Work, list[int | str])(work)
 
 
 class Level(BaseModel):
@@ -97,17 +118,17 @@ class Level(BaseModel):
 
 @agent("top", version="1")
 async def top(ctx: TaskExecutionContext, level: Level) -> str:
-    return await ctx.call(Peer("middle", Level, str)(level))
+    return await Peer("middle", Level, str)(level)
 
 
 @agent("middle", version="1")
 async def middle(ctx: TaskExecutionContext, level: Level) -> str:
-    return await ctx.call(Peer("bottom", Level, str)(level))
+    return await Peer("bottom", Level, str)(level)
 
 
 @agent("bottom", version="1")
 async def bottom(ctx: TaskExecutionContext, level: Level) -> str:
-    return str(await ctx.call(peer(1)))
+    return str(await peer(1))
 
 
 @agent("sleeper", version="1")
@@ -147,8 +168,8 @@ class WardRequest(BaseModel):
 async def ward(ctx: TaskExecutionContext, request: WardRequest) -> str:
     """Behave well, or end the process, as `request` says."""
     if request.asks:
-        await ctx.call(peer(1))
-    await ctx.status("begun")
+        await peer(1)
+    await ctx.update_status("begun")
     append_trace(request.trace, f"{ctx.task_id} {request.how}")
     await asyncio.sleep(request.seconds)
     while Path(request.trace).read_text().count(" kill\n") < request.kills:
@@ -191,7 +212,7 @@ async def kill_own_process() -> None:
 @agent("selfish", version="1")
 async def selfish(ctx: TaskExecutionContext, below: int) -> int:
     """Call itself `below` more times."""
-    return 0 if below == 0 else 1 + await ctx.call(Peer("selfish", int, int)(below - 1))
+    return 0 if below == 0 else 1 + await Peer("selfish", int, int)(below - 1)
 
 
 class StubbornRequest(BaseModel):
@@ -259,7 +280,7 @@ async def outrageous(ctx: TaskExecutionContext, what: str) -> str:
     }
     kind, _, where = what.partition(" ")
     if where.endswith("after a pause"):
-        await ctx.call(peer(1))
+        await peer(1)
     exception = exceptions[kind](what)
 
     async def raise_in_task() -> None:

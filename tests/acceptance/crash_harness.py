@@ -7,13 +7,14 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import defaultdict
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
 from pydantic import JsonValue
 
+from meshpoint import SignalNotKept
 from meshpoint.model.bodies import ResponseBody, parse_body
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.messages import dead_letter_queue
@@ -60,6 +61,7 @@ class CrashHarness:
         self._answered_count = 0
         self._resume_count = 0
         self._peer_task: asyncio.Task[None] | None = None
+        self._signals_task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Start the peer and the client, and declare every queue."""
@@ -127,6 +129,22 @@ class CrashHarness:
         self.expected = "cancelled"
         await self.victim.wait("ack:after")
         await self.client.cancel(self._agent, self._task_id)
+
+    async def send_signals(self, *values: int) -> None:
+        """Send signals once the task waits, each until a replica accepts it."""
+        assert self.victim is not None
+        await self.victim.wait("ack:after")
+        self._signals_task = asyncio.create_task(self._send_signals(values))
+
+    async def _send_signals(self, values: Sequence[int]) -> None:
+        for number, value in enumerate(values):
+            is_kept = False
+            while not is_kept:
+                with suppress(SignalNotKept):
+                    await self.client.signal(
+                        self._agent, self._task_id, "chat", str(number), value
+                    )
+                    is_kept = True
 
     async def resume(self) -> None:
         """Wait for the failure, mend the work and resume `chief`; await its second end."""
@@ -249,9 +267,10 @@ class CrashHarness:
             self.unanswered.discard(TaskId(cancel.message.correlation_id))
 
     async def close(self) -> None:
-        if self._peer_task is not None:
-            self._peer_task.cancel()
-            await asyncio.gather(self._peer_task, return_exceptions=True)
+        for task in (self._peer_task, self._signals_task):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self.mesh.close()
 
 

@@ -125,6 +125,20 @@ async def failing(stage: CrashHarness) -> None:
     await stage.start_victim()
 
 
+async def setting_values(stage: CrashHarness) -> None:
+    """A task that sets a value twice before its pause."""
+    await stage.ask(1, 2, values=2)
+    await stage.start_victim()
+
+
+async def signalled(stage: CrashHarness) -> None:
+    """A task without calls that receives three signals."""
+    await stage.ask(agent=VICTIM, signals=3)
+    stage.expected = [7, 8, 9]
+    await stage.start_victim()
+    await stage.send_signals(7, 8, 9)
+
+
 async def requested_again(stage: CrashHarness) -> None:
     """A failed operation is asked for again, because its requester was resumed."""
     await stage.ask(1, steps=1, broken=True)
@@ -173,6 +187,11 @@ CASES_BY_STEP: Mapping[Step, Sequence[CrashCase]] = {
         CrashCase(recording, "second", 1),
         CrashCase(recording, "after a pause", 2),
     ],
+    Step.SET_VALUE: [
+        CrashCase(setting_values, "first"),
+        CrashCase(setting_values, "second", 1),
+    ],
+    Step.SIGNAL: [CrashCase(signalled, "first"), CrashCase(signalled, "second", 1)],
     Step.SAVE: [
         CrashCase(operation, "first"),
         CrashCase(operation, "second", 1),

@@ -24,41 +24,41 @@ async def edited_draft(number: int) -> int:
 @agent("root", version="1")
 async def first(ctx: Any, number: int) -> list[int]:
     plan = await ctx.subtask("draft", draft, number)
-    return [plan, await ctx.call(peer(number)), await ctx.call(peer(number))]
+    return [plan, await peer(number), await peer(number)]
 
 
 @agent("root", version="1")
 async def edited_subtask(ctx: Any, number: int) -> list[int]:
     plan = await ctx.subtask("draft", edited_draft, number)
-    return [plan, await ctx.call(peer(number)), await ctx.call(peer(number))]
+    return [plan, await peer(number), await peer(number)]
 
 
 @agent("root", version="1")
 async def edited_path(ctx: Any, number: int) -> list[int]:
     """Asks another peer before the recorded calls: tasks of `first` are parked."""
     plan = await ctx.subtask("draft", draft, number)
-    before = await ctx.call(extra(number))
-    return [plan, before, await ctx.call(peer(number)), await ctx.call(peer(number))]
+    before = await extra(number)
+    return [plan, before, await peer(number), await peer(number)]
 
 
 @agent("root", version="1")
 async def fixed_path(ctx: Any, number: int) -> list[int]:
     """Asks the other peer after the recorded calls: continues tasks of `first`."""
     plan = await ctx.subtask("draft", draft, number)
-    recorded = [await ctx.call(peer(number)), await ctx.call(peer(number))]
-    return [plan, *recorded, await ctx.call(extra(number))]
+    recorded = [await peer(number), await peer(number)]
+    return [plan, *recorded, await extra(number)]
 
 
 @agent("root", version="2")
 async def second(ctx: Any, number: int) -> list[int]:
-    return [await ctx.call(extra(number)), await ctx.call(peer(number))]
+    return [await extra(number), await peer(number)]
 
 
 @agent("root", version="1")
 async def counts_and_fails(ctx: Any, number: int) -> int:
     """Counts in its memory before and after its call."""
     await ctx.memory.incr("count")
-    await ctx.call(peer(number))
+    await peer(number)
     await ctx.memory.incr("count")
     raise ValueError("not fixed")
 
@@ -68,7 +68,7 @@ async def counts_once_more(ctx: Any, number: int) -> int:
     """Repeats these writes, and adds one before the call."""
     await ctx.memory.incr("count")
     await ctx.memory.incr("count")
-    await ctx.call(peer(number))
+    await peer(number)
     await ctx.memory.incr("count")
     return int(await ctx.memory.get("count"))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -70,9 +71,9 @@ class ForkServer:
         self._socket.close()
         self._process.wait()
 
-    async def start(self, arguments: Sequence[str]) -> ForkedProcess:
-        """Start a replica with these arguments. A cancelled call kills it."""
-        starting = asyncio.create_task(self._start(arguments))
+    async def start(self, arguments: Sequence[str], *, module: str = "replica") -> ForkedProcess:
+        """Start a replica, or `main` of another module. A cancelled call kills it."""
+        starting = asyncio.create_task(self._start([module, *arguments]))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -82,11 +83,11 @@ class ForkServer:
             await asyncio.gather(forked.stdout.read(), forked.wait())
             raise
 
-    async def _start(self, arguments: Sequence[str]) -> ForkedProcess:
+    async def _start(self, order: Sequence[str]) -> ForkedProcess:
         (stdout, child_stdout), (status, child_status) = os.pipe(), os.pipe()
         # No await in between: the server reads one order at a time.
         socket.send_fds(
-            self._socket, [json.dumps(list(arguments)).encode()], [child_stdout, child_status]
+            self._socket, [json.dumps(list(order)).encode()], [child_stdout, child_status]
         )
         os.close(child_stdout)
         os.close(child_status)
@@ -122,8 +123,8 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _watch(arguments: list[str], stdout: int, status: int) -> NoReturn:
-    """Fork the replica, then write its process id and later its exit code to `status`."""
+def _watch(order: list[str], stdout: int, status: int) -> NoReturn:
+    """Fork the ordered process, then write its process id and later its exit code to `status`."""
     _die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
@@ -132,7 +133,7 @@ def _watch(arguments: list[str], stdout: int, status: int) -> NoReturn:
         os.close(status)
         os.dup2(stdout, sys.stdout.fileno())
         os.close(stdout)
-        _run_replica(arguments)
+        _run_module(*order)
     os.close(stdout)
     os.write(status, b"%d\n" % pid)
     _, wait_status = os.waitpid(pid, 0)
@@ -140,10 +141,10 @@ def _watch(arguments: list[str], stdout: int, status: int) -> NoReturn:
     os._exit(0)
 
 
-def _run_replica(arguments: list[str]) -> NoReturn:
+def _run_module(module: str, *arguments: str) -> NoReturn:
     code = 1
     try:
-        event_loop.run(import_module("replica").main(arguments))
+        event_loop.run(import_module(module).main(list(arguments)))
         code = 0
     except SystemExit as error:
         sys.stderr.write(f"{error.code}\n")
@@ -156,15 +157,22 @@ def _run_replica(arguments: list[str]) -> NoReturn:
 
 
 def main() -> None:
-    """Fork a replica for each order that arrives on the socket named on the command line."""
-    sys.path.insert(0, str(Path(__file__).parent))
+    """Fork a process for each order that arrives on the socket named on the command line."""
+    sys.path[:0] = map(str, Path(__file__).parents[:2])
     for name in (
         "acceptance_agents",
         "replica",
+        "memory_child",
         "meshpoint.adapters.rabbitmq",
         "meshpoint.adapters.sql",
+        "meshpoint.adapters.sqlite_queue",
+        "sqlalchemy.dialects.postgresql.asyncpg",
+        "sqlalchemy.dialects.sqlite.aiosqlite",
+        "uvloop",
     ):
         import_module(name)
+    gc.collect()
+    gc.freeze()  # keeps garbage collection at each start from copying pages
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         _serve(connection)
 

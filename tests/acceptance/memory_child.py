@@ -1,17 +1,16 @@
 """Keep or restore a memory and die on the way.
 
-Arguments: REDIS DATABASE NAMESPACE TASK RUN FENCE WORK STEP WHEN. The process sends itself SIGKILL
-at its STEP-th request to Redis or the database: before sending it or after the response, as WHEN
-says. If it never reaches STEP, it prints the number of steps and exits with 0.
+The fork server calls `main` with REDIS DATABASE NAMESPACE TASK RUN FENCE ACTION STEP WHEN. The
+process sends itself SIGKILL at its STEP-th request to Redis or the database: before sending it or
+after the response, depending on WHEN. If it never reaches STEP, it prints the number of steps and
+exits with 0.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from redis.asyncio import Redis
@@ -27,7 +26,7 @@ from meshpoint.model.transitions import Save
 from meshpoint.working_memory.packing import to_bytes
 from meshpoint.working_memory.recovery import DualRecoveryStrategy
 from meshpoint.working_memory.snapshots import L1CacheSnapshotter
-from servers import redis_data_key
+from servers import REDIS_LIMIT, redis_data_key
 
 T = TypeVar("T")
 
@@ -52,19 +51,16 @@ class StepCounter:
         return answer
 
 
-async def main(
-    redis_url: str,
-    database_url: str,
-    namespace: str,
-    task: str,
-    run_id: str,
-    fence: str,
-    action: str,
-) -> None:
-    """Do `action`: "keep" or "restore"."""
+async def main(arguments: Sequence[str]) -> None:
+    """Do the action "keep" or "restore"."""
+    redis_url, database_url, namespace, task, run_id, fence, action, fatal_step, when = arguments
+    steps = StepCounter(int(fatal_step), when)
+    count_requests(steps)
     l1, snapshots = (
-        RedisWorkingMemory(redis_url, namespace=namespace),
-        RedisSnapshotStore(redis_url, namespace=namespace, secret=redis_data_key),
+        RedisWorkingMemory(redis_url, timeout=REDIS_LIMIT, namespace=namespace),
+        RedisSnapshotStore(
+            redis_url, timeout=REDIS_LIMIT, namespace=namespace, secret=redis_data_key
+        ),
     )
     store = SqlStore(database_url, namespace=namespace)
     await store.open()
@@ -99,7 +95,7 @@ async def main(
     print(steps.count)
 
 
-def count_requests() -> None:
+def count_requests(steps: StepCounter) -> None:
     """Count each request to Redis as a step."""
     original_request = RedisConnection.execute
 
@@ -109,9 +105,3 @@ def count_requests() -> None:
         return await steps.step(lambda: original_request(self, subject, request))
 
     RedisConnection.execute = counted_request  # type: ignore[method-assign]  # counts
-
-
-if __name__ == "__main__":
-    steps = StepCounter(int(sys.argv[8]), sys.argv[9])
-    count_requests()
-    asyncio.run(main(*sys.argv[1:8]))

@@ -7,21 +7,14 @@ libraries of this environment.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
-import subprocess
-import sys
-import tarfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
-from typing import Self
 
 import pytest
 
+from earlier_sources import extract_release
 from meshpoint.adapters.sql import migrations
 from meshpoint.adapters.sql.tables import REVISION
 from meshpoint.cli.exits import ExitCode
@@ -32,66 +25,12 @@ from meshpoint.operations import Operations
 
 from .deploy_agents import result
 from .deploy_load import LONG, Load, Release, run_doctor, steady_load
+from .earlier_replica import EarlierReplica, run_earlier
 from .mesh import HERE, Mesh
 
 pytestmark = pytest.mark.skipif(not LONG, reason="`make deploys` runs it")
-ROOT = HERE.parents[1]
 RELEASES = {"e09230b": "0005", "821818e": "0004"}
 """Commits, and the revision of their tables."""
-
-
-@dataclass
-class EarlierReplica:
-    """A replica of an earlier release: `meshpoint run` with its sources."""
-
-    process: asyncio.subprocess.Process
-    lines: list[str] = field(default_factory=list)
-    _has_written: asyncio.Event = field(default_factory=asyncio.Event)
-    _reading: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def start(cls, sources: Path, config: Path) -> Self:
-        """Start a replica and wait until it consumes."""
-        options = ("--log-json", "--log-level", "debug")  # with the reasons of releases
-        replica = cls(await run_earlier(sources, "run", str(config), *options))
-        process = replica.process
-        assert process.stderr is not None
-        async for line in process.stderr:
-            replica.lines.append(line.decode())
-            if json.loads(line).get("step") == "started":
-                replica._reading = asyncio.create_task(replica._read())
-                return replica
-        raise AssertionError("".join(replica.lines))
-
-    async def _read(self) -> None:
-        assert self.process.stderr is not None
-        async for line in self.process.stderr:
-            self.lines.append(line.decode())
-            self._has_written.set()
-
-    async def wait_for(self, text: str) -> None:
-        """Wait until its log contains `text`."""
-        while not any(text in line for line in self.lines):
-            self._has_written.clear()
-            await self._has_written.wait()
-
-    async def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it. By default it drains."""
-        if self.process.returncode is None:
-            self.process.send_signal(number)
-        await self.process.wait()
-        if self._reading is not None:
-            await self._reading
-
-
-async def run_earlier(sources: Path, *arguments: str) -> asyncio.subprocess.Process:
-    """Start a command of an earlier release."""
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "meshpoint.cli", *arguments),
-        env={**os.environ, "PYTHONPATH": f"{sources / 'src'}{os.pathsep}{HERE}"},
-        stderr=asyncio.subprocess.PIPE,
-    )
 
 
 @pytest.fixture(params=RELEASES)
@@ -104,14 +43,8 @@ def revision(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def sources(revision: str, tmp_path: Path) -> Path:
     """A folder with the sources and migrations of an earlier release."""
-    folder = tmp_path / revision
-    archived = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", revision, "src", "alembic"],
-        check=True,
-        capture_output=True,
-    )
-    with tarfile.open(fileobj=BytesIO(archived.stdout)) as archive:
-        archive.extractall(folder, filter="data")
+    folder = extract_release(revision, tmp_path / revision, "src", "alembic")
+    assert folder is not None
     return folder
 
 

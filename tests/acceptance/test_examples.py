@@ -34,6 +34,8 @@ Rome:
 WITH_README = ("stock_analysis", "strategy_research", "market_screen")
 """Folders whose script of the same name prints what their README shows."""
 RUN_ON_REPLICAS = ("replicas",)
+TESTED_ELSEWHERE = ("incident_analyst",)
+"""`tests/application` runs it and kills its processes."""
 
 
 def test_every_example_is_tested() -> None:
@@ -41,6 +43,7 @@ def test_every_example_is_tested() -> None:
     assert {path.parent.name for path in EXAMPLES.glob("*/*.py")} == {
         *WITH_README,
         *RUN_ON_REPLICAS,
+        *TESTED_ELSEWHERE,
     }
 
 

@@ -78,7 +78,7 @@ def double(n: int) -> int:
 
 
 async def asked(ctx, question: int) -> int:
-    return await ctx.call(ask(question))
+    return await ask(question)
 
 
 @agent("answerer")

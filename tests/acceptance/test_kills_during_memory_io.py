@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -26,12 +22,12 @@ from meshpoint.testing.conformance.build import AGENT, HERE
 from meshpoint.working_memory.packing import to_bytes
 from meshpoint.working_memory.recovery import DualRecoveryStrategy
 from meshpoint.working_memory.snapshots import L1CacheSnapshotter
-from servers import redis_data_key
+from servers import REDIS_LIMIT, redis_data_key
+
+from .fork_server import ForkServer
 
 pytestmark = [pytest.mark.servers, pytest.mark.slow]
 
-CHILD = Path(__file__).with_name("memory_child.py")
-TESTS = CHILD.parents[1]
 KEYS = 600
 BYTES = 10_000
 """Size of one value; all of them exceed a single request, so that a transfer can be interrupted.
@@ -55,6 +51,7 @@ OLD, NEW = make_values("old"), make_values("new")
 class MemoryTask:
     """A task whose working memory is `OLD` in L1, in the Redis snapshot and in the database."""
 
+    fork_server: ForkServer
     redis_url: str
     database_url: str
     namespace: str
@@ -126,19 +123,16 @@ class MemoryTask:
             self.run.id,
             str(self.run.fence),
         )
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, str(CHILD), *to, action, str(step), when),
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(TESTS)},
+        process = await self.fork_server.start(
+            [*to, action, str(step), when], module="memory_child"
         )
-        printed, _ = await process.communicate()
-        assert process.returncode is not None
-        return process.returncode, int(printed or 0)
+        printed = await process.stdout.read()
+        return await process.wait(), int(printed or 0)
 
 
 @pytest_asyncio.fixture
 async def memory_task(
-    redis_url: str, database_url: str, namespace: str
+    fork_server: ForkServer, redis_url: str, database_url: str, namespace: str
 ) -> AsyncIterator[MemoryTask]:
     store = SqlStore(database_url, namespace=namespace)
     await store.open()
@@ -148,10 +142,20 @@ async def memory_task(
     )
     assert isinstance(begin_result, BeginCommitted)
     async with Redis.from_url(redis_url) as raw:
-        l1 = RedisWorkingMemory(redis_url, namespace=namespace)
-        snapshots = RedisSnapshotStore(redis_url, namespace=namespace, secret=redis_data_key)
+        l1 = RedisWorkingMemory(redis_url, timeout=REDIS_LIMIT, namespace=namespace)
+        snapshots = RedisSnapshotStore(
+            redis_url, timeout=REDIS_LIMIT, namespace=namespace, secret=redis_data_key
+        )
         yield MemoryTask(
-            redis_url, database_url, namespace, l1, snapshots, store, raw, begin_result.run
+            fork_server,
+            redis_url,
+            database_url,
+            namespace,
+            l1,
+            snapshots,
+            store,
+            raw,
+            begin_result.run,
         )
         await l1.forget(
             Owner(make_agent_id(AGENT, run.task_id), begin_result.run.id, begin_result.run.fence)

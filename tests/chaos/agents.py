@@ -168,7 +168,7 @@ async def return_ticket(ticket: str) -> str:
 async def middle(ctx: TaskExecutionContext, piece: Piece) -> int:
     """Return the value of `leaf`."""
     _record_effect("middle", ctx.task_id, piece.number, piece.round, piece.index)
-    return await ctx.call(leaf_peer(piece))
+    return await leaf_peer(piece)
 
 
 @agent("leaf", version="1")

@@ -34,6 +34,9 @@ _LABEL_BY_STEP = {
     "broker_unavailable": "broker outages seen",
 }
 
+_STEPS_OF_ROWS = {"begin", "checkpoint", "save", "record", "acquire", "rescue", "end"}
+"""Events of a replica whose task has a row, or may have one."""
+
 
 @dataclass
 class Effects:
@@ -56,9 +59,11 @@ def read_events(folder: Path) -> Iterator[EventLine]:
 
 
 def read_replica_events(path: Path) -> Iterator[EventLine]:
-    """Every event that one replica wrote."""
+    """Every event that one replica has written. Leaves out an event that is not complete yet."""
     with path.open() as file:
         for line in file:
+            if not line.endswith("\n"):
+                return
             at, step, phase, agent, ids, detail = json.loads(line)
             yield at, step, phase, agent, ids, detail
 
@@ -73,6 +78,29 @@ def count_events(folder: Path) -> tuple[Counter[str], set[str]]:
         if step in _LABEL_BY_STEP and phase in {"info", "after"}:
             count_by_label[_LABEL_BY_STEP[step]] += max(1, len(ids))
     return count_by_label, degraded
+
+
+def find_replies_in_doubt(folder: Path) -> set[str]:
+    """Tasks without a row whose request came back after a first attempt to reply.
+
+    The broker may have taken that reply, and the next run of the task replies too, as the
+    guarantees say.
+    """
+    replied: set[str] = set()
+    redelivered: set[str] = set()
+    for path in sorted(folder.glob("*.events")):
+        ran: set[str] = set()
+        has_row: set[str] = set()
+        for _, step, phase, _, ids, detail in read_replica_events(path):
+            if step == "segment":
+                ran.update(ids)
+            elif step in _STEPS_OF_ROWS:
+                has_row.update(ids)
+            elif step == "reply" and phase == "before":
+                replied.update((ran - has_row).intersection(ids))
+            elif step == "redelivered" and detail["type"] == "request":
+                redelivered.update(ids)
+    return replied & redelivered
 
 
 def collect_effects(folder: Path, ledger: Ledger, degraded: set[str]) -> Effects:

@@ -22,7 +22,7 @@ from meshpoint.model.messages import Address, Message, MessageType
 from meshpoint.ports.broker import Broker, Delivery, OnDelivery, PublishResult, Subscription
 
 _UNRECORDED_STEPS = {Step.RENEW, Step.SWEEP}
-_STEPS_RECORDED_BEFORE = {Step.SEGMENT, Step.CHECKPOINT, Step.END, Step.CLAIM}
+_STEPS_RECORDED_BEFORE = {Step.SEGMENT, Step.CHECKPOINT, Step.END, Step.CLAIM, Step.REPLY}
 DOUBLED, REDELIVERED = "doubled", "redelivered"
 """Events that the tap adds."""
 

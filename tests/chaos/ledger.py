@@ -84,17 +84,18 @@ class Ledger:
         """Requests whose first answer is incorrect."""
         return [record for record in self.records.values() if record.is_wrong]
 
-    def duplicated_requests(self, degraded: Collection[str]) -> list[RequestRecord]:
+    def duplicated_requests(self, may_end_twice: Collection[str]) -> list[RequestRecord]:
         """Requests with two different answers, or with two ends.
 
-        A task that fell back to the in-process backend may run twice, as the guarantees say; its
+        The guarantees let some tasks run and end twice, `may_end_twice`: tasks that fell back to
+        the in-process backend, and tasks without a row whose first reply was in doubt. Their
         answers must still agree.
         """
         records = self.records.values()
         return [
             record
             for record in records
-            if record.has_differing_answers or _ended_twice(record, degraded)
+            if record.has_differing_answers or _ended_twice(record, may_end_twice)
         ]
 
     @property
@@ -103,5 +104,5 @@ class Ledger:
         return sum(len(record.answers) - 1 for record in self.records.values() if record.answers)
 
 
-def _ended_twice(record: RequestRecord, degraded: Collection[str]) -> bool:
-    return record.ended_twice and record.task_id not in degraded
+def _ended_twice(record: RequestRecord, may_end_twice: Collection[str]) -> bool:
+    return record.ended_twice and record.task_id not in may_end_twice

@@ -7,6 +7,7 @@ serves. When the other end of the pipe is closed, the process ends: no replica o
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -91,6 +92,7 @@ def main(
     clock = SteppedClock()
     signal.signal(signal.SIGUSR2, lambda *_: clock.step())
     wiring._CLOCK = clock
+    gc.freeze()  # keeps garbage collection at the start from copying the parent's pages
     try:
         event_loop.run(_serve(spec, supervisor, wrap))
     except MeshpointError as error:

@@ -64,7 +64,7 @@ class Findings:
     faults: dict[str, int]
     events: dict[str, int]
     exits: dict[str, int]
-    degraded: set[str]
+    may_end_twice: set[str]
     effects: Effects
     leftovers: Leftovers
 
@@ -74,7 +74,7 @@ class Findings:
         return {
             "lost": self.ledger.open_requests,
             "duplicated": [
-                *self.ledger.duplicated_requests(self.degraded),
+                *self.ledger.duplicated_requests(self.may_end_twice),
                 *(
                     record_by_number[number]
                     for number in sorted(self.effects.doubled_calls)

@@ -145,7 +145,7 @@ def _collect_findings(
         faults=faults,
         events=dict(counts),
         exits=dict(state.pool.exits),
-        degraded=degraded,
+        may_end_twice=degraded | event_counts.find_replies_in_doubt(folder),
         effects=event_counts.collect_effects(folder, state.ledger, degraded),
         leftovers=leftover_work,
     )

@@ -35,7 +35,7 @@ async def write_histories(
         for record in selected
     }
     wanted_ids = set[str]().union(*ids.values())
-    lines = await asyncio.to_thread(_event_lines, folder, wanted_ids)
+    lines = await asyncio.to_thread(event_lines, folder, wanted_ids)
     files = []
     for entry in selected:
         own_lines = [(at, text) for at, line_ids, text in lines if line_ids & ids[entry.task_id]]
@@ -46,7 +46,7 @@ async def write_histories(
             if fault.started_at <= until + 5
         ]
         text_lines = [
-            f"{_format_time(at)} {text}"
+            f"{format_time(at)} {text}"
             for at, text in sorted(own_lines)
             if at >= entry.sent_at - 10
         ]
@@ -59,17 +59,17 @@ async def write_histories(
 
 def _header(record: RequestRecord) -> list[str]:
     answers = [
-        f"answered {_format_time(reply.at)} by {reply.sender}: {reply.outcome}"
+        f"answered {format_time(reply.at)} by {reply.sender}: {reply.outcome}"
         for reply in record.answers
     ]
     return [
-        f"task {record.task_id}: {record.work}, sent {_format_time(record.sent_at)}",
+        f"task {record.task_id}: {record.work}, sent {format_time(record.sent_at)}",
         *(answers or ["no answer"]),
         "",
     ]
 
 
-def _event_lines(folder: Path, wanted_ids: set[str]) -> list[tuple[float, set[str], str]]:
+def event_lines(folder: Path, wanted_ids: set[str]) -> list[tuple[float, set[str], str]]:
     matches = []
     for path in sorted(folder.glob("*.events")):
         for at, step, phase, agent, ids, detail in event_counts.read_replica_events(path):
@@ -105,5 +105,5 @@ async def _remaining_rows(db_url: str, ids: set[str]) -> list[str]:
     return [str(dict(row)) for row in (*tasks, *calls)]
 
 
-def _format_time(at: float) -> str:
+def format_time(at: float) -> str:
     return f"{time.strftime('%H:%M:%S', time.localtime(at))}.{int(at % 1 * 1000):03}"

@@ -15,8 +15,8 @@ from meshpoint.ports.working_memory import WorkingMemory
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.working_memory import WorkingMemorySuite
 from meshpoint.testing.conformance.working_memory_values import Hand, an_owner, contents, hand_of
+from servers import REDIS_LIMIT
 
-LARGE_LIMIT = timedelta(seconds=30)
 """The suite has no time limits, because the machine may be busy."""
 
 
@@ -73,7 +73,7 @@ class TestLocalWorkingMemory(WorkingMemorySuite):
 class TestRedisWorkingMemory(WorkingMemorySuite):
     @pytest.fixture
     async def memory(self, redis_url: str, namespace: str) -> AsyncIterator[WorkingMemory]:
-        memory = RedisWorkingMemory(redis_url, namespace=namespace, timeout=LARGE_LIMIT)
+        memory = RedisWorkingMemory(redis_url, namespace=namespace, timeout=REDIS_LIMIT)
         yield memory
         await memory.close()
 
@@ -81,7 +81,7 @@ class TestRedisWorkingMemory(WorkingMemorySuite):
     async def other(
         self, memory: WorkingMemory, redis_url: str, namespace: str
     ) -> AsyncIterator[WorkingMemory]:
-        other = RedisWorkingMemory(redis_url, namespace=namespace, timeout=LARGE_LIMIT)
+        other = RedisWorkingMemory(redis_url, namespace=namespace, timeout=REDIS_LIMIT)
         yield other
         await other.close()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 
 from chaos.agents import Answer, Piece, Work, draw_ticket, root
 from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Ok
+from meshpoint.model.questions import Question
+from meshpoint.model.retry_policy import RetryPolicy
+from meshpoint.model.signals import Signal
 
 WIDTH = 5
 EVIL = "evil"
@@ -16,6 +20,9 @@ EVIL = "evil"
 
 spark_peer = Peer("spark", Piece, int)
 evil_peer = Peer(EVIL, int, dict)
+retried_peer = evil_peer.with_options(retry=RetryPolicy(max_attempts=2, initial_interval=0.1))
+approval = Question("approval", bool)
+chat = Signal("chat", int)
 
 
 @agent("light", version="1")
@@ -37,7 +44,8 @@ async def spark(ctx: TaskExecutionContext, piece: Piece) -> int:
 
 
 async def _call_evil(ctx: TaskExecutionContext, number: int) -> str:
-    return type(await ctx.outcome(evil_peer(number))).__name__
+    peer = evil_peer if number % 2 else retried_peer
+    return type(await ctx.outcome(peer(number))).__name__
 
 
 @agent("asker", version="1")
@@ -50,6 +58,31 @@ async def asker(ctx: TaskExecutionContext, number: int) -> str:
 async def doubter(ctx: TaskExecutionContext, number: int) -> str:
     """Call the lying peer and wait in the process."""
     return await _call_evil(ctx, number)
+
+
+@agent("clerk", version="1")
+async def clerk(ctx: TaskExecutionContext, milliseconds: int) -> str:
+    """Ask a question and receive a signal, in the database."""
+    return await _ask_and_receive(ctx, milliseconds)
+
+
+@agent("teller", version="1")
+async def teller(ctx: TaskExecutionContext, milliseconds: int) -> str:
+    """Like `clerk`, without a database."""
+    return await _ask_and_receive(ctx, milliseconds)
+
+
+async def _ask_and_receive(ctx: TaskExecutionContext, milliseconds: int) -> str:
+    """Set a value if `milliseconds` is even, and pause for time if it is 2 modulo 3."""
+    await asyncio.sleep(min(max(milliseconds, 0), 3000) / 1000)
+    if milliseconds % 2 == 0:  # otherwise the task has no row before its first pause
+        await ctx.set_value("progress", milliseconds)
+    if milliseconds % 3 == 2:
+        await ctx.sleep(timedelta(seconds=3))
+    question = ctx.wait_for(approval, prompt="Go on?", timeout=timedelta(seconds=8))
+    answer = await ctx.outcome(question)
+    signal = await ctx.outcome(ctx.receive(chat, timeout=timedelta(seconds=8)))
+    return f"{type(answer).__name__}, {type(signal).__name__}"
 
 
 @agent("sleeper", version="1")
@@ -86,4 +119,16 @@ async def _run_recorded(ctx: TaskExecutionContext, milliseconds: int) -> str:
     return "written"
 
 
-__all__ = ["asker", "diary", "doubter", "dozer", "light", "root", "sleeper", "solo", "spark"]
+__all__ = [
+    "asker",
+    "clerk",
+    "diary",
+    "doubter",
+    "dozer",
+    "light",
+    "root",
+    "sleeper",
+    "solo",
+    "spark",
+    "teller",
+]

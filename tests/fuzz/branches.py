@@ -20,8 +20,14 @@ MODULES = (
     "meshpoint.engine.refusals",
     "meshpoint.engine.senders",
     "meshpoint.engine.responses",
+    "meshpoint.engine.throttle",
     "meshpoint.engine.requests",
     "meshpoint.engine.request_answers",
+    "meshpoint.engine.attaches",
+    "meshpoint.engine.completions",
+    "meshpoint.engine.signals",
+    "meshpoint.engine.status_queries",
+    "meshpoint.engine.unknown_tasks",
 )
 NOT_CHOSEN_BY_MESSAGES = {
     *(

@@ -13,12 +13,14 @@ DURABLE = {
     "sleeper": "fuzz.agents:sleeper",
     "solo": "fuzz.agents:solo",
     "diary": "fuzz.agents:diary",
+    "clerk": "fuzz.agents:clerk",
 }
 IN_PROCESS = {
     "light": "fuzz.agents:light",
     "spark": "fuzz.agents:spark",
     "doubter": "fuzz.agents:doubter",
     "dozer": "fuzz.agents:dozer",
+    "teller": "fuzz.agents:teller",
 }
 SWITCHED_OFF = "dozer"
 """An in-process agent that has a database, but `stateless_checkpointing` is off."""

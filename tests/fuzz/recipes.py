@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from meshpoint.model.ids import new_id
+from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.questions import QuestionKey
+from meshpoint.model.waits import QUESTION_PREFIX, SLEEP_PEER
 
 from .amqp import Raw, Value, WireMessage, encode_table
 from .mesh import AGENTS, DURABLE, IN_PROCESS, MAX_BODY_BYTES, OPERATOR
@@ -220,7 +222,7 @@ def make_input(world: FuzzState, agent: str) -> Any:
             return {"number": number, "rounds": 1}
         case "leaf" | "spark":
             return {"number": number, "round": 0, "index": 0}
-        case "sleeper" | "dozer" | "solo" | "diary":
+        case "sleeper" | "dozer" | "solo" | "diary" | "clerk" | "teller":
             return world.rng.choice((0, 5, 300, 1500))
         case _:
             return number
@@ -231,7 +233,7 @@ def make_request(
 ) -> WireMessage:
     """A valid request."""
     agent = agent or world.rng.choice(
-        ("leaf", "spark", "leaf", "spark", "sleeper", "dozer", "asker", "doubter")
+        ("leaf", "spark", "leaf", "spark", "sleeper", "dozer", "asker", "doubter", "clerk")
     )
     task_id = task_id or f"{world.mark}-{new_id()}"
     body = {
@@ -302,14 +304,49 @@ def make_response(
     return _message_to_caller(world, call, "response", {"task": task}, **changes)
 
 
-def make_status(world: FuzzState, call: WireMessage, **changes: Any) -> WireMessage:
+def make_status(
+    world: FuzzState, call: WireMessage, metadata: dict[str, Any] | None = None, **changes: Any
+) -> WireMessage:
     """A status update from the called peer."""
     task_id = str(call.properties["correlation_id"])
     message = {"messageId": world.mark, "role": "ROLE_AGENT", "parts": [{"data": {"percent": 40}}]}
     status = {"state": "TASK_STATE_WORKING", "message": message}
-    return _message_to_caller(
-        world, call, "status", {"statusUpdate": {"taskId": task_id, "status": status}}, **changes
+    update = {"taskId": task_id, "status": status, "metadata": metadata or {}}
+    return _message_to_caller(world, call, "status", {"statusUpdate": update}, **changes)
+
+
+def make_status_metadata(world: FuzzState) -> dict[str, Any]:
+    """Metadata of a status update: a number and a path, some of which are invalid."""
+    odd: tuple[Any, ...] = (
+        0,
+        7,
+        -1,
+        2**70,
+        1.5,
+        True,
+        "",
+        "r",
+        world.mark,
+        None,
+        [],
+        {},
+        ["a", "b"],
+        ["\n"],
     )
+    names = ("kind", "generation", "fence", "run", "position", "path", "source")
+    return {name: world.rng.choice(odd) for name in names}
+
+
+def make_advice(world: FuzzState, call: WireMessage) -> WireMessage:
+    """A failure that says whether and when to try again, in part with invalid values."""
+    odd: tuple[Any, ...] = (True, False, 0, 0.2, -1, 1e9, 10**400, "soon", None, [], {"a": 1})
+    message = make_response(world, call, "FAILED")
+    body = json.loads(message.body)
+    for name in ("retryable", "retryAfter"):
+        body["task"]["metadata"][name] = world.rng.choice(odd)
+    kinds = ("error", "timeout", "invalid", "cancelled", "dreaming", 7)
+    body["task"]["metadata"]["failure"] = world.rng.choice(kinds)
+    return message.with_properties(body=json.dumps(body).encode())
 
 
 def _message_to_caller(
@@ -336,6 +373,19 @@ def make_cancel(
     return cancel.with_properties(
         **{**_properties(world, "cancel", world.mark, task_id), **changes}
     )
+
+
+def make_attach(
+    world: FuzzState, agent: str | None = None, task_id: str | None = None, **changes: Any
+) -> WireMessage:
+    """An attach to a task that the fuzzer requested, for another of its addresses."""
+    agent = agent or world.rng.choice(AGENTS)
+    own_ids = world.own_task_ids[agent]
+    task_id = task_id or (world.rng.choice(own_ids) if own_ids else f"{world.mark}-{new_id()}")
+    attach = WireMessage(f"{agent}.resp", {}, {}, json.dumps({"id": task_id}).encode())
+    properties = _properties(world, "attach", world.mark, task_id)
+    attach = attach.with_properties(**{**properties, "reply_to": REPLIES, **changes})
+    return attach.with_headers({"x-snapshot": 1}) if world.rng.random() < 0.5 else attach
 
 
 def valid_message(world: FuzzState, kind: str) -> WireMessage | None:
@@ -431,6 +481,8 @@ _HEADERS = (
     "x-call-depth",
     "x-idle-timeout",
     "x-attempt",
+    "x-start",
+    "x-query",
     "traceparent",
 )
 _VALUES: dict[str, Value] = {
@@ -851,6 +903,7 @@ for _what, _more in {
     "resumed in an earlier attempt": {"x-resume": "1"},
     "resumed much later": {"x-resume": "9" * 20},
     "for another parent": {"x-parent-task-id": "other"},
+    "that must be new": {"x-start": "token"},
 }.items():
 
     @recipe(f"own request {_what}")
@@ -865,6 +918,12 @@ def _own_elsewhere(world: FuzzState) -> WireMessage | None:
     return found and make_request(
         world, world.rng.choice([each for each in AGENTS if each != found[0]]), found[1]
     )
+
+
+@recipe("request for a new task")
+def _new_task(world: FuzzState) -> WireMessage:
+    request = make_request(world, world.rng.choice(("leaf", "spark", "sleeper")))
+    return request.with_headers({"x-start": world.rng.choice(("token", new_id()))})
 
 
 @recipe("request resumed before it was sent")
@@ -929,11 +988,252 @@ def _cancel_elsewhere(world: FuzzState) -> WireMessage:
     return make_cancel(world).with_properties(key=f"{world.rng.choice(AGENTS)}.resp")
 
 
+# Attaches: to own tasks, to the tasks of others, and unreadable ones.
+
+
+@recipe("own attach")
+def _own_attach(world: FuzzState) -> WireMessage:
+    return make_attach(world)
+
+
+@recipe("own attach to a running task")
+def _attach_running(world: FuzzState) -> WireMessage:
+    mine = world.own_task_ids["sleeper"]
+    return make_attach(
+        world, "sleeper", mine[-1] if mine else None, reply_to=f"{MALLORY}.private.{world.mark}"
+    )
+
+
+@recipe("attach to an unknown task")
+def _attach_unknown(world: FuzzState) -> WireMessage:
+    return make_attach(world, task_id=f"{world.mark}-{new_id()}")
+
+
+@recipe("attach to the task of another")
+def _attach_victim(world: FuzzState) -> WireMessage | None:
+    victim = world.random_observed("request")
+    if victim is None:
+        return None
+    agent = victim.key.partition(".")[0]
+    return make_attach(world, agent, str(victim.properties["correlation_id"]))
+
+
+@recipe("attach by broadcast")
+def _attach_broadcast(world: FuzzState) -> WireMessage:
+    agent = world.rng.choice(AGENTS)
+    return make_attach(world, agent).with_properties(key=f"{agent}.broadcast")
+
+
+@recipe("attach for another address")
+def _attach_for_another(world: FuzzState) -> WireMessage:
+    return make_attach(world, reply_to="ledger.resp")
+
+
+@recipe("attach without an address")
+def _attach_without_address(world: FuzzState) -> WireMessage:
+    return make_attach(world, reply_to=None)
+
+
+@recipe("query for the status of an own task")
+def _own_query(world: FuzzState) -> WireMessage:
+    return make_attach(world).with_headers({"x-query": world.mark})
+
+
+@recipe("query for the status of an unknown task")
+def _query_unknown(world: FuzzState) -> WireMessage:
+    query = make_attach(world, task_id=f"{world.mark}-{new_id()}")
+    return query.with_headers({"x-query": world.mark})
+
+
+@recipe("query for the status of a task in memory")
+def _query_in_memory(world: FuzzState) -> WireMessage:
+    query = make_attach(world, world.rng.choice([*IN_PROCESS]), task_id=f"{world.mark}-{new_id()}")
+    return query.with_headers({"x-query": world.mark})
+
+
+@recipe("query with an odd token")
+def _query_odd(world: FuzzState) -> WireMessage:
+    odd = ("", "x" * 300, "\u0000", 7, 1.5)
+    return make_attach(world).with_headers({"x-query": world.rng.choice(odd)})
+
+
+@recipe("query by broadcast")
+def _query_broadcast(world: FuzzState) -> WireMessage:
+    agent = world.rng.choice(AGENTS)
+    query = make_attach(world, agent).with_properties(key=f"{agent}.broadcast")
+    return query.with_headers({"x-query": world.mark})
+
+
+@recipe("attach without an id")
+def _attach_without_id(world: FuzzState) -> WireMessage:
+    return make_attach(world).with_properties(body=json.dumps({"mark": world.mark}).encode())
+
+
+@recipe("own request again, from another address")
+def _own_from_elsewhere(world: FuzzState) -> WireMessage | None:
+    found = _own_running_task(world)
+    address = f"{MALLORY}.private.{world.mark}"
+    return found and make_request(world, *found, reply_to=address)
+
+
+@recipe("own running request again, from another address")
+def _running_from_elsewhere(world: FuzzState) -> WireMessage | None:
+    mine = world.own_task_ids["sleeper"]
+    address = f"{MALLORY}.private.{world.mark}"
+    return make_request(world, "sleeper", mine[-1], reply_to=address) if mine else None
+
+
+# Answers to questions that no task asks, and unreadable ones.
+
+
+def make_complete(world: FuzzState, question: object = None, **changes: Any) -> WireMessage:
+    """An answer to a question that a task of the fuzzer might ask."""
+    agent = world.rng.choice(AGENTS)
+    own_ids = world.own_task_ids[agent]
+    task_id = TaskId(world.rng.choice(own_ids) if own_ids else f"{world.mark}-{new_id()}")
+    key = QuestionKey(AgentName(agent), task_id, TaskId(f"{QUESTION_PREFIX}approval.1"))
+    body = {"question": question or key.to_id(), "value": {"approved": True}}
+    answer = WireMessage(f"{agent}.resp", {}, {}, json.dumps(body).encode())
+    properties = _properties(world, "complete", world.mark, task_id)
+    return answer.with_properties(**{**properties, "reply_to": REPLIES, **changes})
+
+
+def make_signal(world: FuzzState, changes: object = None, **properties: Any) -> WireMessage:
+    """A signal to a task of the fuzzer. `changes` replace fields of its body, or all of it."""
+    agent = world.rng.choice(AGENTS)
+    own_ids = world.own_task_ids[agent]
+    task_id = world.rng.choice(own_ids) if own_ids else f"{world.mark}-{new_id()}"
+    own = {"id": task_id, "signal": "chat", "signalId": new_id(), "value": {"a": [1]}}
+    body = {**own, **changes} if isinstance(changes, dict) else changes or own
+    signal = WireMessage(f"{agent}.resp", {}, {}, json.dumps(body).encode())
+    common = _properties(world, "signal", world.mark, str(task_id))
+    return signal.with_properties(**{**common, "reply_to": REPLIES, **properties})
+
+
+@recipe("own signal")
+def _own_signal(world: FuzzState) -> WireMessage:
+    return make_signal(world)
+
+
+@recipe("signal by broadcast")
+def _signal_broadcast(world: FuzzState) -> WireMessage:
+    return make_signal(world).with_properties(key=f"{world.rng.choice(AGENTS)}.broadcast")
+
+
+@recipe("signal to the task of another")
+def _signal_victim(world: FuzzState) -> WireMessage | None:
+    victim = world.random_observed("request")
+    if victim is None:
+        return None
+    agent = victim.key.partition(".")[0]
+    own = make_signal(world, {"id": str(victim.properties["correlation_id"])})
+    return own.with_properties(key=f"{agent}.resp")
+
+
+@recipe("signal to an unknown task")
+def _signal_unknown(world: FuzzState) -> WireMessage:
+    return make_signal(world, {"id": f"{world.mark}-{new_id()}"})
+
+
+@recipe("signal for another address")
+def _signal_for_another(world: FuzzState) -> WireMessage:
+    return make_signal(world, reply_to="ledger.resp")
+
+
+@recipe("signal of an odd sender")
+def _signal_of_odd_sender(world: FuzzState) -> WireMessage:
+    return make_signal(world, app_id=world.rng.choice(("a\nb", "x" * 249)))
+
+
+@recipe("odd signal")
+def _odd_signal(world: FuzzState) -> WireMessage:
+    odd: tuple[object, ...] = (
+        {"signal": "a b"},
+        {"signal": 7},
+        {"signalId": ""},
+        {"signalId": "\u0000"},
+        {"signalId": "x" * 300},
+        {"id": "\n"},
+        {"value": "x" * 300_000},
+        {"value": "\ud800"},
+        [1],
+    )
+    return make_signal(world, world.rng.choice(odd))
+
+
+@recipe("signal that is nested too deep")
+def _deep_signal(world: FuzzState) -> WireMessage:
+    value: object = 1
+    for _ in range(120):
+        value = [value]
+    return make_signal(world, {"value": value})
+
+
+@recipe("read of a value")
+def _read_value(world: FuzzState) -> WireMessage:
+    keys: tuple[object, ...] = ("progress", "", "\u0000", "x" * 300, 7, None)
+    key = world.rng.choice(keys)
+    return make_signal(world, {"key": key}).with_properties(type="read")
+
+
+@recipe("answer to a question that nobody asks")
+def _answer_unasked(world: FuzzState) -> WireMessage:
+    return make_complete(world)
+
+
+@recipe("answer by broadcast")
+def _answer_broadcast(world: FuzzState) -> WireMessage:
+    return make_complete(world).with_properties(key=f"{world.rng.choice(AGENTS)}.broadcast")
+
+
+@recipe("answer to a question of another agent")
+def _answer_elsewhere(world: FuzzState) -> WireMessage:
+    return make_complete(world).with_properties(key=f"{world.rng.choice(AGENTS)}.resp")
+
+
+@recipe("answer without an address")
+def _answer_without_address(world: FuzzState) -> WireMessage:
+    return make_complete(world, reply_to=None)
+
+
+@recipe("answer for another address")
+def _answer_for_another(world: FuzzState) -> WireMessage:
+    return make_complete(world, reply_to="ledger.resp")
+
+
+@recipe("answer to an odd question")
+def _answer_odd(world: FuzzState) -> WireMessage:
+    odd = ("x", "W1tbW1s", "A" * 100_000, 7, ["a"], "\ud800", f"{world.mark}=")
+    return make_complete(world, world.rng.choice(odd))
+
+
+@recipe("rejection of a question that nobody asks")
+def _reject_unasked(world: FuzzState) -> WireMessage:
+    answer = make_complete(world)
+    question = json.loads(answer.body)["question"]
+    reasons: tuple[object, ...] = ("no", "x" * 10_000, None, 7, "\ud800")
+    body = {"rejects": question, "reason": world.rng.choice(reasons)}
+    return answer.with_properties(body=json.dumps(body).encode())
+
+
+@recipe("answer that is also a rejection")
+def _answer_and_reject(world: FuzzState) -> WireMessage:
+    answer = make_complete(world)
+    body = {**json.loads(answer.body), "rejects": world.mark}
+    return answer.with_properties(body=json.dumps(body).encode())
+
+
+@recipe("unreadable answer")
+def _answer_unreadable(world: FuzzState) -> WireMessage:
+    return make_complete(world).with_properties(body=world.mark.encode())
+
+
 # Messages from the lying peer about an open call.
 
 for _what, _answer in {
     "right": make_response,
     "failed": lambda world, call: make_response(world, call, "FAILED"),
+    "failed, with advice": make_advice,
     "cancelled": lambda world, call: make_response(world, call, "CANCELED"),
     "not final": lambda world, call: make_response(world, call, "WORKING"),
     "no state": lambda world, call: make_response(world, call, "DREAMING"),
@@ -942,8 +1242,14 @@ for _what, _answer in {
     "unreadable of another sender": lambda world, call: make_response(
         world, call, app_id=MALLORY, body=world.mark.encode()
     ),
+    "of a name that only waits have": lambda world, call: make_response(
+        world, call, app_id=SLEEP_PEER
+    ),
     "unreadable": lambda world, call: make_response(world, call, body=world.mark.encode()),
     "a status": make_status,
+    "a status with odd metadata": lambda world, call: make_status(
+        world, call, make_status_metadata(world)
+    ),
     "a status that ends": lambda world, call: make_status(world, call).with_properties(
         body=make_status(world, call).body.replace(b"WORKING", b"COMPLETED")
     ),
@@ -1185,6 +1491,21 @@ def _new_request(world: FuzzState, agent: str, data: Any, **changes: Any) -> Wir
     body = json.loads(message.body)
     body["message"]["parts"] = [{"data": data}]
     return message.with_properties(body=json.dumps(body).encode())
+
+
+for _seconds in (-5, 1, 3):
+
+    @recipe(f"a request that starts in {_seconds} s")
+    def _starts_later(world: FuzzState, seconds: int = _seconds) -> WireMessage:
+        later = make_request(world, world.rng.choice(("leaf", "spark", "sleeper")))
+        return later.with_headers({"x-start-at": time.time() + seconds})
+
+
+for _what in ("empty", "word", "not utf-8", "text nan", "negative", "bool", "void", "table"):
+
+    @recipe(f"a request that starts at {_what}")
+    def _starts_oddly(world: FuzzState, what: str = _what) -> WireMessage:
+        return make_request(world).with_headers({"x-start-at": _VALUES[what]})
 
 
 for _sender in (MALLORY, EVE):
@@ -1442,6 +1763,258 @@ def _exclusive(world: FuzzState) -> MessageScript:
     )
 
 
+# Questions, signals, values and status queries of tasks that wait for a person.
+
+
+def _ask(world: FuzzState, agent: str = "clerk", milliseconds: int = 0) -> WireMessage:
+    """A request for a task that sets a value, asks a question, and then receives a signal."""
+    request = make_request(world, agent)
+    body = json.loads(request.body)
+    body["message"]["parts"] = [{"data": milliseconds}]
+    return request.with_properties(body=json.dumps(body).encode())
+
+
+def _question_of(asked: WireMessage) -> str:
+    agent = asked.key.partition(".")[0]
+    task_id = TaskId(str(asked.properties["correlation_id"]))
+    return QuestionKey(AgentName(agent), task_id, TaskId(f"{QUESTION_PREFIX}approval.1")).to_id()
+
+
+def _mail(
+    world: FuzzState, kind: str, asked: WireMessage, body: dict[str, Any], **changes: Any
+) -> WireMessage:
+    """An answer, a signal, a read, an attach or a query for a task of the fuzzer."""
+    agent, task_id = asked.key.partition(".")[0], str(asked.properties["correlation_id"])
+    identity = {"question": _question_of(asked)} if kind == "complete" else {"id": task_id}
+    if "rejects" in body:
+        identity = {}
+    content = json.dumps({**identity, **body}).encode()
+    message = WireMessage(f"{agent}.resp", {}, {}, content).with_properties(
+        **{**_properties(world, kind, f"{world.mark}.{new_id()}", task_id), "reply_to": REPLIES}
+    )
+    return message.with_properties(**changes)
+
+
+_BY_EVE = {"app_id": EVE, "reply_to": f"{EVE}.replies"}
+_BY_OPERATOR = {"app_id": OPERATOR, "user_id": OPERATOR, "reply_to": f"{OPERATOR}.replies"}
+
+
+def _signal(world: FuzzState, asked: WireMessage, value: Any = 1, **changes: Any) -> WireMessage:
+    body = {"signal": "chat", "signalId": new_id(), "value": value}
+    return _mail(world, "signal", asked, body, **changes)
+
+
+def _read(world: FuzzState, asked: WireMessage, **changes: Any) -> WireMessage:
+    return _mail(world, "read", asked, {"key": "progress"}, **changes)
+
+
+def _query(world: FuzzState, asked: WireMessage, **changes: Any) -> WireMessage:
+    query = _mail(world, "attach", asked, {}, **changes)
+    return query.with_headers({"x-query": world.mark})
+
+
+def _to_replicas(message: WireMessage) -> WireMessage:
+    """The message, sent to every replica."""
+    return message.with_properties(key=message.key.replace(".resp", ".broadcast"))
+
+
+for _agent in ("clerk", "teller"):
+
+    @recipe(f"an answer and a signal for {_agent}", deep=True)
+    def _answered_and_signalled(world: FuzzState, agent: str = _agent) -> MessageScript:
+        asked = _ask(world, agent)
+        answer = _mail(world, "complete", asked, {"value": True})
+        signal = _signal(world, asked)
+        other_value = signal.with_properties(
+            body=signal.body.replace(b'"value": 1', b'"value": 2')
+        )
+        return MessageScript(
+            [asked],
+            (
+                (0.8, _query(world, asked)),
+                (0.8, _read(world, asked)),
+                (0.9, _mail(world, "complete", asked, {"value": "perhaps"})),
+                (0.9, _mail(world, "complete", asked, {"value": True}, **_BY_EVE)),
+                (0.9, _mail(world, "attach", asked, {}, **_BY_EVE)),
+                (1.0, answer),
+                (1.4, answer),
+                (1.4, _mail(world, "complete", asked, {"value": False})),
+                (1.5, _query(world, asked)),
+                (1.8, _signal(world, asked, **_BY_EVE)),
+                (1.8, _read(world, asked, **_BY_EVE)),
+                (1.9, signal),
+                (2.0, signal),
+                (2.1, other_value),
+                (2.6, _signal(world, asked)),
+                (2.6, _query(world, asked)),
+                (2.6, _query(world, asked, **_BY_EVE)),
+            ),
+        )
+
+    @recipe(f"one answer for {_agent}, many times", deep=True)
+    def _answered_often(world: FuzzState, agent: str = _agent) -> MessageScript:
+        asked = _ask(world, agent)
+        answer = _mail(world, "complete", asked, {"value": True})
+        return MessageScript([asked], tuple((delay, answer) for delay in (0.8, 1.6, 2.6, 4.0)))
+
+    @recipe(f"a rejection for {_agent}, and a signal before it", deep=True)
+    def _rejected(world: FuzzState, agent: str = _agent) -> MessageScript:
+        asked = _ask(world, agent)
+        rejection = {"rejects": _question_of(asked), "reason": world.mark}
+        return MessageScript(
+            [asked],
+            (
+                (0.8, _signal(world, asked, "not a number")),
+                (1.0, _mail(world, "complete", asked, rejection)),
+            ),
+        )
+
+    @recipe(f"mail for the first segment of {_agent}", deep=True)
+    def _early_mail(world: FuzzState, agent: str = _agent) -> MessageScript:
+        asked, other = _ask(world, agent, 1500), _ask(world, agent, 1501)
+        eve = [
+            *(_to_replicas(make(world, asked, **_BY_EVE)) for make in (_signal, _read, _query)),
+            _to_replicas(_mail(world, "attach", asked, {}, **_BY_EVE)),
+        ]
+        return MessageScript(
+            [asked, other],
+            (
+                *((0.6, message) for message in eve),
+                (0.7, _mail(world, "attach", asked, {})),
+                (0.8, _query(world, asked)),
+                (0.8, _read(world, asked)),
+                (0.9, _mail(world, "complete", asked, {"value": True})),
+                (1.0, _signal(world, asked)),
+                (0.8, _read(world, other)),
+                (0.6, _mail(world, "attach", other, {})),
+                (0.9, _mail(world, "attach", other, {})),
+            ),
+        )
+
+    @recipe(f"mail by broadcast for a waiting {_agent}", deep=True)
+    def _broadcast_mail(world: FuzzState, agent: str = _agent) -> MessageScript:
+        asked = _ask(world, agent)
+        mail = [
+            _mail(world, "attach", asked, {}),
+            *(make(world, asked) for make in (_query, _read, _signal)),
+            _mail(world, "complete", asked, {"value": True}),
+        ]
+        late = [_mail(world, "attach", asked, {}), _query(world, asked)]
+        return MessageScript(
+            [asked],
+            (
+                *((1.0, _to_replicas(message)) for message in mail),
+                *((1.6, _to_replicas(message)) for message in late),
+            ),
+        )
+
+    @recipe(f"operator: mail for {_agent}", deep=True, servers=True)
+    def _operator_mail(world: FuzzState, agent: str = _agent) -> MessageScript:
+        asked = _ask(world, agent)
+        return MessageScript(
+            [asked],
+            (
+                (0.8, _read(world, asked, **_BY_OPERATOR)),
+                (0.9, _mail(world, "complete", asked, {"value": True}, **_BY_OPERATOR)),
+                (1.0, _signal(world, asked, **_BY_OPERATOR)),
+            ),
+        )
+
+
+@recipe("attaches to tasks that run", deep=True)
+def _attach_to_running(world: FuzzState) -> MessageScript:
+    naps = [_new_request(world, agent, 2500) for agent in ("diary", "dozer")]
+    attaches = [_mail(world, "attach", nap, {}) for nap in naps]
+    mail = [*attaches, *(_signal(world, nap) for nap in naps)]
+    return MessageScript(naps, tuple((delay, each) for delay in (0.5, 1.0, 1.8) for each in mail))
+
+
+@recipe("attaches from more addresses than a task can have", deep=True)
+def _attach_from_many_addresses(world: FuzzState) -> MessageScript:
+    asked, nap = _ask(world), _new_request(world, "diary", 2500)
+    addresses = [REPLIES, *(f"{MALLORY}.private.{new_id()}" for _ in range(5))]
+    attaches = [
+        _mail(world, "attach", each, {}, reply_to=address).with_headers({"x-snapshot": 1})
+        for address in addresses
+        for each in (asked, nap)
+    ]
+    repeated = [_same_request(world, nap, reply_to=address) for address in addresses]
+    return MessageScript(
+        [asked, nap],
+        tuple((delay, each) for delay in (0.5, 1.5) for each in (*attaches, *repeated)),
+    )
+
+
+@recipe("attaches to a task whose reply has to wait", deep=True)
+def _attach_to_unsent(world: FuzzState) -> MessageScript:
+    request = make_request(world, "spark", reply_to=FULL_QUEUE)
+    attach = _mail(world, "attach", request, {})
+    return MessageScript([request], tuple((delay, attach) for delay in (0.5, 1.0, 1.8)))
+
+
+@recipe("mail for a locked task", deep=True, servers=True)
+def _locked_mail(world: FuzzState) -> MessageScript:
+    asked = _ask(world, milliseconds=1)  # the row appears, and is locked, when the task waits
+    hold = RowLock(str(asked.properties["correlation_id"]), 4.0, delay=1.0)
+    return MessageScript(
+        [asked],
+        (
+            (2.6, _mail(world, "attach", asked, {})),
+            (2.6, _mail(world, "complete", asked, {"value": True})),
+            (2.8, _signal(world, asked)),
+            (2.8, _same_request(world, asked, reply_to=f"{MALLORY}.private.{world.mark}")),
+        ),
+        row_lock=hold,
+    )
+
+
+@recipe("mail for a cancelled task, and for one of another agent", deep=True)
+def _useless_mail(world: FuzzState) -> list[WireMessage]:
+    asked, other = _ask(world), make_request(world, "leaf")
+    cancel = make_cancel(world, "clerk", str(asked.properties["correlation_id"]))
+    elsewhere = [
+        make(world, other).with_properties(key="clerk.resp") for make in (_query, _read, _signal)
+    ]
+    mail = [_query(world, asked), _signal(world, asked), _query(world, asked, **_BY_EVE)]
+    return [cancel, *mail, other, *elsewhere]
+
+
+@recipe("a flood of queries and attaches", deep=True)
+def _many_queries(world: FuzzState) -> list[WireMessage]:
+    unknown = [_ask(world, "teller") for _ in range(60)]
+    return [
+        make
+        for each in unknown
+        for make in (_mail(world, "attach", each, {}), _query(world, each))
+    ]
+
+
+@recipe("queries for tasks that sleep, or wait for a peer", deep=True)
+def _queries_of_waits(world: FuzzState) -> MessageScript:
+    asleep, calling = _ask(world, milliseconds=2), make_request(world, "asker")
+    return MessageScript(
+        [asleep, calling],
+        tuple(
+            (delay, _query(world, each))
+            for delay in (0.4, 1.0, 1.8, 2.6)
+            for each in (asleep, calling)
+        ),
+    )
+
+
+@recipe("a signal with an invalid name", deep=True)
+def _signal_with_invalid_name(world: FuzzState) -> WireMessage:
+    return make_signal(world, {"signal": world.rng.choice(("a b", "", "x" * 300, "~?a"))})
+
+
+@recipe("a signal that is too long", deep=True)
+def _long_signal(world: FuzzState) -> WireMessage:
+    """Short in its message, and long as it is stored: `1e15` becomes `1000000000000000.0`."""
+    signal = _signal(world, _ask(world), [])
+    numbers = b"[" + b", ".join([b"1e15"] * 30_000) + b"]"
+    return signal.with_properties(body=signal.body.replace(b"[]", numbers))
+
+
 # Requests that the broker has delivered before, and rows locked by a second session.
 
 
@@ -1570,6 +2143,8 @@ for _what in (
     DEEP.add(_what)
 
 _REPEATED_RECIPES = (
+    "mail for a locked task",
+    "signal of an odd sender",
     "a cancel before the resumed request, 0",
     "a call depth of 1.5",
     "a failed task that is resumed",

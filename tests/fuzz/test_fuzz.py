@@ -1,4 +1,4 @@
-"""One minute of mutated messages on both brokers per test run; `make fuzz` runs longer."""
+"""A minute of mutated messages on RabbitMQ, and less on SQLite; `make fuzz` is the long form."""
 
 from __future__ import annotations
 
@@ -22,16 +22,25 @@ from .excluded_branches import (
 from .recipes import RECIPES, FuzzState, RecipeScheduler, make_request
 from .run import RunConfig, run
 
+_QUIET_SECONDS = 2.0
+"""Honest traffic alone is the baseline for latencies, which the long form compares."""
 SEED = int(os.environ.get("MESHPOINT_FUZZ_SEED", random.SystemRandom().randrange(1_000_000)))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # one minute, plus the last answers on a busy machine
+@pytest.mark.timeout(1800)  # plus the last answers on a busy machine
 async def test_mutated_messages_do_not_affect_valid_requests_on_rabbitmq(
     own_rabbit: RabbitServer, own_postgres: PostgresServer
 ) -> None:
     print(f"seed {SEED}: MESHPOINT_FUZZ_SEED={SEED} repeats the messages")
-    config = RunConfig(SEED, 60.0, "rabbitmq", check_timing=False, min_branch_hits=1)
+    config = RunConfig(
+        SEED,
+        60.0,  # and then more until each branch was reached
+        "rabbitmq",
+        quiet_seconds=_QUIET_SECONDS,
+        check_timing=False,
+        min_branch_hits=1,
+    )
     report = await run(config, own_rabbit, own_postgres)
     print(*report.connections, sep="\n")
     assert report.good, (
@@ -49,7 +58,16 @@ async def test_mutated_messages_do_not_affect_valid_requests_on_rabbitmq(
 async def test_mutated_rows_do_not_affect_valid_requests_on_sqlite() -> None:
     print(f"seed {SEED}: MESHPOINT_FUZZ_SEED={SEED} repeats the messages")
     report = await run(
-        RunConfig(SEED, 15.0, "sqlite", check_timing=False, min_branch_hits=0), None, None
+        RunConfig(
+            SEED,
+            15.0,
+            "sqlite",
+            quiet_seconds=_QUIET_SECONDS,
+            check_timing=False,
+            min_branch_hits=0,
+        ),
+        None,
+        None,
     )
     assert report.good, (
         SEED,
@@ -153,7 +171,7 @@ def test_most_branches_of_message_handling_are_checked() -> None:
     every = branches()
     excluded = [branch for branch in every if reason_to_exclude(branch)]
     assert len(every) > 150
-    assert len(excluded) <= 20
+    assert len(excluded) < len(every) / 14
     assert not [branch for branch in excluded if reason_unreachable(branch)]
     assert len([branch for branch in every if depends_on_timing(branch)]) < len(every) / 3
 

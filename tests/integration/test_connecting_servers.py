@@ -17,7 +17,7 @@ GATES: list[asyncio.Event] = []
 
 @agent("echo")
 async def echo(ctx: TaskExecutionContext, text: str) -> str:
-    await ctx.status(text)
+    await ctx.update_status(text)
     await GATES[-1].wait()
     return text
 

@@ -184,8 +184,8 @@ async def test_one_damaged_row_stops_no_other(
 
 class TestOnSqlite:
     @pytest.fixture
-    def database_url(self, tmp_path: Any) -> str:
-        return f"sqlite:///{tmp_path}/tasks.db"
+    def database_url(self, sqlite_url: str) -> str:
+        return sqlite_url
 
     @pytest.mark.parametrize(("make_task", "search", "damage"), ON_SQLITE)
     async def test_one_value_of_a_wrong_type_stops_no_other(

@@ -22,7 +22,7 @@ WAIT: dict[str, Any] = {"undeliverable_after": timedelta(seconds=4)}
 
 @agent("early", version="1")
 async def early(ctx: TaskExecutionContext, number: int) -> int:
-    return await ctx.call(late_peer(number))
+    return await late_peer(number)
 
 
 @agent("late", version="1")

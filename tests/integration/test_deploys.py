@@ -160,7 +160,7 @@ def planner(deployment: Deployment, edit: Callable[[str], str]) -> FunctionAgent
             return edit(city)
 
         plan = await ctx.subtask("draft", draft, city)
-        return [plan, await ctx.call(_flights(plan))]
+        return [plan, await _flights(plan)]
 
     return travel
 
@@ -180,7 +180,7 @@ def noting(deployment: Deployment, *tools: str, peer: Peer[str, str]) -> Functio
         async with asyncio.TaskGroup() as group:
             for tool in tools:
                 group.create_task(ctx.subtask(tool, note, tool))
-        answer = await ctx.call(peer(city))
+        answer = await peer(city)
         last = await ctx.step("last", note, "last")
         starts = await ctx.memory.get("starts") or b""
         return [first, plan, answer, last, starts.decode()]
@@ -193,7 +193,7 @@ def caller(*peers: Peer[str, str], version: str = "1") -> FunctionAgent[str, lis
 
     @agent("travel", version=version)
     async def travel(ctx: TaskExecutionContext, city: str) -> list[str]:
-        return [await ctx.call(peer(city)) for peer in peers]
+        return [await peer(city) for peer in peers]
 
     return travel
 

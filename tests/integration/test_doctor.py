@@ -37,7 +37,7 @@ peer = Peer("flights", str, str)
 
 @agent("travel", version="{version}")
 async def travel(ctx, city: str) -> str:
-    return await ctx.call(peer(city))
+    return await peer(city)
 """
 FORMATS = {version: f"travel/function/{version}" for version in ("1", "2")}
 
@@ -191,6 +191,8 @@ async def test_suspended_tasks_are_counted(
     (finding,) = named(await diagnose(settings), "tasks.suspended")
     assert finding.severity is Severity.NOTE
     assert finding.data["tasks"] == 2
+    since = summary.suspended_at.isoformat(timespec="seconds")
+    assert finding.problem.startswith(f"2 tasks suspended, the oldest since {since}; no replica")
     assert "meshpoint tasks resume --state suspended --agent travel" in finding.fix
 
 

@@ -51,12 +51,12 @@ async def silent(ctx: TaskExecutionContext, number: int) -> int:
 
 @agent("asks_silent")
 async def asks_silent(ctx: TaskExecutionContext, number: int) -> int:
-    return await ctx.call(silent_peer(number))
+    return await silent_peer(number)
 
 
 @agent("asks_missing")
 async def asks_missing(ctx: TaskExecutionContext, number: int) -> int:
-    return await ctx.call(missing_peer(number))
+    return await missing_peer(number)
 
 
 def ask(name: str, input_: Any = 1, timeout: float | None = None) -> Provoke:
@@ -82,13 +82,13 @@ async def ask_and_cancel(
 CASES = [
     (ask("broken"), "error", "ValueError: no such city; password=***", "raise ValueError("),
     (ask("silent", timeout=0.3), "timeout", "the task's deadline has passed", "Event().wait()"),
-    (ask("asks_silent"), "timeout", "peer 'silent': timeout: ", "ctx.call(silent_peer"),
+    (ask("asks_silent"), "timeout", "peer 'silent': timeout: ", "await silent_peer("),
     (ask_and_cancel, "cancelled", "cancelled on request", "Event().wait()"),
     (
         ask("asks_missing"),
         "undeliverable",
         "peer 'missing': undeliverable: no replica of agent 'missing' has declared its queue",
-        "ctx.call(missing_peer",
+        "await missing_peer(",
     ),
     (ask("broken", "one"), "invalid", "", "InvalidInput"),
 ]

@@ -61,7 +61,7 @@ async def careful_agent(ctx: TaskExecutionContext, city: str) -> str:
     try:
         await ctx.subtask("publish", publish, city)
     except ConnectionError as error:
-        await ctx.call(Peer("gate", str, str)(city))
+        await Peer("gate", str, str)(city)
         return str(error)
     return "printed"
 

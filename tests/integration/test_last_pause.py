@@ -40,7 +40,7 @@ class Team:
 
         @agent("slow")
         async def slow(ctx: TaskExecutionContext, number: int) -> int:
-            return await ctx.call(leaf_peer(number))
+            return await leaf_peer(number)
 
         @agent("shaky")
         async def shaky(ctx: TaskExecutionContext, number: int) -> int:

@@ -25,7 +25,7 @@ from meshpoint.testing.conformance.build import AGENT, HERE
 from meshpoint.working_memory.packing import from_bytes, to_bytes
 from meshpoint.working_memory.recovery import DualRecoveryStrategy, RecoveredMemory
 from meshpoint.working_memory.snapshots import L1CacheSnapshotter
-from servers import redis_data_key
+from servers import REDIS_LIMIT, redis_data_key
 
 pytestmark = pytest.mark.servers
 
@@ -110,8 +110,10 @@ async def place(
     store = SqlStore(database_url, namespace=namespace)
     await store.open()
     l1, snapshots = (
-        RedisWorkingMemory(redis_url, namespace=namespace),
-        RedisSnapshotStore(redis_url, namespace=namespace, secret=redis_data_key),
+        RedisWorkingMemory(redis_url, timeout=REDIS_LIMIT, namespace=namespace),
+        RedisSnapshotStore(
+            redis_url, timeout=REDIS_LIMIT, namespace=namespace, secret=redis_data_key
+        ),
     )
     run = Run(TaskId(new_id()), AGENT, RunId(new_id()))
     [begin_result] = await store.begin(

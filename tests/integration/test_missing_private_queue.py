@@ -30,7 +30,7 @@ silent_peer = Peer("silent", int, int, timeout=timedelta(seconds=2))
 async def call_silent_peer(ctx: TaskExecutionContext, number: int) -> str:
     """Call a peer that never answers."""
     try:
-        await ctx.call(silent_peer(number))
+        await silent_peer(number)
     except PeerFailed as error:
         return str(error.outcome.kind)
     return "answered"

@@ -35,17 +35,17 @@ older_peer = Peer("asks", str, str)
 
 @agent("down", version="1")
 async def count_down(ctx: TaskExecutionContext, depth: int) -> int:
-    return 0 if depth == 0 else 1 + await ctx.call(down_peer(depth - 1))
+    return 0 if depth == 0 else 1 + await down_peer(depth - 1)
 
 
 @agent("ping", version="1")
 async def call_pong(ctx: TaskExecutionContext, depth: int) -> int:
-    return 0 if depth == 0 else 1 + await ctx.call(pong_peer(depth - 1))
+    return 0 if depth == 0 else 1 + await pong_peer(depth - 1)
 
 
 @agent("pong", version="1")
 async def call_ping(ctx: TaskExecutionContext, depth: int) -> int:
-    return 0 if depth == 0 else 1 + await ctx.call(ping_peer(depth - 1))
+    return 0 if depth == 0 else 1 + await ping_peer(depth - 1)
 
 
 @agent("tree", version="1")
@@ -58,7 +58,7 @@ async def call_branches(ctx: TaskExecutionContext, shape: list[int]) -> int:
 
 @agent("asks", version="1")
 async def call_older(ctx: TaskExecutionContext, text: str) -> str:
-    return await ctx.call(Peer("older", str, str)(text))
+    return await Peer("older", str, str)(text)
 
 
 class AgentGroup:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from live import SLOW_BROKER_TIMEOUT
 
 from meshpoint import Peer, TaskExecutionContext, agent
 from meshpoint.local import local_mesh
@@ -50,7 +51,7 @@ async def slow_agent(ctx: TaskExecutionContext, said: str) -> str:
 
 @agent("echo", version="1")
 async def echo_agent(ctx: TaskExecutionContext, said: str) -> str:
-    return await ctx.call(slow_peer(said))
+    return await slow_peer(said)
 
 
 @agent("mended", version="1")
@@ -93,8 +94,11 @@ async def open_environment(
 ) -> AsyncIterator[Environment]:
     namespace, events = f"m{new_id()}", RecordedEvents()
     GATES.append(Gates())
-    own_mesh = MeshSettings(namespace=namespace, broker_url=rabbit.url)
-    mesh = MeshSettings(namespace=namespace, broker_url=url)
+    timeout = SLOW_BROKER_TIMEOUT.total_seconds()
+    own_mesh, mesh = [
+        MeshSettings(namespace=namespace, broker_url=each, publish_timeout_seconds=timeout)
+        for each in (rabbit.url, url)
+    ]
     async with (
         local_mesh(
             echo_agent,

@@ -24,14 +24,22 @@ from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Ok
 from meshpoint.model.subtasks import AgentCheckpoint, Child, MemoryWrite, SubtaskStatus
 from meshpoint.model.tasks import CallState, Run, TaskFilter, TaskState
-from meshpoint.model.transitions import Save, SuspendRefused
+from meshpoint.model.transitions import (
+    Attach,
+    Attached,
+    AttachEnded,
+    Save,
+    SuspendRefused,
+)
 from meshpoint.model.usage import Tokens
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
+    AGENT,
     HERE,
     HOUR,
     LEASE,
     NEWER,
+    REQUESTER,
     SECOND,
     STRANGER,
     a_call,
@@ -225,7 +233,7 @@ async def test_it_reads_journals() -> None:
 
     @agent("plain", version="1")
     async def plain(ctx: TaskExecutionContext, number: int) -> int:
-        return await ctx.call(peer(number)) + await ctx.call(peer(number))
+        return await peer(number) + await peer(number)
 
     ctx = TaskExecutionContext(TaskId("1"))
     first = await plain.start(ctx, 1)
@@ -355,6 +363,20 @@ async def test_a_suspended_task_that_it_cancels_ends(
     assert one(await store.acquire(HERE, 10)).cancel_requested
 
 
+async def test_an_ended_task_that_it_resumes_is_not_suspended(
+    store: SqlStore, database_url: str
+) -> None:
+    """Its cancel and its resume leave the suspension in the row."""
+    run = await operating(store)
+    await store.save(Save(run, a_checkpoint(run, 1)))
+    await write_end(store, an_end(run, TaskState.FAILED, reason="no answer"))
+    await store.revive(a_revive(run.task_id))
+    await execute(database_url, "UPDATE agent_paused_tasks SET suspended_at = 1")
+    assert (await store.due(HERE, 10)).ready == 1
+    assert len(await store.acquire(HERE, 10)) == 1
+    assert (await row(store, run.task_id))[0].suspended_at is None
+
+
 async def test_a_task_that_it_has_ended_is_not_suspended(
     store: SqlStore, database_url: str
 ) -> None:
@@ -368,6 +390,25 @@ async def test_a_task_that_it_has_ended_is_not_suspended(
     await store.revive(a_revive(run.task_id))
     assert (await row(store, run.task_id))[0].suspended_at is None
     assert len(await store.acquire(HERE, 10)) == 1
+
+
+async def test_a_reply_that_it_has_sent_is_found_by_a_caller_that_attached(
+    store: SqlStore, database_url: str
+) -> None:
+    """The previous release sends the reply of such a task only to the first address."""
+    pause = await paused(store, requester=a_requester(parent_task_id=None))
+    task_id = pause.run.task_id
+    command = Attach(task_id, AGENT, REQUESTER, Address("client.private.1"))
+    assert await store.attach([command]) == [Attached(TaskState.WAITING)]
+    committed = await write_end(store, an_end((await resumed(store, pause)).run))
+    await execute(
+        database_url,
+        "UPDATE agent_paused_tasks SET reply_sent = true, wake_at = expires_at",
+    )
+    assert await store.unsent(AGENT, 10) == []
+    (found,) = await store.attach([command])
+    assert isinstance(found, AttachEnded)
+    assert found.reply.body == committed.reply.body
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,10 @@ from meshpoint.adapters.sql.tables import (
 )
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.messages import Address
 from meshpoint.model.operations import Adopted, Revived
+from meshpoint.model.questions import QuestionKey
+from meshpoint.model.retry_policy import RetryPolicy
 from meshpoint.model.subtasks import Child, SaveCommitted
 from meshpoint.model.tasks import (
     OutboxItem,
@@ -50,7 +53,12 @@ from meshpoint.model.tasks import (
     TaskState,
 )
 from meshpoint.model.transitions import (
+    Attach,
+    Attached,
+    AttachEnded,
     BeginCommitted,
+    CallRetried,
+    EndCommitted,
     JoinCompleted,
     Pause,
     PauseCommitted,
@@ -66,6 +74,7 @@ from meshpoint.testing.conformance.build import (
     HERE,
     HOUR,
     NEWER,
+    REQUESTER,
     STRANGER,
     a_begin,
     a_call,
@@ -82,12 +91,14 @@ from meshpoint.testing.conformance.build import (
     an_end,
     an_operation,
     an_undelivered_reply,
+    error,
     ok,
     operating,
     remembering,
     remembering_pause,
     resumed,
     saved,
+    sub,
 )
 from meshpoint.testing.conformance.store_logs import (
     READER,
@@ -95,6 +106,8 @@ from meshpoint.testing.conformance.store_logs import (
     continued,
     logged_pause,
 )
+from meshpoint.testing.conformance.store_mailbox import a_signal
+from meshpoint.testing.conformance.store_retries import a_retried_call, answer
 
 pytestmark = pytest.mark.servers
 
@@ -254,9 +267,23 @@ async def _insert_many_operations(url: str) -> None:
                 f"INSERT INTO {table.name} ({names}) SELECT {values} "
                 f"FROM generate_series(1, {_STANDING}) AS g"
             )
+        for statement in _FILL_MAILBOXES:
+            await connection.execute(statement)
         await connection.execute("VACUUM ANALYZE")
     finally:
         await connection.close()
+
+
+_FILL_MAILBOXES = (
+    """INSERT INTO agent_task_signals (
+         logical_task_id, seq, signal_id, name, sender, size, digest, value, sent_at)
+       SELECT logical_task_id, 1, 'first', 'other', 'client', 1, '', '1', 0
+         FROM agent_paused_tasks""",
+    """INSERT INTO agent_task_questions (logical_task_id, sub_task_id, request)
+       SELECT logical_task_id, 'other', '1' FROM agent_paused_tasks""",
+    """INSERT INTO agent_task_values (logical_task_id, key, value, set_at)
+       SELECT logical_task_id, 'other', '1', 0 FROM agent_paused_tasks""",
+)
 
 
 @asynccontextmanager
@@ -306,10 +333,12 @@ class StatementRun:
         await self._answer_in_parts()
         await self._append()
         await self._expire()
+        await self._retry()
         await self._store_replies()
         await self._rescue()
         await self._park()
         await self._suspend()
+        await self._attach()
         await self._cancel()
         await self._send()
         await self._operate()
@@ -349,6 +378,11 @@ class StatementRun:
         )
         calls = [(pause.run.task_id, call.sub_task_id) for pause in pauses for call in pause.calls]
         assert None not in await self._store.find_dispatches(calls)
+        keys = [QuestionKey(HERE.agent, task_id, sub_task_id) for task_id, sub_task_id in calls]
+        assert await self._store.find_questions(keys) == [None] * len(keys)  # they have peers
+        for pause in pauses:
+            await self._store.signal([a_signal(pause.run.task_id)])
+            assert await self._store.value(pause.run.task_id, AGENT, "none") is not None
         resumed = await self._claim(pauses)
         assert await self._store.renew([task.run for task in resumed], HERE) == []
         pauses = [a_pause("a", run=task.run) for task in resumed]
@@ -429,6 +463,24 @@ class StatementRun:
         assert await self._store.keep_alives(HERE, 100)
         assert await self._store.acquire(HERE, 100)
 
+    async def _retry(self) -> None:
+        """Retry failed calls of operations; an earlier attempt has the result."""
+        at_once = RetryPolicy(initial_interval=0)
+        pauses = [
+            a_pause(a_retried_call(retry=at_once), run=await operating(self._store))
+            for _ in range(self._batch)
+        ]
+        await self._store.pause(pauses)
+        failures = [answer(pause, sub(pause, "a"), error()) for pause in pauses]
+        for result in await self._store.claim(failures, HERE, self._batch):
+            assert isinstance(result, CallRetried)
+        await self._store.confirm_sent(await self._store.unsent(AGENT, 100))
+        results = [answer(pause, sub(pause, "a"), ok()) for pause in pauses]
+        arrivals = await self._store.claim(results, HERE, self._batch)
+        tasks = [each.task for each in arrivals if isinstance(each, JoinCompleted)]
+        assert len(tasks) == self._batch
+        await self._store.end([an_end(task.run) for task in tasks])
+
     async def _store_replies(self) -> None:
         requests = [an_undelivered_reply() for _ in range(self._batch)]
         for is_repeat in (False, True):
@@ -468,6 +520,40 @@ class StatementRun:
             assert results == [TaskSuspended(TaskState.WAITING, repeated=is_repeat)] * self._batch
         assert await self._claim(pauses) == []
         assert await self._store.unsuspend(task_ids) == [True] * self._batch
+        await self._resume_by_earlier_release()
+
+    async def _resume_by_earlier_release(self) -> None:
+        """Acquire new attempts whose suspension an earlier release has left in the row."""
+        pauses = await self._pause({"call_id": "a"})
+        connection = await asyncpg.connect(self._url)
+        try:
+            await connection.execute(
+                "UPDATE agent_paused_tasks SET status = 'ready', generation = 0, attempt = 0,"
+                " retry_count = 1, suspended_at = 1, wake_at = 0 WHERE logical_task_id = ANY($1)",
+                [pause.run.task_id for pause in pauses],
+            )
+        finally:
+            await connection.close()
+        acquired = {task.run.task_id for task in await self._store.acquire(HERE, 1_000)}
+        assert {pause.run.task_id for pause in pauses} <= acquired
+
+    async def _attach(self) -> None:
+        """Attach to waiting tasks, end them, and attach again."""
+        pauses = await self._pause({"call_id": "a"})
+        attaches = [
+            Attach(pause.run.task_id, AGENT, REQUESTER, Address("client.private.1"))
+            for pause in pauses
+        ]
+        for _ in range(2):
+            assert (
+                await self._store.attach(attaches) == [Attached(TaskState.WAITING)] * self._batch
+            )
+        tasks = await self._claim(pauses)
+        ended = await self._store.end([an_end(task.run) for task in tasks])
+        sent = [result.reply for result in ended if isinstance(result, EndCommitted)]
+        await self._store.confirm_sent(sent)
+        results = await self._store.attach(attaches)
+        assert all(isinstance(result, AttachEnded) for result in results)
 
     async def _cancel(self) -> None:
         """Cancel waiting, running and unknown tasks, and all of them again after they ended."""

@@ -30,13 +30,13 @@ async def write_text(ctx: TaskExecutionContext, size: int) -> str:
 @agent("caller")
 async def call_writer(ctx: TaskExecutionContext, size: int) -> int:
     """Send a peer a request of `size` bytes."""
-    return len(await ctx.call(Peer("writer", str, str)("y" * size)))
+    return len(await Peer("writer", str, str)("y" * size))
 
 
 @agent("writer")
 async def asking(ctx: TaskExecutionContext, number: int) -> int:
     """Call `client`."""
-    return await ctx.call(Peer("client", int, int)(number))
+    return await Peer("client", int, int)(number)
 
 
 @pytest.fixture

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from machines import sweeper_checks
-from machines.inputs import READS_ALL, InputFactory
+from dataclasses import replace
+
+from machines import mail_checks, sweeper_checks
+from machines.inputs import READS_ALL, RETRY, InputFactory
 from machines.ledger import Ledger
-from meshpoint.model.tasks import Resumable, TaskState
+from meshpoint.model.tasks import OutboxItem, Resumable, TaskState
 from meshpoint.model.transitions import JoinCompleted
+from meshpoint.model.waits import SIGNAL_PREFIX, is_question, is_signal
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import AGENT, HOUR, SECOND
@@ -20,10 +23,12 @@ async def drain_store(
 ) -> None:
     """Sweep until every task has ended, everything is sent, and all rows are purged."""
     await _resume_suspended(store, ledger)
+    await _answer_questions(store, ledger, inputs)
+    await _send_signals(store, ledger, inputs)
     # exceeds any timeout, lease or back-off, so everything that can be due is due in the first
-    # round, apart from parked tasks
-    # and calls that are only limited by their peer's silence, which starts again when found late
-    for delay in (4 * HOUR, 4 * HOUR, 13 * SECOND):
+    # round, apart from parked tasks, later attempts at calls, and calls that are only limited by
+    # their peer's silence, which starts again when found late
+    for delay in (4 * HOUR, *[4 * HOUR, 13 * SECOND] * RETRY.max_attempts):
         clock.advance(delay)
         await _sweep(store, ledger, inputs)
     assert await store.tasks(states=_OPEN_STATES, limit=BATCH_LIMIT) == [], "tasks are still open"
@@ -40,6 +45,33 @@ async def _resume_suspended(store: CheckpointStore, ledger: Ledger) -> None:
     models = ledger.models.values()
     task_ids = [model.task_id for model in models if model.suspended_at is not None]
     ledger.check_unsuspended(task_ids, await store.unsuspend(task_ids))
+
+
+async def _answer_questions(store: CheckpointStore, ledger: Ledger, inputs: InputFactory) -> None:
+    """Answer all open questions, which may have no deadline."""
+    claims = [
+        inputs.make_claim(model.task_id, call.id, call.planned.peer, 0)
+        for model in ledger.in_state(TaskState.WAITING)
+        for call in model.pending_calls
+        if is_question(call.planned.peer)
+    ]
+    ledger.check_claims(claims, READS_ALL, 0, await store.claim(claims, READS_ALL, 0))
+
+
+async def _send_signals(store: CheckpointStore, ledger: Ledger, inputs: InputFactory) -> None:
+    """Send a signal for each wait, since some have no deadline."""
+    commands = [
+        replace(
+            inputs.make_signal(
+                model.task_id, call.planned.peer.removeprefix(SIGNAL_PREFIX), number=0
+            ),
+            is_trusted=True,
+        )
+        for model in ledger.in_state(TaskState.WAITING)
+        for call in model.pending_calls
+        if is_signal(call.planned.peer)
+    ]
+    mail_checks.check_signals(ledger, commands, await store.signal(commands))
 
 
 async def _sweep(store: CheckpointStore, ledger: Ledger, inputs: InputFactory) -> None:
@@ -71,7 +103,10 @@ async def _end(
 
 
 async def _send(store: CheckpointStore, ledger: Ledger) -> None:
-    sends = await store.unsent(AGENT, BATCH_LIMIT)
-    sweeper_checks.check_unsent(ledger, sends)
-    await store.confirm_sent(sends)
-    sweeper_checks.record_confirmed(ledger, sends)
+    """Send what is due; once a reply is confirmed, it is due to the next attached address."""
+    sends: list[OutboxItem] | None = None
+    while sends is None or sends:
+        sends = await store.unsent(AGENT, BATCH_LIMIT)
+        sweeper_checks.check_unsent(ledger, sends)
+        await store.confirm_sent(sends)
+        sweeper_checks.record_confirmed(ledger, sends)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import count
+from typing import Literal
 
-from machines.task_model import TaskModel
+from machines.task_model import RETRY_SECONDS, TaskModel
+from meshpoint.model.bodies import A2AMessage, Part, RequestBody
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.mailbox import RecordAnswer, SendSignal, SetValue
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.questions import QuestionKey
+from meshpoint.model.retry_policy import RetryPolicy
 from meshpoint.model.tasks import (
     CheckpointDict,
     PlannedCall,
@@ -20,7 +25,8 @@ from meshpoint.model.tasks import (
     TaskState,
     logged_format,
 )
-from meshpoint.model.transitions import Append, Begin, Cancel, Claim, End, LogChange, Pause
+from meshpoint.model.transitions import Append, Attach, Begin, Cancel, Claim, End, LogChange, Pause
+from meshpoint.model.waits import QUESTION_PREFIX, SIGNAL_PREFIX, SLEEP_PEER, Sleep
 from meshpoint.testing.conformance.build import (
     AGENT,
     FORMAT,
@@ -43,15 +49,19 @@ REPLICAS = tuple(
 )
 READS_ALL = Replica(ReplicaId("Z"), AGENT, ALL_FORMATS, LEASE, version="Z")
 PEERS = (PEER, AgentName("hotels"))
+RETRY = RetryPolicy(max_attempts=3, initial_interval=RETRY_SECONDS, jitter=False)
 TIMEOUTS = (60 * SECOND, 20 * SECOND, HOUR, 5 * SECOND)
+QUESTION = AgentName(f"{QUESTION_PREFIX}approval")
+SIGNALS = ("chat", "stop")
+WAIT_TIMEOUTS = (None, 20 * SECOND, HOUR)
 IDLE_TIMEOUTS = (None, None, 12 * SECOND)
 
 
 @dataclass(frozen=True, slots=True)
 class PauseShape:
-    """Shape of a pause: which calls failed before sending, the join, and the log.
+    """Shape of a pause: which calls have an outcome before they are sent, the join, and the log.
 
-    A pause without `entries` ends the log.
+    A pause without `entries` ends the log. Calls beyond `waits` are to peers.
     """
 
     failed: tuple[bool, ...]
@@ -62,6 +72,7 @@ class PauseShape:
     entries: int = 0
     replaces: bool = False
     keeps_state: bool = False
+    waits: tuple[Literal["peer", "sleep", "question", "signal"], ...] = ()
 
     def join(self) -> Join:
         """The join; it never needs more results than there are calls."""
@@ -96,6 +107,11 @@ class InputFactory:
     def make_begin(self, run: Run, replica: Replica, requester: Requester) -> Begin:
         """A request written before it runs."""
         return Begin(run, replica, requester, b"request")
+
+    def make_attach(self, task_id: TaskId, number: int) -> Attach:
+        """An attach of the requester or another sender, with six possible addresses."""
+        sender = "mallory" if number % 7 == 6 else REQUESTER
+        return Attach(task_id, AGENT, sender, Address(f"client.private.{number % 6}"))
 
     def make_pause(
         self, run: Run, requester: Requester, shape: PauseShape, model: TaskModel | None = None
@@ -138,26 +154,91 @@ class InputFactory:
 
     def _make_call(self, number: int, shape: PauseShape, failed: bool) -> PlannedCall:
         choice = number + shape.times
+        wait = shape.waits[number] if number < len(shape.waits) else "peer"
+        if wait == "sleep":
+            return self._make_sleep(number, choice, has_passed=failed)
+        if wait == "question":
+            return self._make_question(number, choice)
+        if wait == "signal":
+            return self._make_receive(number, choice)
         idle_timeout = IDLE_TIMEOUTS[choice % len(IDLE_TIMEOUTS)]
         is_unlimited = idle_timeout is not None and choice % 2 == 0
+        id_, part = TaskId(self.new_id("call")), Part(text=f"call {number}")
+        message = A2AMessage(message_id=id_, role="ROLE_AGENT", parts=[part], task_id=id_)
         return PlannedCall(
-            sub_task_id=TaskId(self.new_id("call")),
+            sub_task_id=id_,
             call_id="edcba"[number],
             peer=PEERS[choice % len(PEERS)],
-            body=f"call {number}".encode(),
+            body=RequestBody(message=message).to_bytes(),
             timeout=None if is_unlimited else TIMEOUTS[choice % len(TIMEOUTS)],
             idle_timeout=idle_timeout,
             headers={"x-call-depth": 1},
             outcome=Failed(FailureKind.INVALID, "too large") if failed else None,
+            retry=RETRY if choice % 3 else None,
         )
+
+    def _make_sleep(self, number: int, choice: int, *, has_passed: bool) -> PlannedCall:
+        duration = timedelta() if has_passed else TIMEOUTS[choice % len(TIMEOUTS)]
+        return PlannedCall(
+            sub_task_id=TaskId(self.new_id("sleep")),
+            call_id="edcba"[number],
+            peer=AgentName(SLEEP_PEER),
+            body=b"{}",
+            timeout=None,
+            headers=Sleep("nap", duration).to_headers(),
+            outcome=Ok(None) if has_passed else None,
+        )
+
+    def _make_question(self, number: int, choice: int) -> PlannedCall:
+        """A question. Later pauses of the task ask it again, some with another prompt."""
+        return PlannedCall(
+            sub_task_id=TaskId(f"{QUESTION}.{number}"),
+            call_id="edcba"[number],
+            peer=QUESTION,
+            body=f'{{"prompt": "{number}.{choice % 5 // 4}"}}'.encode(),
+            timeout=WAIT_TIMEOUTS[choice % len(WAIT_TIMEOUTS)],
+        )
+
+    def _make_receive(self, number: int, choice: int) -> PlannedCall:
+        return PlannedCall(
+            sub_task_id=TaskId(self.new_id("receive")),
+            call_id="edcba"[number],
+            peer=AgentName(f"{SIGNAL_PREFIX}{SIGNALS[choice % len(SIGNALS)]}"),
+            body=b"{}",
+            timeout=WAIT_TIMEOUTS[choice % len(WAIT_TIMEOUTS)],
+        )
+
+    def make_signal(self, task_id: TaskId, name: str, number: int) -> SendSignal:
+        """A signal of the requester; some are of an operator or a stranger."""
+        id_ = self.new_id("signal")
+        value = f'"{id_}"'.encode()
+        sender = "mallory" if number % 9 > 6 else REQUESTER
+        return SendSignal(task_id, AGENT, id_, name, value, sender, is_trusted=number % 9 == 7)
+
+    def make_answer(self, task_id: TaskId, question: TaskId) -> RecordAnswer:
+        """An answer to a question."""
+        id_ = RunId(self.new_id("answer"))
+        return RecordAnswer(id_, QuestionKey(AGENT, task_id, question), Ok(id_))
+
+    def make_value(self, run: Run, number: int) -> SetValue:
+        """A value. Three keys are used in turn."""
+        return SetValue(run, f"key {number % 3}", f'"{self.new_id("value")}"'.encode())
 
     def make_claim(
         self, task_id: TaskId, sub_task_id: TaskId, sender: str | None, number: int
     ) -> Claim:
-        """A response; one in four is a failure."""
+        """A response; one in four is a failure, some with advice for retries."""
         claim_id = RunId(self.new_id("claim"))
         outcome: Outcome = Failed(FailureKind.ERROR, claim_id) if number % 4 == 3 else Ok(claim_id)
-        return Claim(claim_id, task_id, sub_task_id, outcome, sender)
+        return Claim(
+            claim_id,
+            task_id,
+            sub_task_id,
+            outcome,
+            sender,
+            retryable=number % 16 != 15,
+            retry_after=9.0 if number % 16 == 11 else None,
+        )
 
     def make_end(self, run: Run, number: int) -> End:
         """An end as completed, failed, dead or cancelled."""

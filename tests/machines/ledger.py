@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
-from machines.task_model import TaskModel, without_message
+from machines.task_model import CallModel, TaskModel, without_message
 from meshpoint.model.ids import ReplicaId, RunId, TaskId
+from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import Replica, Requester, Resumable, Run, TaskState
 from meshpoint.model.transitions import (
     Append,
+    Attach,
+    Attached,
+    AttachEnded,
+    AttachRefused,
+    AttachResult,
+    AttachUnknown,
     Begin,
     BeginCommitted,
     BeginResult,
+    CallRetried,
     Cancel,
     CancelBeforeRequest,
     CancelCommitted,
@@ -144,7 +152,7 @@ class Ledger:
         to_send = [
             (call.id, call.planned.peer, call.deadline)
             for call in model.pending_calls
-            if not call.dispatched
+            if not call.dispatched and call.attempt == 1  # the sweeper sends later attempts
         ]
         assert isinstance(result, PauseCommitted), result
         assert result.state is model.state
@@ -203,8 +211,11 @@ class Ledger:
         if call.outcome is not None:
             if call.claim_id == claim.id:
                 self._check_repeated(model, claim, replica, result)
-            else:
+                return False
+            if isinstance(claim.outcome, Failed) or not model.let_win(call, self.now):
                 assert result == DuplicateOutcome(claim.task_id, claim.sub_task_id), result
+                return False
+        elif self._check_retried(model, call, claim, result):
             return False
         call.record(claim.outcome, claim.id)
         if not model.is_join_met:
@@ -212,6 +223,37 @@ class Ledger:
             return False
         self.check_join(model, claim.id, replica, result)
         return True
+
+    def _check_retried(
+        self, model: TaskModel, call: CallModel, claim: Claim, result: ClaimResult
+    ) -> bool:
+        """Apply a failure that another attempt follows. Returns `False` for any other outcome."""
+        if not isinstance(claim.outcome, Failed) or not claim.retryable:
+            return False
+        kind, at_least = claim.outcome.kind, claim.retry_after or 0.0
+        wait = model.next_wait(call, kind, self.now, at_least=at_least)
+        if wait is None:
+            return False
+        call.record(claim.outcome, claim.id)
+        self.add_attempt(model, call, kind, wait, result)
+        return True
+
+    def add_attempt(
+        self, model: TaskModel, call: CallModel, kind: FailureKind, wait: timedelta, result: object
+    ) -> None:
+        """Check that another attempt follows `call`, and learn its id, which must be new."""
+        assert isinstance(result, CallRetried), result
+        assert result.next_id not in model.calls
+        assert result == CallRetried(
+            model.task_id,
+            call.id,
+            result.next_id,
+            call.planned.peer,
+            call.attempt + 1,
+            wait,
+            kind,
+        )
+        model.add_attempt(call, result.next_id, wait, self.now)
 
     def check_join(
         self, model: TaskModel, run_id: RunId | None, replica: Replica, result: object
@@ -304,6 +346,25 @@ class Ledger:
             assert result == is_suspended, result
             if model is not None and is_suspended:
                 model.unsuspend(self.now)
+
+    def check_attach(self, attach: Attach, result: AttachResult) -> None:
+        """Check and apply one `attach` result."""
+        model = self.models.get(attach.task_id)
+        expected: AttachResult
+        if model is None:
+            expected = AttachUnknown()
+        elif model.requester.app_id not in {None, attach.sender}:
+            expected = AttachRefused(model.requester.app_id)
+        elif model.state.is_final:
+            expected = AttachEnded(model.reply_at(self.now))
+        else:
+            expected = Attached(model.state)
+            before = model.addresses
+            model.attach(attach.reply_to)
+            dropped = [None, *(each for each in before if each not in model.addresses)]
+            assert isinstance(result, Attached)
+            assert result.dropped == dropped[-1]
+        assert result == expected, f"{result}, not {expected}"
 
     def check_cancel(self, cancel: Cancel, result: CancelResult) -> None:
         """Check and apply one `cancel` result."""

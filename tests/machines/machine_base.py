@@ -13,8 +13,9 @@ from machines.drain_store import drain_store
 from machines.inputs import InputFactory
 from machines.ledger import Ledger
 from machines.task_model import CallModel, TaskModel
-from machines.visible_state import check_known, check_row
+from machines.visible_state import check_known, check_mail, check_row
 from meshpoint.model.ids import TaskId
+from meshpoint.model.mailbox import RecordAnswer, SendSignal
 from meshpoint.model.tasks import OutboxItem, Replica, Run, TaskState
 from meshpoint.model.transitions import Cancel, Claim, End, Pause
 from meshpoint.ports.task_store import CheckpointStore
@@ -44,6 +45,8 @@ class StoreMachineBase(RuleBasedStateMachine):
         self.batches: dict[Replica, list[tuple[list[Claim], int]]] = {}
         self.cancels: list[Cancel] = []
         self.sends: list[OutboxItem] = []
+        self.signals: list[SendSignal] = []
+        self.answers: list[RecordAnswer] = []
         self.touched_ids: set[TaskId] = set()
         self.is_sound = True
         self.store = self.open_store()
@@ -115,6 +118,7 @@ class StoreMachineBase(RuleBasedStateMachine):
         for story in models:
             check_known(story, existing_tasks.get(story.task_id), self.clock.now())
             check_row(story, await self.store.task(story.task_id))
+            await check_mail(story, self.store)
 
     async def _check_nothing_stays_due(self) -> None:
         """After a sweep no waiting task stays due, since it would take space in the next batch."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from machines import sweeper_checks
-from machines.inputs import READS_ALL, REPLICAS, PauseShape
+from machines import mail_checks, sweeper_checks
+from machines.inputs import READS_ALL, REPLICAS, SIGNALS, PauseShape
 from machines.machine_base import BATCH_LIMIT, StoreMachineBase, pick
 from machines.task_model import CallModel
 from meshpoint.model.ids import TaskId
+from meshpoint.model.mailbox import RecordAnswer, SendSignal
 from meshpoint.model.tasks import Replica, Reply, Run, TaskState
 from meshpoint.model.transitions import Append, Begin, Cancel, Claim, End, Pause, Progress, Release
+from meshpoint.model.waits import is_question, is_signal
 from meshpoint.testing.conformance.build import AGENT, FORMAT, OTHER_FORMAT, SECOND
 
 
@@ -34,6 +38,9 @@ shapes = st.builds(
     entries=st.sampled_from([0, 1, 2]),
     replaces=st.booleans(),
     keeps_state=st.booleans(),
+    waits=st.lists(
+        st.sampled_from(["peer", "peer", "sleep", "question", "signal"]), min_size=0, max_size=5
+    ).map(tuple),
 )
 
 
@@ -178,6 +185,35 @@ class StoreMachine(StoreMachineBase):
             slots,
         )
 
+    @precondition(lambda self: any(call.planned.retry for _, call in self.pending()))
+    @rule(
+        failures=st.lists(numbers, min_size=1, max_size=4),
+        results=st.sampled_from([0, 1, 2]),
+        advice=st.sampled_from([3, 3, 3, 11, 15]),
+        replica=replicas,
+        slots=st.sampled_from([0, 1, BATCH_LIMIT]),
+    )
+    def fail_attempts(
+        self,
+        failures: list[int],
+        results: int,
+        advice: int,
+        replica: Replica,
+        slots: int,
+    ) -> None:
+        """Let attempts at calls fail, then let earlier ones have results after all."""
+        retried = [(id_, call) for id_, call in self.pending() if call.planned.retry]
+        failed = [each for number in failures for each in pick(retried, number)]
+        self._claim([self._response(id_, call, advice) for id_, call in failed], replica, slots)
+        earlier = [
+            (model.task_id, call)
+            for model in self.ledger.in_state(TaskState.WAITING)
+            for call in model.calls.values()
+            if call.superseded and any(call.seq == each.seq for each in model.pending_calls)
+        ]
+        claims = [self._response(id_, call, 0) for id_, call in earlier[:results]]
+        self._claim(claims, replica, slots)
+
     @precondition(lambda self: self.batches)
     @rule(replica=replicas, number=st.integers(0, 2))
     def repeat_claims(self, replica: Replica, number: int) -> None:
@@ -300,6 +336,19 @@ class StoreMachine(StoreMachineBase):
         for cancel, result in zip(cancels, results, strict=True):
             self.check_answer([cancel.task_id], self.ledger.check_cancel, cancel, result)
             self.sends += getattr(result, "cancels", ())
+
+    @rule(items=item_batches("open", "open", "any", "suspended", "unknown"))
+    def attach(self, items: list[tuple[str, int]]) -> None:
+        """Attach to tasks in any state, and to unknown ones."""
+        numbered = [
+            (id_, number)
+            for kind, number in items
+            for id_ in self._pick_task_ids([(kind, number)])
+        ]
+        attaches = [self.inputs.make_attach(task_id, number) for task_id, number in numbered]
+        results = self.run_step(self.store.attach(attaches))
+        for attach, result in zip(attaches, results, strict=True):
+            self.check_answer([attach.task_id], self.ledger.check_attach, attach, result)
 
     @rule(replica=replicas, chosen=st.lists(numbers, min_size=1, max_size=6))
     def renew(self, replica: Replica, chosen: list[int]) -> None:
@@ -443,6 +492,115 @@ class StoreMachine(StoreMachineBase):
         self.cancel([("running", number)])
         self.pause([("own", 0, shape)])
 
+    @rule(
+        items=item_batches("waiting", "waiting", "open", "any", "again", "other", "unknown"),
+        name=st.sampled_from(SIGNALS),
+    )
+    def signal(self, items: list[tuple[str, int]], name: str) -> None:
+        """Send signals: new, repeated, under a used id, and to tasks in any state."""
+        commands: list[SendSignal] = []
+        for kind, number in items:
+            if kind in {"again", "other"}:
+                chosen = pick(self.signals, number)
+                if kind == "other":
+                    chosen = [dataclasses.replace(each, value=b'"other"') for each in chosen]
+                commands += chosen
+                continue
+            waiting = [
+                model.task_id
+                for model in self.ledger.in_state(TaskState.WAITING)
+                if any(is_signal(call.planned.peer) for call in model.pending_calls)
+            ]
+            ids = (
+                pick(waiting, number)
+                if kind == "waiting"
+                else self._pick_task_ids([(kind, number)])
+            )
+            commands += [self.inputs.make_signal(task_id, name, number) for task_id in ids]
+        self._signal(commands)
+
+    def _signal(self, commands: list[SendSignal]) -> None:
+        self.signals += [each for each in commands if each not in self.signals]
+        results = self.run_step(self.store.signal(commands))
+        self.check_answer(
+            [each.task_id for each in commands],
+            mail_checks.check_signals,
+            self.ledger,
+            commands,
+            results,
+        )
+        self.sends += [notice for each in results for notice in getattr(each, "cancels", ())]
+
+    @rule(count=st.integers(1, 4), shape=shapes, replica=replicas)
+    def receive(self, count: int, shape: PauseShape, replica: Replica) -> None:
+        """Send signals to a running task, which then waits for some of them, and more."""
+        self.begin([("new", 0)], replica)
+        for run in pick(self.owners(), 0):
+            names = [SIGNALS[n // 2 % len(SIGNALS)] for n in range(count)]
+            self._signal([self.inputs.make_signal(run.task_id, name, 0) for name in names])
+        shape = dataclasses.replace(
+            shape, waits=("signal", "question", "signal", "peer", "signal")
+        )
+        self.pause([("own", 0, shape)])
+        self.acquire(replica, BATCH_LIMIT, BATCH_LIMIT)
+
+    @rule(shape=shapes, replica=replicas, waits_first=st.booleans())
+    def ask_again(self, shape: PauseShape, replica: Replica, waits_first: bool) -> None:
+        """Answer a question after its timeout. Then the task asks it again, or another one."""
+        self.begin([("new", 0)], replica)
+        asking = PauseShape((False,), None, None, 1, FORMAT, waits=("question",))
+        self.pause([("own", 0, asking)])
+        self.expire(REPLICAS[1], BATCH_LIMIT, 21)
+        self.answer([("asked", 0)])
+        if waits_first:
+            self.pause([("own", 0, dataclasses.replace(shape, waits=()))])
+            self.complete_joins(1, REPLICAS[1], BATCH_LIMIT)
+        self.pause([("own", 0, dataclasses.replace(shape, waits=("question", "signal")))])
+
+    @rule(items=item_batches("open", "asked", "asked", "again", "other", "unknown"))
+    def answer(self, items: list[tuple[str, int]]) -> None:
+        """Answer questions: open, asked before, answered, and never asked."""
+        commands = [each for kind, number in items for each in self._make_answers(kind, number)]
+        self.answers += [each for each in commands if each not in self.answers]
+        results = self.run_step(self.store.answer(commands))
+        self.check_answer(
+            [each.key.task_id for each in commands],
+            mail_checks.check_answers,
+            self.ledger,
+            commands,
+            results,
+        )
+        self.sends += [notice for each in results for notice in getattr(each, "cancels", ())]
+
+    def _make_answers(self, kind: str, number: int) -> list[RecordAnswer]:
+        asked = [(model.task_id, id_) for model in self.models for id_ in model.mail.questions]
+        waits = [
+            (task_id, call.id)
+            for task_id, call in self.pending()
+            if is_question(call.planned.peer)
+        ]
+        match kind:
+            case "again":
+                return pick(self.answers, number)
+            case "other":
+                asked = [(each.key.task_id, each.key.sub_task_id) for each in self.answers]
+            case "unknown":
+                asked = [(model.task_id, TaskId("~?approval.9")) for model in self.models]
+            case "open":
+                asked = waits
+        return [self.inputs.make_answer(*each) for each in pick(asked, number)]
+
+    @precondition(lambda self: self.runs())
+    @rule(kind=st.sampled_from(["own", "own", "zombie"]), number=numbers)
+    def set_value(self, kind: str, number: int) -> None:
+        """Set a value, as an owner or a zombie."""
+        for run in pick(self._writing_runs(kind), number):
+            command = self.inputs.make_value(run, number)
+            result = self.run_step(self.store.set_value(command))
+            self.check_answer(
+                [run.task_id], mail_checks.check_values, self.ledger, command, result
+            )
+
     @rule(replica=replicas)
     def crash(self, replica: Replica) -> None:
         """A replica forgets its runs, which write nothing from now on except as zombies."""
@@ -470,6 +628,15 @@ class StoreMachine(StoreMachineBase):
         self.check_answer(due, sweeper_checks.check_expired, self.ledger, replica, slots, results)
         self.sends += [notice for result in results for notice in result.cancels]
         self.run_step(self._check_nothing_stays_due())
+
+    @rule(replica=replicas, shape=shapes, after=st.sampled_from([6, 41, 61]))
+    def expire_waits(self, replica: Replica, shape: PauseShape, after: int) -> None:
+        """Let a task wait for longer than it may: its deadline interrupts all waits."""
+        waiting = dataclasses.replace(
+            shape, waits=("sleep", "question", "signal", "peer", "sleep")
+        )
+        self.pause([("new", 1, waiting)])
+        self.expire(replica, BATCH_LIMIT, after)
 
     @precondition(lambda self: self.ledger.in_state(TaskState.READY))
     @rule(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from machines.ledger import Ledger
 from machines.task_model import KEEP_ALIVES_PER_TIMEOUT, PendingSend, TaskModel
@@ -47,19 +48,30 @@ def check_expired(
     assert acquired <= slots, f"{acquired} tasks were acquired with {slots} slots"
     for result in results:
         story, calls = ledger.models[result.task_id], due[result.task_id]
+        retried = {each.sub_task_id: each for each in result.retried}
+        cancels = [story.notice(call) for call in calls if call.is_sent]
         for call in calls:
-            call.close(FailureKind.TIMEOUT, ledger.now)
+            wait = story.next_wait(call, FailureKind.TIMEOUT, ledger.now)
+            call.expire(ledger.now)
+            if wait is not None:
+                following = retried.pop(call.id)
+                ledger.add_attempt(story, call, FailureKind.TIMEOUT, wait, following)
+        assert not retried, retried
         assert result.timed_out == tuple(call.id for call in calls)
-        assert result.cancels == tuple(story.notice(call) for call in calls)
+        assert list(result.cancels[: len(cancels)]) == cancels
         if not story.is_join_met:
             assert result.join_result == StillWaiting(story.task_id, calls[-1].id)
+            assert len(result.cancels) == len(cancels)
         else:
+            assert isinstance(result.join_result, JoinCompleted | TaskReady)
+            assert result.join_result.cancels == ()
             may_run = story.is_readable_by(replica) and story.suspended_at is None
             left_ready = isinstance(result.join_result, TaskReady) and may_run
             assert not left_ready or acquired >= slots, (
                 "a task became ready although a slot was free"
             )
-            ledger.check_join(story, None, replica, result.join_result)
+            closed = replace(result.join_result, cancels=result.cancels[len(cancels) :])
+            ledger.check_join(story, None, replica, closed)
 
 
 def runnable(ledger: Ledger, replica: Replica, state: TaskState) -> list[TaskModel]:
@@ -217,7 +229,9 @@ def check_progress(
         if model is None or call is None or call.planned.peer != update.sender:
             assert result is None
             continue
-        assert result == ProgressRecorded(model.task_id, model.requester)
+        assert result == ProgressRecorded(
+            model.task_id, model.requester, followers=model.further_addresses
+        )
         idle_timeout = call.planned.idle_timeout
         if idle_timeout is not None:
             extended = min(ledger.now + idle_timeout, call.deadline)
@@ -289,8 +303,8 @@ def record_confirmed(ledger: Ledger, sends: Sequence[OutboxItem]) -> None:
         if model is None:
             continue
         match send:
-            case Reply(fence=fence):
-                model.reply_sending = None if fence == model.fence else model.reply_sending
+            case Reply():
+                model.confirm_reply(send)
             case Dispatch() | CancelNotice():
                 call = next(
                     (call for call in model.calls_with_row if call.id == send.sub_task_id), None

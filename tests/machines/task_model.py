@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
+from machines.mail_model import MailModel
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
-from meshpoint.model.outcomes import Failed, FailureKind, Outcome
+from meshpoint.model.messages import Address
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.questions import was_answered
 from meshpoint.model.tasks import (
     MAX_SWEEP_DELAY,
     NO_DEADLINE,
@@ -23,9 +27,12 @@ from meshpoint.model.tasks import (
     logged_format,
 )
 from meshpoint.model.transitions import Append, LogChange, Pause
+from meshpoint.model.waits import SLEEP_PEER, is_question, is_wait, sleep_end
 from meshpoint.testing.conformance.build import TIMINGS
 
 KEEP_ALIVES_PER_TIMEOUT = 3
+RETRY_SECONDS = 4
+"""First wait of calls that are retried; each further one is twice as long."""
 FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
 MAX_LEASE_FACTOR = 64  # maximum lease of a sender, in dispatch leases
 CLOSING_FAILURES = {FailureKind.TIMEOUT, FailureKind.CANCELLED}
@@ -66,10 +73,30 @@ class CallModel:
     claim_id: RunId | None = None
     dispatched: bool = False
     cancelling: bool = False
+    seq: int = 0
+    attempt: int = 1
+    superseded: bool = False
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the peer may have the request."""
+        return self.sending.attempts > 0
 
     @property
     def id(self) -> TaskId:
         return self.planned.sub_task_id
+
+    @property
+    def is_wait(self) -> bool:
+        """Whether it is a wait without a peer, for which nothing is sent."""
+        return is_wait(self.planned.peer)
+
+    def expire(self, now: datetime) -> None:
+        """End it because its own deadline, its join's or its task's has passed."""
+        if self.planned.peer == SLEEP_PEER and self.deadline <= now:
+            self.record(Ok(None), None)
+        else:
+            self.close(FailureKind.TIMEOUT, now)
 
     def record(self, outcome: Outcome, claim_id: RunId | None) -> None:
         """Record its only outcome."""
@@ -77,9 +104,10 @@ class CallModel:
         self.outcome, self.claim_id = without_message(outcome), claim_id
 
     def close(self, kind: FailureKind, now: datetime) -> None:
-        """Close it without its peer, which still has to be notified."""
+        """Close it without its peer, which has to be notified if it may have the request."""
         self.record(Failed(kind), None)
-        self.cancelling, self.sending = True, PendingSend(now + TIMINGS.dispatch_lease)
+        if self.is_sent:
+            self.cancelling, self.sending = True, PendingSend(now + TIMINGS.dispatch_lease)
 
 
 @dataclass(slots=True)
@@ -117,23 +145,38 @@ class TaskModel:
     appends: list[Append] = field(default_factory=list)
     log: tuple[bytes, ...] = ()
     log_seq: int = 0
+    mail: MailModel = field(default_factory=MailModel)
     reply: Reply | None = None
     reply_sending: PendingSend | None = None
+    # addresses that get the reply after the requester's
+    further_addresses: tuple[Address, ...] = ()
     ended_at: datetime | None = None
     expires_at: datetime | None = None
 
     @property
+    def is_early_cancel(self) -> bool:
+        """Whether its cancel came before its request."""
+        return self.state is TaskState.CANCELLED and self.fence == 0
+
+    @property
     def current_calls(self) -> list[CallModel]:
-        """Calls of this pause, in call order."""
+        """The open or last attempts at the calls of this pause, in call order."""
+        return [call for call in self._attempts if not call.superseded]
+
+    @property
+    def _attempts(self) -> list[CallModel]:
+        """All attempts at the calls of this pause, in call order, oldest first."""
         if self.state.is_final:
             return []
-        return [call for call in self.calls.values() if call.generation == self.generation]
+        calls = [call for call in self.calls.values() if call.generation == self.generation]
+        return sorted(calls, key=lambda call: (call.seq, call.attempt))
 
     @property
     def calls_with_row(self) -> list[CallModel]:
         """Calls with a row: this pause's, and closed ones whose peer is not notified yet."""
-        current = {call.id for call in self.current_calls}
-        return [call for call in self.calls.values() if call.cancelling or call.id in current]
+        current = {call.id for call in self._attempts}
+        calls = [call for call in self.calls.values() if call.cancelling or call.id in current]
+        return sorted(calls, key=lambda call: (call.generation, call.seq, call.attempt))
 
     @property
     def pending_calls(self) -> list[CallModel]:
@@ -172,6 +215,40 @@ class TaskModel:
             return []
         join_is_late = self.join_deadline is not None and self.join_deadline <= now
         return [call for call in self.pending_calls if join_is_late or call.due_at <= now]
+
+    def next_wait(
+        self, call: CallModel, kind: FailureKind, now: datetime, *, at_least: float = 0.0
+    ) -> timedelta | None:
+        """How long the next attempt waits. `None` if the failure of this one is final."""
+        policy = call.planned.retry
+        if policy is None or kind not in policy.retry_on or call.attempt == policy.max_attempts:
+            return None
+        wait = timedelta(seconds=max(RETRY_SECONDS * 2 ** (call.attempt - 1), at_least))
+        deadlines = (self.requester.deadline, self.join_deadline)
+        is_late = any(each is not None and now + wait >= each for each in deadlines)
+        return None if is_late else wait
+
+    def add_attempt(
+        self, call: CallModel, next_id: TaskId, wait: timedelta, now: datetime
+    ) -> None:
+        """Add the attempt after `call`, which the caller closes."""
+        planned = replace(call.planned, sub_task_id=next_id)
+        following = self._call_model(planned, now + wait, call.seq)
+        following.attempt = call.attempt + 1
+        following.sending = PendingSend(now + wait, attempts=0)
+        self.calls[next_id] = following
+        call.superseded = True
+
+    def let_win(self, call: CallModel, now: datetime) -> bool:
+        """Replace the open attempt by an earlier one. `False` if the call has ended."""
+        is_current = call.superseded and call.generation == self.generation
+        for other in self.pending_calls:
+            if is_current and other.seq == call.seq:
+                other.close(FailureKind.CANCELLED, now - TIMINGS.dispatch_lease)
+                other.superseded, call.superseded = True, False
+                call.outcome, call.cancelling = None, False
+                return True
+        return False
 
     def notice(self, call: CallModel) -> CancelNotice:
         """Notice for the peer of a closed call."""
@@ -254,10 +331,30 @@ class TaskModel:
             self.change_log(pause.log)
         self.join_deadline = now + pause.join.deadline if pause.join.deadline else None
         self.schedule_keep_alive(now)
-        for planned in pause.calls:
-            self.calls[planned.sub_task_id] = self._call_model(planned, now)
+        for seq, planned in enumerate(pause.calls):
+            self.calls.pop(planned.sub_task_id, None)  # a question that is asked again
+            self.calls[planned.sub_task_id] = self._call_model(planned, now, seq)
+        self._receive_mail()
         if self.is_join_met:
+            for call in self.pending_calls:  # never sent, so there is nothing to cancel
+                call.record(Failed(FailureKind.CANCELLED), None)
             self.state, self.due_at = TaskState.READY, self._due(now)
+
+    def _receive_mail(self) -> None:
+        """Receive signals and kept answers, in call order, until the join is met."""
+        questions = [call.planned for call in self.current_calls if is_question(call.planned.peer)]
+        for planned in questions:
+            self.mail.drop_answer_to_other(planned.sub_task_id, planned.body)
+        for call in self.pending_calls:
+            if self.is_join_met:
+                break
+            outcome = self.mail.kept_answer(call.id) or self.mail.receive(call.planned.peer)
+            if outcome is not None:
+                call.record(outcome, None)
+        for planned in questions:
+            outcome = self.calls[planned.sub_task_id].outcome
+            if outcome is None or was_answered(outcome):
+                self.mail.ask(planned.sub_task_id, planned.body, outcome)
 
     def extend_late_calls(self, now: datetime) -> None:
         """Start idle deadlines that are found late again."""
@@ -283,19 +380,30 @@ class TaskModel:
         self.log = (*(() if change.replaces else self.log), *change.entries)
         self.log_seq += len(change.entries)
 
-    def _call_model(self, planned: PlannedCall, now: datetime) -> CallModel:
+    def _call_model(self, planned: PlannedCall, now: datetime, seq: int) -> CallModel:
         own = NO_DEADLINE if planned.timeout is None else now + planned.timeout
         deadline = min(own, self.requester.deadline or own)
         due_at = min(deadline, now + planned.idle_timeout) if planned.idle_timeout else deadline
-        sending = PendingSend(now + TIMINGS.dispatch_lease)
-        return CallModel(planned, self.generation, deadline, due_at, sending, planned.outcome)
+        if planned.peer == SLEEP_PEER:
+            deadline = datetime.fromtimestamp(sleep_end(planned.headers, now.timestamp()), UTC)
+            due_at = min(deadline, self.requester.deadline or deadline)
+        return CallModel(
+            planned,
+            self.generation,
+            deadline,
+            due_at,
+            PendingSend(now + TIMINGS.dispatch_lease, 0 if is_wait(planned.peer) else 1),
+            planned.outcome,
+            dispatched=is_wait(planned.peer),
+            seq=seq,
+        )
 
     def close_pending(self, now: datetime) -> tuple[CancelNotice, ...]:
         """Close the calls that are not needed any more; return notices for their peers."""
         closed = self.pending_calls
         for call in closed:
             call.close(FailureKind.CANCELLED, now)
-        return tuple(self.notice(call) for call in closed)
+        return tuple(self.notice(call) for call in closed if call.is_sent)
 
     def end_with_reply(
         self, state: TaskState, body: bytes, written_by: RunId, now: datetime
@@ -309,6 +417,39 @@ class TaskModel:
             PendingSend(now + TIMINGS.dispatch_lease) if self.requester.reply_to else None
         )
         self.expires_at = max(now, self.requester.deadline or now) + TIMINGS.tombstone_ttl
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """The addresses that get the reply, in this order."""
+        first = self.requester.reply_to
+        return self.further_addresses if first is None else (first, *self.further_addresses)
+
+    def attach(self, address: Address) -> None:
+        """Send the reply to one more address."""
+        if address not in self.addresses:
+            position = 0 if self.requester.parent_task_id is None else 1
+            addresses = [*self.addresses[:position], address, *self.addresses[position:]]
+            self._set_addresses(addresses[:4])
+
+    def confirm_reply(self, sent: Reply) -> None:
+        """Record that the broker has a reply, which makes it due to the next address."""
+        is_current = self.reply is not None and (sent.fence, sent.requester.reply_to) == (
+            self.fence,
+            self.requester.reply_to,
+        )
+        if self.reply is None or not is_current or self.reply_sending is None:
+            return
+        self.reply_sending = None
+        if self.further_addresses:
+            self._set_addresses(self.further_addresses)
+            self.reply = replace(self.reply, requester=self.requester)
+            assert self.ended_at is not None
+            self.reply_sending = PendingSend(self.ended_at)
+
+    def _set_addresses(self, addresses: Sequence[Address]) -> None:
+        first, *further = addresses
+        self.requester = replace(self.requester, reply_to=first)
+        self.further_addresses = tuple(further)
 
     def reply_at(self, now: datetime) -> Reply:
         """The reply, with its age at `now`."""
@@ -341,4 +482,5 @@ class TaskModel:
             rescues=self.rescues,
             log=self.log,
             log_seq=self.log_seq,
+            followers=self.further_addresses,
         )

@@ -24,6 +24,7 @@ from meshpoint.errors import MemoryRefused
 from meshpoint.model.ids import RunId, new_id
 from meshpoint.model.memory import Answer, Command, Item, Kind, Owner
 from meshpoint.ports.working_memory import WorkingMemory
+from servers import REDIS_LIMIT
 
 _MIN_EXAMPLES = int(os.environ.get("MESHPOINT_MODEL_EXAMPLES", "0"))
 _NUMBERS = count(1)
@@ -325,7 +326,7 @@ def test_the_redis_adapter_behaves_like_the_inprocess_memory(
     with asyncio.Runner() as runner:
 
         async def opened() -> WorkingMemory:
-            return RedisWorkingMemory(redis_url, namespace=namespace)
+            return RedisWorkingMemory(redis_url, timeout=REDIS_LIMIT, namespace=namespace)
 
         memory = runner.run(opened())
         try:

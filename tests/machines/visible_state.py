@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from machines.mail_checks import expected_questions, normalize_question
 from machines.task_model import CallModel, TaskModel
 from meshpoint.model.outcomes import Failed
 from meshpoint.model.tasks import CallState, CallSummary, TaskState, TaskSummary
 from meshpoint.model.transitions import ExistingTask
+from meshpoint.ports.task_store import CheckpointStore
 
 
 def check_known(model: TaskModel, known: ExistingTask | None, now: datetime) -> None:
@@ -52,11 +54,23 @@ def check_row(model: TaskModel, row: tuple[TaskSummary, list[CallSummary]] | Non
     _check_reachable(model, summary)
 
 
+async def check_mail(model: TaskModel, store: CheckpointStore) -> None:
+    """Kept signals, questions, kept answers and values match the model."""
+    mailbox, expected = await store.mailbox(model.task_id), model.mail.to_mailbox()
+    assert mailbox == expected, f"{mailbox}\n{expected}"
+    if questions := expected_questions(model):
+        found = await store.find_questions([each.key for each in questions])
+        assert [normalize_question(each) for each in found] == questions
+
+
 def _check_reachable(model: TaskModel, summary: TaskSummary) -> None:
     """The sweeper will find every task that has not ended."""
     match model.state:
         case TaskState.WAITING:
             assert model.pending_calls, f"{model.task_id} waits for nothing"
+            kept = {each.sent.peer for each in model.mail.signals if not each.received}
+            awaited = {call.planned.peer for call in model.pending_calls}
+            assert not kept & awaited, f"{model.task_id} waits for a signal that it has"
             deadlines = [call.due_at for call in model.pending_calls]
             assert summary.wake_at <= min([*deadlines, model.join_deadline or deadlines[0]])
         case TaskState.RUNNING | TaskState.READY | TaskState.PARKED:

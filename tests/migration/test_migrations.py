@@ -240,20 +240,20 @@ async def test_a_newer_database_still_serves_older_replicas(empty_url: str) -> N
 
 @pytest.mark.servers
 async def test_a_nonexistent_database_is_reported_as_a_wrong_url(empty_postgres_url: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"session_db_url.*does not exist"):
+    with pytest.raises(ConfigurationError, match=r"database: .*does not exist"):
         await open_and_close_store(empty_postgres_url + "_elsewhere")
 
 
 @pytest.mark.parametrize("url", ["mysql://host/name", "sqlite://", "sqlite:///:memory:", "no url"])
 def test_unsupported_databases_are_rejected(url: str) -> None:
-    with pytest.raises(ConfigurationError, match="session_db_url"):
+    with pytest.raises(ConfigurationError, match="database"):
         SqlStore(url, namespace="test")
 
 
 async def test_a_file_that_is_not_a_database_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not a database, " * 100)
     store = SqlStore(f"sqlite:///{tmp_path}/notes.txt", namespace="test")
-    with pytest.raises(ConfigurationError, match=r"session_db_url.*not a SQLite database"):
+    with pytest.raises(ConfigurationError, match=r"database: .*not a SQLite database"):
         await store.open()
     await store.close()
 
@@ -454,9 +454,7 @@ async def execute_all(url: str, statements: list[str]) -> None:
 async def test_a_foreign_version_table_is_reported_in_one_line(empty_url: str, shape: str) -> None:
     statements, problem = FOREIGN_VERSION_TABLES[shape]
     await execute_all(empty_url, statements)
-    error = (
-        f"session_db_url: cannot use table {VERSION_TABLE}: .*{problem}; use another database.*$"
-    )
+    error = f"database: cannot use table {VERSION_TABLE}: .*{problem}; use another database.*$"
     for ask in (migrations.check, migrations.upgrade):
         with pytest.raises(ConfigurationError, match=error):
             await asyncio.to_thread(ask, empty_url)

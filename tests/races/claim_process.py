@@ -15,7 +15,7 @@ from meshpoint.model.transitions import Claim, JoinCompleted
 
 
 async def main(url: str, name: str) -> None:
-    store = SqlStore(url, namespace="test")
+    store = SqlStore(url, namespace="test", lock_timeout=timedelta(seconds=30))
     await store.open()
     print("ready", flush=True)
     calls: list[tuple[str, str]] = json.loads(await asyncio.to_thread(sys.stdin.readline))

@@ -19,7 +19,12 @@ from meshpoint.testing.conformance.build import an_end, one, paused, resumed, ro
 async def test_a_call_whose_cancel_is_confirmed_before_the_end_is_deleted_with_it(
     postgres_url: str,
 ) -> None:
-    store = SqlStore(postgres_url, namespace="test", command_timeout=timedelta(seconds=30))
+    store = SqlStore(
+        postgres_url,
+        namespace="test",
+        command_timeout=timedelta(seconds=30),
+        lock_timeout=timedelta(seconds=30),
+    )
     await store.open()
     confirmer, observer = await asyncpg.connect(postgres_url), await asyncpg.connect(postgres_url)
     try:

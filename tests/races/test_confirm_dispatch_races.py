@@ -26,7 +26,12 @@ _CLAIM_STATEMENTS = (  # as a claim does, up to its commit
 async def test_a_dispatch_confirmation_concurrent_with_a_claim_is_not_lost(
     postgres_url: str,
 ) -> None:
-    store = SqlStore(postgres_url, namespace="test", dispatch_lease=timedelta())
+    store = SqlStore(
+        postgres_url,
+        namespace="test",
+        dispatch_lease=timedelta(),
+        lock_timeout=timedelta(seconds=30),
+    )
     await store.open()
     claimer, observer = await asyncpg.connect(postgres_url), await asyncpg.connect(postgres_url)
     try:

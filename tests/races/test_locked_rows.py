@@ -14,6 +14,7 @@ from concurrent_answer import wait_for_lock_waiter
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.errors import RowLocked, StoreUnavailable
 from meshpoint.model.ids import TaskId
+from meshpoint.model.mailbox import MailAccepted
 from meshpoint.model.tasks import Run, TaskState
 from meshpoint.model.transitions import (
     CancelCommitted,
@@ -52,6 +53,7 @@ from meshpoint.testing.conformance.build import (
     sub,
     task_ids,
 )
+from meshpoint.testing.conformance.store_mailbox import a_receive, a_signal
 
 HOUR = timedelta(hours=1)
 
@@ -60,6 +62,7 @@ _LOCK_STATEMENTS = {
     "call": "SELECT 1 FROM agent_peer_sub_tasks WHERE logical_task_id = $1 LIMIT 1 FOR UPDATE",
     "join": "SELECT 1 FROM agent_parallel_invocations WHERE logical_task_id = $1 FOR UPDATE",
 }
+_LOCK_SIGNALS = "SELECT 1 FROM agent_task_signals WHERE logical_task_id = $1 FOR UPDATE"
 _RENEWED_QUERY = """
 SELECT count(*) FROM agent_paused_tasks WHERE logical_task_id = $1 AND wake_at > $2
 """
@@ -94,7 +97,8 @@ async def lock_row(
     connection = await asyncpg.connect(url)
     try:
         async with connection.transaction():
-            assert await connection.fetch(_LOCK_STATEMENTS[row], task_id)
+            statement = _LOCK_STATEMENTS.get(row, _LOCK_SIGNALS)
+            assert await connection.fetch(statement, task_id)
             yield connection
     finally:
         await connection.close()
@@ -277,6 +281,27 @@ async def test_a_checkpoint_waits_only_for_its_own_rows(
     finally:
         await holder.close()
     assert isinstance(one(await store.end([an_end(locked)])), EndCommitted)
+
+
+@pytest.mark.parametrize("row", ["task", "signal"])
+async def test_signals_and_pauses_wait_only_for_their_own_rows(
+    store: SqlStore, postgres_url: str, row: str
+) -> None:
+    locked, other = await begin_runs(store, 2)
+    for run in (locked, other):
+        await store.signal([a_signal(run.task_id)])
+    async with lock_row(postgres_url, locked.task_id, row):
+        results = await store.signal([a_signal(locked.task_id), a_signal(other.task_id)])
+        if row == "task":
+            assert results[0] == TaskLocked(locked.task_id)
+        assert results[1] == MailAccepted()
+        pauses = [a_pause(a_receive(), run=run) for run in (locked, other)]
+        with pytest.raises(RowLocked):
+            await store.pause(pauses)
+        assert task_ids(await store.acquire(HERE, 10)) == [other.task_id]
+    repeated = await store.pause(pauses[:1])
+    assert repeated == [PauseCommitted(TaskState.READY, ())]
+    assert task_ids(await store.acquire(HERE, 10)) == [locked.task_id]
 
 
 @pytest.mark.parametrize("row", _LOCK_STATEMENTS)

@@ -43,8 +43,15 @@ _WITHOUT_LEASE = replace(HERE, lease=-timedelta(minutes=1))
 
 @pytest.fixture
 async def stores(database_url: str) -> AsyncIterator[tuple[SqlStore, SqlStore]]:
-    """Two stores on one database, as two replicas open them."""
-    first, second = (SqlStore(database_url, namespace="test") for _ in range(2))
+    """Two stores on one database, as two replicas open them.
+
+    They wait a long time for each other's locks, because after a lock timeout a caller would only
+    retry.
+    """
+    first, second = (
+        SqlStore(database_url, namespace="test", lock_timeout=timedelta(seconds=30))
+        for _ in range(2)
+    )
     await first.open()
     await second.open()
     yield first, second

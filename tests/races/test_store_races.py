@@ -60,8 +60,13 @@ def make_store(
     command_timeout: timedelta = timedelta(seconds=30),
     dispatch_lease: timedelta = timedelta(seconds=5),
 ) -> SqlStore:
+    """A store that waits a long time for locks, so that a busy machine causes no timeouts."""
     return SqlStore(
-        url, namespace="test", command_timeout=command_timeout, dispatch_lease=dispatch_lease
+        url,
+        namespace="test",
+        command_timeout=command_timeout,
+        dispatch_lease=dispatch_lease,
+        lock_timeout=timedelta(seconds=30),
     )
 
 

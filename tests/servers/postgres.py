@@ -43,6 +43,7 @@ class PostgresServer(PrivateServer):
             "listen_addresses": "127.0.0.1",
             "unix_socket_directories": str(self.folder.path),
             "max_connections": "200",
+            "max_wal_size": "256MB",  # the folder may be in memory
             **self._settings,
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]

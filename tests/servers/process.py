@@ -19,6 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 # Runs in the server's process before the server: gives up root, then asks the kernel to end the
 # process when its parent dies. The order matters, because a change of user clears that request. It
@@ -45,9 +46,12 @@ class ServerFailed(Exception):
 class ServerFolder:
     """A temporary folder that belongs to the server's user."""
 
+    parent: ClassVar[Path | None] = None
+    """Where new folders are created. `None` is the default for temporary files."""
+
     def __init__(self, name: str, users: tuple[str, ...]) -> None:
         self.user = _unprivileged_user(users) if os.geteuid() == 0 else ""
-        self.path = Path(tempfile.mkdtemp(prefix=f"meshpoint-{name}-"))
+        self.path = Path(tempfile.mkdtemp(prefix=f"meshpoint-{name}-", dir=self.parent))
         self.chown(self.path)
 
     def chown(self, path: Path) -> Path:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from datetime import timedelta
 
 from .locate import redis_programs
 from .process import PrivateServer, ServerFolder, free_port
+
+REDIS_LIMIT = timedelta(minutes=5)
+"""The limit of a request to Redis in tests: no busy machine reaches it."""
 
 
 class RedisServer(PrivateServer):

@@ -1,5 +1,8 @@
 """The agents: `root` pauses twice, `nested` pauses once between subtasks, `leaf` answers.
 
+`patient` is a function that sleeps and asks a person. The others are in `retrying_agents` and
+`listener`.
+
 `impatient` is a function, which cancels some of its steps and calls a leaf after each group of
 them. What it calls depends on which steps it has cancelled, so a replay that cancels others fails.
 
@@ -12,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -25,28 +27,28 @@ from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Call, Done, Join, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import new_id
 from meshpoint.model.outcomes import Failed, Ok, Outcomes
+from meshpoint.model.questions import Question
+
+from .values import OnReturned, Think, leaf_value, nested_value
 
 JOINS = (ALL, FIRST, AT_LEAST(3))
-Think = Callable[[], Awaitable[None]]
-"""Spends an agent's time: a moment, or more than a lease."""
-OnReturned = Callable[[str, str, str], None]
-"""Called with task, subtask or step, and result when it returns."""
-
-
-def leaf_value(number: int) -> int:
-    """Result of `leaf`."""
-    return 2 * number
-
-
-def nested_value(number: int) -> int:
-    """Result of `nested`."""
-    return leaf_value(number) + leaf_value(number + 1)
-
-
-VALUES = {"leaf": leaf_value, "nested": nested_value, "impatient": leaf_value}
-MAY_LACK_RESULTS = ("nested", "impatient")
-"""Agents that return null if a call of theirs has no result."""
-_PEERS = ("leaf", "nested", "impatient", "nested", "leaf")
+VALUES = {
+    "leaf": leaf_value,
+    "nested": nested_value,
+    "impatient": leaf_value,
+    "patient": leaf_value,
+    "insistent": leaf_value,
+    "listener": leaf_value,
+}
+MAY_LACK_RESULTS = ("nested", "impatient", "patient")
+"""Agents that return null if a call has no result, or a question no answer."""
+_MAY_RETURN_NULL = ("insistent", "listener")
+"""Agents whose null is a result: all attempts at a call have failed, or no signal came."""
+_PEERS = (
+    ("leaf", "nested", "impatient", "patient", "insistent"),
+    ("listener", "nested", "impatient", "patient", "leaf"),
+    ("insistent", "nested", "listener", "patient", "leaf"),
+)
 
 
 def joins_of(number: int) -> tuple[Join, Join]:
@@ -170,6 +172,52 @@ class Impatient(FunctionAgent[int, int | None]):
         raise ValueError("as planned")
 
 
+class Patient(FunctionAgent[int, int | None]):
+    """Sleeps, and asks a person twice. A question without an answer is asked up to three times."""
+
+    name = "patient"
+
+    def __init__(self, think: Think, on_returned: OnReturned) -> None:
+        super().__init__(self._serve, "patient")
+        self._think = think
+
+    async def _serve(self, ctx: TaskExecutionContext, number: int) -> int | None:
+        await self._think()
+        began, duration = ctx.now(), timedelta(seconds=(0, 0.3, 2, 10)[number % 4])
+        await ctx.sleep(duration)
+        slept = ctx.now() - began
+        if slept < duration - _MAX_SKEW:
+            raise AssertionError(f"slept for {slept} instead of {duration}")
+        await self._think()
+        confirmed = await self._ask(ctx, number)
+        if confirmed is None:
+            return None
+        first, _ = await ctx.gather_outcomes(ctx.sleep(1), ctx.sleep(3600), join=FIRST)
+        if not isinstance(first, Ok):
+            raise AssertionError(f"the shorter sleep is {first}")
+        return confirmed and await self._ask(ctx, number + 1) and leaf_value(number)
+
+    async def _ask(self, ctx: TaskExecutionContext, number: int) -> bool | None:
+        """Ask for `number + 1`, which is never 0. `None` if the question gets no answer."""
+        for _ in range(3):
+            try:
+                answer = await ctx.wait_for(
+                    _CONFIRM, prompt=str(number + 1), timeout=(2, 10, 30)[number % 3]
+                )
+            except TimeoutError:
+                await ctx.sleep(4)  # an answer is kept meanwhile
+                continue
+            if answer != number + 1:
+                raise AssertionError(f"question {number + 1} has the answer {answer}")
+            return True
+        return None
+
+
+_CONFIRM = Question("confirm", int)
+_MAX_SKEW = timedelta(seconds=0.5)
+"""Maximum difference of two replicas' clocks."""
+
+
 class Root(_Agent):
     """Pauses twice; returns its number and every wrong outcome it has seen."""
 
@@ -207,6 +255,8 @@ def check_outcomes(
         match outcome:
             case Ok(value=None) if peer in MAY_LACK_RESULTS:
                 pass
+            case Ok(value=None) if peer in _MAY_RETURN_NULL:
+                result_count += 1
             case Ok(value=value) if value == VALUES[peer](number):
                 result_count += 1
             case Failed(kind=kind) if kind in {"timeout", "cancelled"}:
@@ -218,7 +268,7 @@ def check_outcomes(
 
 def _calls_of(number: int, pauses: int) -> list[tuple[str, int]]:
     first = 10 * number + 100 * pauses
-    return [(peer, first + n) for n, peer in enumerate(_PEERS)]
+    return [(peer, first + n) for n, peer in enumerate(_PEERS[(number + pauses) % len(_PEERS)])]
 
 
 def _pause_for_calls(state: dict[str, JsonValue]) -> Paused:

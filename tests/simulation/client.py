@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody
-from meshpoint.model.envelopes import cancel_message
+from meshpoint.model.envelopes import cancel_message, complete_message
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.messages import (
     Address,
@@ -20,6 +20,7 @@ from meshpoint.model.messages import (
     request_queue,
     response_queue,
 )
+from meshpoint.model.questions import QuestionKey
 from meshpoint.ports.broker import Delivery, PublishResult
 
 from .broker import SimulatedBroker
@@ -85,6 +86,11 @@ class SimulatedClient:
         await self._send(
             response_queue(agent), replace(cancel_message(CLIENT, task_id), user_id=OPERATOR)
         )
+
+    async def complete(self, key: QuestionKey, value: JsonValue) -> None:
+        """Answer a question."""
+        message = complete_message(CLIENT, key.to_id(), key.task_id, value, response_queue(CLIENT))
+        await self._send(response_queue(key.agent), replace(message, user_id=OPERATOR))
 
     async def _send(self, address: Address, message: Message) -> None:
         while True:

@@ -15,9 +15,12 @@ from .broker import BROKER
 from .client import ClientRequest
 from .mesh import Mesh
 from .network_faults import draw_fault_rates
+from .person import Person
 from .replicas import Process
+from .signal_sender import SignalSender
 from .store import STORE
 
+_SENDERS = ("ada", "bob")
 _HEALING_SECONDS = 600.0
 """Virtual seconds until everything must have ended: back-offs of up to a minute may add up."""
 
@@ -27,6 +30,8 @@ class FaultPlan:
 
     def __init__(self, mesh: Mesh, rng: Random) -> None:
         self._mesh, self._rng = mesh, rng
+        self._person = Person(mesh, Random(rng.random()))
+        self._senders = [SignalSender(mesh, name, Random(rng.random())) for name in _SENDERS]
         self._background: set[asyncio.Task[None]] = set()
         self._cancelled_calls: set[str] = set()
         self._actions: list[Callable[[], Awaitable[None]]] = [
@@ -48,8 +53,22 @@ class FaultPlan:
         """Run the whole plan; violations are recorded in the ledger."""
         mesh, rng = self._mesh, self._rng
         await mesh.open()
+        for sender in self._senders:
+            await sender.open()
         mesh.network.fault_rates = draw_fault_rates(rng)
         mesh.trace(f"{mesh.variant} {mesh.network.fault_rates}")
+        others = [asyncio.ensure_future(self._person.run())]
+        others += [asyncio.ensure_future(each.run()) for each in self._senders]
+        try:
+            await self._apply_faults()
+        finally:
+            for each in others:
+                if each.done() and not each.cancelled():
+                    mesh.ledger.check(False, f"a caller died: {each.exception()!r}")
+                each.cancel()
+
+    async def _apply_faults(self) -> None:
+        mesh, rng = self._mesh, self._rng
         request_task = self._start_in_background(self._send_requests())
         for _ in range(rng.randint(5, 40)):
             await asyncio.sleep(rng.choice([0.02, 0.2, 1, 3]) * rng.random())
@@ -74,6 +93,9 @@ class FaultPlan:
         mesh = self._mesh
         mesh.trace("heal")
         mesh.network.stop_faults()
+        self._person.is_hurried = True
+        for sender in self._senders:
+            sender.is_hurried = True
         await mesh.store.unsuspend(self._suspended_ids())
         for process in mesh.live_processes:
             process.thaw()
@@ -229,6 +251,7 @@ class FaultPlan:
         mesh = self._mesh
         for dead_letter in mesh.dead_letters():
             mesh.ledger.check(False, f"dead letter: {dead_letter}")
+        mesh.ledger.signals.check_end(list(mesh.store.tables.tasks.values()))
         for request in mesh.client.requests:
             replies = mesh.ledger.replies[request.task_id]
             for outcome in replies:

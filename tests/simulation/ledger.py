@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 
 from meshpoint.adapters.inprocess.rows import CallRow, TaskRow
 from meshpoint.engine.task_log import step_entries
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.bodies import ResponseBody, parse_body
 from meshpoint.model.messages import Address, Message, MessageType
-from meshpoint.model.outcomes import Ok, Outcome
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, decode_outcome
+from meshpoint.model.questions import QuestionKey
 from meshpoint.model.subtasks import AgentCheckpoint
+from meshpoint.model.waits import is_question, is_wait
 from meshpoint.subtasks.step_records import StepEnd, StepRecord
 
-DATABASE = "database"
+from .attempt_ledger import AttemptLedger
+from .signal_ledger import SignalLedger
+
+_WITHOUT_ROW = ("leaf", "flaky")
+"""Agents that end in their first segment."""
 
 
 class Violation(AssertionError):
@@ -25,8 +32,10 @@ class Violation(AssertionError):
 class Ledger:
     """Records writes and messages. `violations` lists violations, oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         self.violations: list[str] = []
+        self.attempts = AttemptLedger(self.check, now)
+        self.signals = SignalLedger(self.check)
         self.replies: dict[str, list[Outcome]] = defaultdict(list)
         self.calls: dict[str, str] = {}
         """The peer of each call that a store has committed, by sub-task."""
@@ -84,6 +93,8 @@ class Ledger:
             )
         for call in row.calls.values():
             self._check_call(store_name, row, call)
+        self.attempts.check_row(store_name, row)
+        self.signals.check_row(store_name, row)
         for _, entry in row.log:
             self._check_entry(store_name, row, entry)
         if row.operation is not None and row.operation.checkpoints:
@@ -121,18 +132,33 @@ class Ledger:
         self.check(recorded, f"subtask {subtask} of {task_id} returned an unsaved value")
 
     def _check_call(self, store_name: str, row: TaskRow, call: CallRow) -> None:
-        self.calls[call.sub_task_id] = call.peer
-        self._callers[call.sub_task_id].add(row.task_id)
+        if not is_wait(call.peer):
+            self.calls[call.sub_task_id] = call.peer
+            self._callers[call.sub_task_id].add(row.task_id)
+        if call.attempt is not None:
+            return  # `attempts` checks it
         key = store_name, row.task_id, call.generation, call.call_id
         sub = self._sub_task_ids.setdefault(key, call.sub_task_id)
         self.check(
             sub == call.sub_task_id, f"call {key} has two sub-tasks: {sub}, {call.sub_task_id}"
         )
         if call.outcome is not None:
-            first = self._outcomes.setdefault((store_name, call.sub_task_id), call.outcome)
+            # A question that is asked again has the same id.
+            place = f"{row.task_id} {call.generation} {call.sub_task_id}"
+            is_new = (store_name, place) not in self._outcomes
+            first = self._outcomes.setdefault((store_name, place), call.outcome)
             self.check(
                 first == call.outcome, f"call {key} has two outcomes: {first!r}, {call.outcome!r}"
             )
+            if is_new and is_question(call.peer):
+                self._check_answer(row, call, decode_outcome(call.outcome))
+
+    def _check_answer(self, row: TaskRow, call: CallRow, outcome: Outcome) -> None:
+        """An answered question gets no timeout: its answer is the outcome of the next wait."""
+        key = QuestionKey(row.agent, row.task_id, call.sub_task_id)
+        is_late = isinstance(outcome, Failed) and outcome.kind is FailureKind.TIMEOUT
+        is_answered = self.signals.is_strict and key in self.signals.answered
+        self.check(not (is_late and is_answered), f"{key} was answered, and has {outcome}")
 
     def check_accepted(self, address: Address, message: Message) -> None:
         """Check a message that the broker accepted."""
@@ -142,10 +168,11 @@ class Ledger:
                 self.check(
                     task_id in self.calls, f"request {task_id} was sent before it was committed"
                 )
+                self.attempts.check_sent(task_id)
             case MessageType.RESPONSE:
                 outcome = _outcome_of(message)
                 self.replies[task_id].append(outcome)
-                if isinstance(outcome, Ok) and message.app_id != "leaf":
+                if isinstance(outcome, Ok) and message.app_id not in _WITHOUT_ROW:
                     committed = message.body in self._results[task_id]
                     self.check(
                         committed, f"the result of {task_id} was sent before it was committed"

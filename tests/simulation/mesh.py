@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from random import Random
 from typing import Any
@@ -16,16 +15,19 @@ from meshpoint.model.ids import AgentName
 from meshpoint.model.messages import dead_letter_queue
 from meshpoint.model.options import Options, StoreTimings
 
-from .agents import Impatient, Leaf, Nested, Root
+from .agents import Impatient, Leaf, Nested, Patient, Root
 from .broker import SimulatedBroker, SimulatedExchange
 from .client import OPERATOR, SimulatedClient
-from .ledger import DATABASE, Ledger
+from .ledger import Ledger
+from .listener import Listener
 from .loop import SimulatedLoop
 from .network_faults import Network
 from .replicas import Process, VirtualClock
+from .retrying_agents import Flaky, Insistent
 from .store import RemoteStore, WatchedStore
+from .values import DATABASE
 
-AGENTS = (Root, Nested, Impatient, Leaf)
+AGENTS = (Root, Nested, Impatient, Patient, Insistent, Listener, Flaky, Leaf)
 
 
 _TIMINGS = StoreTimings(dispatch_lease=timedelta(seconds=1))
@@ -80,20 +82,15 @@ class Mesh:
         self.variant = draw_variant(self.rng)
         self.network = Network(Random(f"{seed}/weather"), trace)
         self.exchange = SimulatedExchange(self.network)
-        self.ledger = Ledger()
         self.clock = VirtualClock(loop)
-        self.store = WatchedStore(
-            self.clock,
-            _TIMINGS,
-            partial(self.ledger.check_written, DATABASE),
-            self.ledger.check,
-            durable=True,
-        )
+        self.ledger = Ledger(self.clock.now)
+        self.ledger.signals.is_strict = self.is_strict
+        self.store = WatchedStore(self.clock, _TIMINGS, DATABASE, self.ledger, durable=True)
         self.processes: list[Process] = []
         self.live_processes: list[Process] = []
         self.memories: dict[str, WatchedStore] = {}
         self._numbers = count(1)
-        self.client = SimulatedClient(self._broker("client"))
+        self.client = SimulatedClient(self.connect("client"))
 
     @property
     def is_strict(self) -> bool:
@@ -117,17 +114,11 @@ class Mesh:
         """Start a replica of `agent`."""
         name = f"{agent.name}-{next(self._numbers)}"
         clock = VirtualClock(self.loop, self.rng.uniform(-0.2, 0.2))
-        memory = WatchedStore(
-            clock,
-            _TIMINGS,
-            partial(self.ledger.check_written, name),
-            self.ledger.check,
-            durable=False,
-        )
+        memory = WatchedStore(clock, _TIMINGS, name, self.ledger, durable=False)
         process = Process(
             name,
             agent,
-            broker=self._broker(name),
+            broker=self.connect(name),
             memory=memory,
             durable=self._open_store if self.variant.durable else None,
             clock=clock,
@@ -148,8 +139,13 @@ class Mesh:
         await self.client.open()
         for agent in AGENTS:
             for _ in range(self.rng.randint(2, 3)):
-                self.launch(agent(self._random_pause, self.ledger.check_returned))
+                self.launch(self._create(agent))
         await asyncio.sleep(1)
+
+    def _create(self, agent: type[Any]) -> Any:
+        if agent is Listener:
+            return Listener(self._random_pause, self.ledger.signals.check_received)
+        return agent(self._random_pause, self.ledger.check_returned)
 
     def unfinished_work(self) -> list[str]:
         """Unfinished work, except tasks that wait for a dropped reply."""
@@ -207,7 +203,8 @@ class Mesh:
             if row.task_id not in excused_ids
         ]
 
-    def _broker(self, process: str) -> SimulatedBroker:
+    def connect(self, process: str) -> SimulatedBroker:
+        """A connection of `process` to the broker. It is not open yet."""
         return SimulatedBroker(self.exchange, self.network, process, self.ledger.check_accepted)
 
     def _open_store(self) -> Any:

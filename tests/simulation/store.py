@@ -9,7 +9,14 @@ from typing import Any
 from meshpoint.adapters.inprocess.rows import Tables, TaskRow
 from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
-from meshpoint.model.ids import RunId
+from meshpoint.model.ids import RunId, TaskId
+from meshpoint.model.mailbox import (
+    MailResult,
+    RecordAnswer,
+    SendSignal,
+    SetValue,
+    TooManyValues,
+)
 from meshpoint.model.options import StoreTimings
 from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import Replica, Resumable, Run
@@ -27,14 +34,11 @@ from meshpoint.model.transitions import (
 )
 from meshpoint.ports.clock import Clock
 
+from .ledger import Ledger
 from .network_faults import CallResult, Network
 from .remote_call import remote_call, run_at_once
 
 STORE = "store"
-OnWritten = Callable[[TaskRow], None]
-"""Called with each written row."""
-CheckInvariant = Callable[[bool, str], None]
-"""Records a violation if its first argument is false."""
 
 
 class WatchedTables(Tables):
@@ -44,21 +48,21 @@ class WatchedTables(Tables):
         self,
         clock: Clock,
         timings: StoreTimings,
-        on_written: OnWritten,
-        check: CheckInvariant,
+        name: str,
+        ledger: Ledger,
     ) -> None:
         super().__init__(clock, timings)
-        self._on_written, self._check = on_written, check
+        self._name, self._ledger = name, ledger
 
     def put(self, row: TaskRow) -> None:
         """Write `row`."""
         super().put(row)
-        self._on_written(row)
+        self._ledger.check_written(self._name, row)
 
     def assign_owner(self, row: TaskRow, replica: Replica, run_id: RunId) -> Resumable:
         """Let `replica` own the task; a suspended one only to end it at its deadline."""
         is_held = row.is_suspended and not row.requester.is_overdue(self.clock.now())
-        self._check(not is_held, f"a suspended task was acquired: {row.task_id}")
+        self._ledger.check(not is_held, f"a suspended task was acquired: {row.task_id}")
         return super().assign_owner(row, replica, run_id)
 
 
@@ -69,13 +73,14 @@ class WatchedStore(InProcessStore):
         self,
         clock: Clock,
         timings: StoreTimings,
-        on_written: OnWritten,
-        check: CheckInvariant,
+        name: str,
+        ledger: Ledger,
         *,
         durable: bool,
     ) -> None:
-        self.tables = self._tables = WatchedTables(clock, timings, on_written, check)
-        self._durable, self._check = durable, check
+        self.tables = self._tables = WatchedTables(clock, timings, name, ledger)
+        self._durable, self._name, self._ledger = durable, name, ledger
+        self._check = ledger.check
 
     @property
     def durable(self) -> bool:
@@ -129,6 +134,35 @@ class WatchedStore(InProcessStore):
                 f"a zombie recorded a step: {each.run}",
             )
         return results
+
+    async def signal(self, signals: Sequence[SendSignal]) -> list[MailResult]:
+        """Keep signals."""
+        results = await super().signal(signals)
+        for command, result in zip(signals, results, strict=True):
+            self._ledger.signals.check_kept(self._name, command, result)
+            self._check_mailbox(command.task_id)
+        return results
+
+    async def answer(self, answers: Sequence[RecordAnswer]) -> list[MailResult]:
+        """Record answers."""
+        results = await super().answer(answers)
+        for command, result in zip(answers, results, strict=True):
+            self._ledger.signals.check_answered(self._name, command, result)
+        return results
+
+    async def set_value(self, command: SetValue) -> SaveResult | TooManyValues:
+        """Set a value; a zombie must not succeed."""
+        is_owner = self._is_owner(command.run)
+        result = await super().set_value(command)
+        self._check(
+            is_owner or not isinstance(result, SaveCommitted), f"a zombie set {command.key}"
+        )
+        self._check_mailbox(command.run.task_id)
+        return result
+
+    def _check_mailbox(self, task_id: TaskId) -> None:
+        if (row := self.tables.tasks.get(task_id)) is not None:
+            self._ledger.signals.check_row(self._name, row)
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
         """Extend leases; a zombie's lease is lost."""

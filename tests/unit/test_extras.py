@@ -61,7 +61,7 @@ def test_the_core_imports_no_optional_library() -> None:
         (
             extras.POSTGRESQL,
             "from meshpoint.adapters.sql import migrations; migrations.check('postgresql://h/d')",
-            "session_db_url",
+            "database",
         ),
         *(
             (
@@ -77,6 +77,11 @@ def test_the_core_imports_no_optional_library() -> None:
             extras.CONFORMANCE,
             "import meshpoint.testing.conformance.store",
             "meshpoint.testing.conformance",
+        ),
+        (
+            extras.MESH_FIXTURE,
+            "from meshpoint.testing import TestMesh, mesh_fixture; mesh_fixture()",
+            "mesh_fixture",
         ),
     ],
 )

@@ -62,6 +62,7 @@ _TASK_INFO_STEPS = frozenset(
         Step.RESCUE,
         Step.SAVE,
         Step.RESUME,
+        Step.CALL_RETRIED,
         Step.SUBTASK_REUSED,
         Step.SUBTASK_RERUN,
         Step.CHECKPOINT_RESTORED,

@@ -6,8 +6,8 @@ import asyncio
 import inspect
 import sys
 import typing
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
@@ -17,6 +17,7 @@ from meshpoint.agents.peer import Peer, make_peer
 from meshpoint.agents.planning import build_plan
 from meshpoint.agents.replay import Replay
 from meshpoint.errors import (
+    AgentMisbehaved,
     ConfigurationError,
     IncompatibleState,
     InvalidInput,
@@ -25,6 +26,7 @@ from meshpoint.errors import (
 )
 from meshpoint.model.calls import Done, Paused
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.current_context import running_context
 from meshpoint.model.declared_type import DeclaredType, TypeMismatch
 from meshpoint.model.error_text import quantity
 from meshpoint.model.json_values import check_json
@@ -37,6 +39,9 @@ from meshpoint.ports.agent import Plan, ResumeFrom
 In = TypeVar("In")
 Out = TypeVar("Out")
 
+_BuildReplay: TypeAlias = Callable[[str, TaskExecutionContext, StoredJournal], Replay]
+
+_MISSING: Any = object()
 _KEY = "agent.entrypoint"
 
 
@@ -51,6 +56,7 @@ def agent(
     migrations: Sequence[Migration] = (),
     config: Mapping[str, JsonValue] | None = None,
     resume_from: ResumeFrom = "start",
+    merge_artifacts: bool = True,
 ) -> Callable[[Callable[[TaskExecutionContext, In], Awaitable[Out]]], FunctionAgent[In, Out]]:
     """Turn an async function into an agent.
 
@@ -59,13 +65,16 @@ def agent(
             flight, weather = await ctx.gather(flights(trip), forecast(trip))
             return Itinerary(flight=flight, weather=weather)
 
+    `travel.peer` is its typed `Peer`, for callers. `travel(ctx, trip)` runs the function as part
+    of the task of `ctx`.
+
     The annotations are the types of input and output, and are checked for each task. The function
     must follow these rules:
 
     - At each resume it runs again from the top, and calls that have finished return their recorded
       answers. The code between calls must therefore be deterministic, and its side effects are
-      repeated after each pause. Put clocks, random numbers, expensive work and changes to other
-      systems into `ctx.step`.
+      repeated after each pause. Use `ctx.now()`, `ctx.uuid4()` and `ctx.random()`, and put
+      expensive work and changes to other systems into `ctx.step`.
     - A pause unwinds the function with an exception that is not an `Exception`: `finally` blocks
       and context managers end at each pause, and `except Exception` does not catch it.
     - It waits for one thing at a time. For several calls use `ctx.gather`, not `asyncio.gather`.
@@ -91,6 +100,7 @@ def agent(
             checkpoint of an operation stores it, without secrets, in its `agent_config`.
         resume_from: Where a failed or cancelled operation resumes: at its "start", where it skips
             recorded subtasks, or at its "last-pause", where it reuses steps and results too.
+        merge_artifacts: Add the artifacts of its peers' results to its own outcome.
 
     Raises:
         ConfigurationError: The function is not async or lacks an annotation, two subtasks have the
@@ -115,13 +125,23 @@ def agent(
             config=config,
             resume_from=resume_from,
         )
-        return FunctionAgent(function, name, version=version, plan=plan, local_names=local_names)
+        return FunctionAgent(
+            function,
+            name,
+            version=version,
+            plan=plan,
+            local_names=local_names,
+            merge_artifacts=merge_artifacts,
+        )
 
     return decorate
 
 
 class FunctionAgent(Generic[In, Out]):
     """A `DurableAgent` built from one async function; see `agent`."""
+
+    merge_artifacts: ClassVar[bool] = False
+    """The engine adds no artifacts of peers: a replay adds them for the calls that it reaches."""
 
     def __init__(
         self,
@@ -131,6 +151,7 @@ class FunctionAgent(Generic[In, Out]):
         version: str = "1",
         plan: Plan | None = None,
         local_names: Mapping[str, Any] | None = None,
+        merge_artifacts: bool = True,
     ) -> None:
         if not version:
             raise ConfigurationError(
@@ -141,7 +162,8 @@ class FunctionAgent(Generic[In, Out]):
         # The format of the journal: each version has its own path through peer calls.
         self.state_format = f"{self.name}/function/{version}"
         self.plan = plan or Plan(version=version)
-        self.function = function
+        self.function, self._merge_artifacts = function, merge_artifacts
+        self._build_replay: _BuildReplay = Replay
         self.__doc__ = function.__doc__
         declared_input, declared_output = _declared_types(function, local_names or {})
         where = f"{function.__module__}.{function.__qualname__}"
@@ -154,7 +176,40 @@ class FunctionAgent(Generic[In, Out]):
     @property
     def peer(self) -> Peer[In, Out]:
         """This agent as a typed `Peer`, for its callers."""
-        return make_peer(self.name, self._input, self._output)
+        return make_peer(self.name, self._input, self._output, inspect.getdoc(self.function))
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, ctx: TaskExecutionContext, request: In, /
+        ) -> Coroutine[Any, Any, Out]: ...
+
+    else:
+
+        def __call__(self, ctx, request=_MISSING, /):
+            """Run the function here, as part of the task of `ctx`: `await flights(ctx, trip)`.
+
+            Its peer calls, steps and subtasks belong to that task, and its input is not checked.
+            `flights.peer(trip)` calls the agent as a separate task.
+
+            Raises:
+                AgentMisbehaved: The context is missing.
+            """
+            if request is _MISSING:
+                name = self.function.__name__
+                raise AgentMisbehaved(
+                    f"{name} is an agent: {name}.peer(t) calls it, {name}(ctx, t) runs it here"
+                )
+            return self._run_here(ctx, request)
+
+    async def _run_here(self, ctx: TaskExecutionContext, request: In) -> Out:
+        if running_context.get() is ctx:
+            return await self.function(ctx, request)
+        token = running_context.set(ctx)
+        try:
+            return await self.function(ctx, request)
+        finally:
+            running_context.reset(token)
 
     async def start(
         self, ctx: TaskExecutionContext, request: In | JsonValue
@@ -198,8 +253,10 @@ class FunctionAgent(Generic[In, Out]):
     async def _run(
         self, ctx: TaskExecutionContext, journal: StoredJournal, received: In
     ) -> Paused | Done[Out]:
-        replay = Replay(self.name, ctx, journal)
+        replay = self._build_replay(self.name, ctx, journal)
         ctx._runtime.recorder = replay
+        # A replica has set it already.
+        token = None if running_context.get() is ctx else running_context.set(ctx)
         try:
             output = await self.function(ctx, received)
         except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
@@ -210,10 +267,16 @@ class FunctionAgent(Generic[In, Out]):
                 raise
             return paused
         finally:
+            if token is not None:
+                running_context.reset(token)
             replay.close()
         replay.finish(None)
+        artifacts = replay.peer_artifacts if self._merge_artifacts else []
+        if artifacts:
+            produced = ctx.produced_artifacts.to_plain()
+            artifacts = [each for each in artifacts if each not in produced]
         try:
-            return Done(self._output.check(output))
+            return Done(self._output.check(output), tuple(artifacts))
         except TypeMismatch as error:
             raise InvalidOutput(f"output of {self.name}: {error}") from error
 

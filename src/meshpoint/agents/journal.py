@@ -6,8 +6,10 @@ before it to the task's log, so that nothing is written twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import (
@@ -24,10 +26,11 @@ from meshpoint.errors import IncompatibleState
 from meshpoint.model.calls import Call, Join, Paused
 from meshpoint.model.context_runtime import UnsentCall
 from meshpoint.model.declared_type import first_problem, loggable_cause
-from meshpoint.model.json_values import json_digest
+from meshpoint.model.json_values import call_digest
 from meshpoint.model.outcomes import Failed, Ok, Outcome, Outcomes
 from meshpoint.model.tasks import CheckpointDict
 from meshpoint.model.usage import TokenUsage
+from meshpoint.model.waits import display_name, is_wait
 
 # The classes below are dataclasses, because each resume reads all entries again: pydantic creates
 # them at half the cost of models.
@@ -47,7 +50,7 @@ class _RecordedCall:
     @classmethod
     def from_call(cls, call: Call) -> _RecordedCall:
         """Record `call`. The timeout is left out, so that changing it is not a mismatch."""
-        return cls(call.id, call.peer, json_digest([call.peer, call.input]))
+        return cls(call.id, call.peer, call_digest(call.peer, call.input))
 
 
 @dataclass(slots=True)
@@ -70,7 +73,9 @@ class _RecordedOk:
 
     def to_ok(self) -> Ok[JsonValue]:
         """The outcome, for agent code."""
-        return Ok(self.value, self.artifacts, TokenUsage() if self.usage is None else self.usage)
+        if self.usage is None:
+            return Ok.without_usage(self.value, self.artifacts)
+        return Ok(self.value, self.artifacts, self.usage)
 
 
 _Recorded: TypeAlias = Annotated[_RecordedOk | Failed, Field(union_mode="left_to_right")]
@@ -90,6 +95,7 @@ class _NoUsage:
     __pydantic_config__: ClassVar = _STRICT
 
 
+_PEER = attrgetter("peer")
 _REQUIRED = frozenset({"calls", "needed", "within_seconds", "usage"})
 
 
@@ -97,8 +103,8 @@ _REQUIRED = frozenset({"calls", "needed", "within_seconds", "usage"})
 class JournalEntry:
     """One pause: its calls and join, the tokens used so far, and the outcomes once it is complete.
 
-    `subtask` is the subtask that made the calls. It is not serialized when `None`, because the
-    previous release does not know the field.
+    `subtask` is the subtask that made the calls, and `now` what `ctx.now()` returned since the
+    pause before. They are not serialized when `None`, because earlier releases do not know them.
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -109,6 +115,7 @@ class JournalEntry:
     usage: Annotated[_NoUsage | TokenUsage, Field(union_mode="left_to_right")]
     outcomes: list[_Recorded] | None = None
     subtask: str | None = None
+    now: datetime | None = None
 
     @model_serializer(mode="wrap")
     def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -128,6 +135,12 @@ class JournalEntry:
             subtask=subtask,
         )
 
+    def add_artifacts_to(self, artifacts: list[dict[str, JsonValue]]) -> None:
+        """Add the artifacts of the recorded results, in call order."""
+        for outcome in self.outcomes or ():
+            if isinstance(outcome, _RecordedOk) and outcome.artifacts:
+                artifacts.extend(outcome.artifacts)
+
     def records(self, calls: Sequence[UnsentCall[Any]], join: Join, subtask: str | None) -> bool:
         """Whether this is the entry of the pause for `calls`. A replay checks every pause."""
         if len(calls) != len(self.calls) or subtask != self.subtask or join.needed != self.needed:
@@ -137,7 +150,7 @@ class JournalEntry:
         for recorded, call in zip(self.calls, calls, strict=True):
             if recorded.peer != call.peer:
                 return False
-            if recorded.digest != json_digest([call.peer, call.input]):
+            if recorded.digest != call_digest(call.peer, call.input):
                 return False
         return True
 
@@ -146,8 +159,8 @@ class JournalEntry:
         weather"; `None` if they are the same.
         """
         recorded_peers, current_peers = (
-            [call.peer for call in self.calls],
-            [call.peer for call in current.calls],
+            [display_name(call.peer) for call in self.calls],
+            [display_name(call.peer) for call in current.calls],
         )
         if recorded_peers != current_peers:
             return (
@@ -162,6 +175,11 @@ class JournalEntry:
         if (self.needed, self.within_seconds) != (current.needed, current.within_seconds):
             return f"expected {current._describe_join()}, recorded {self._describe_join()}"
         return None
+
+    @property
+    def has_waits(self) -> bool:
+        """Whether the pause has waits that no peer answers."""
+        return any(map(is_wait, map(_PEER, self.calls)))  # each replay checks every pause
 
     def read_outcomes(self) -> list[Outcome]:
         """The outcomes of a complete pause, in call order."""
@@ -179,19 +197,17 @@ class JournalEntry:
 
         `None` if no tokens were counted.
         """
-        used = [
-            (call.peer, outcome.usage)
-            for call, outcome in zip(self.calls, self.outcomes or (), strict=True)
-            if outcome.usage is not None and not outcome.usage.is_empty
-        ]
+        outcomes = self.outcomes or ()
         if isinstance(self.usage, _NoUsage):
-            if not used:
+            for each in outcomes:
+                if each.usage is not None and not each.usage.is_empty:
+                    break
+            else:
                 return None
-            usage = TokenUsage()
-        else:
-            usage = self.usage.snapshot()
-        for peer, each in used:
-            usage.merge(each, source=peer)
+        usage = TokenUsage() if isinstance(self.usage, _NoUsage) else self.usage.snapshot()
+        for call, outcome in zip(self.calls, outcomes, strict=True):
+            if outcome.usage is not None:
+                usage.merge(outcome.usage, source=call.peer)
         return usage
 
     def _describe_join(self) -> str:
@@ -241,16 +257,18 @@ class _LogEntry:
         Raises:
             ValueError: It is invalid.
         """
-        end = encoded.find(b"\n")
-        if end < 0:
-            return _LOG_ENTRY.validate_json(encoded)
-        logged, start = _LOG_ENTRY.validate_json(encoded[:end]), end + 1
+        if (line_feed := encoded.find(b"\n")) < 0:
+            return _READ_LOG_ENTRY(encoded)
+        logged, end = _READ_LOG_ENTRY(encoded[:line_feed]), line_feed + 1
         for each in logged.outcomes:
             if isinstance(each, _RecordedOk) and each.text_bytes is not None:
-                start, before = start + each.text_bytes, start
-                each.value, each.text_bytes = encoded[before:start].decode(), None
-        if start != len(encoded):
-            raise ValueError(f"it has {len(encoded)} bytes instead of {start}")
+                end, start = end + each.text_bytes, end
+                each.value, each.text_bytes = encoded[start:end].decode(), None
+        if end != len(encoded):
+            first = line_feed + 1
+            raise ValueError(
+                f"its texts have {len(encoded) - first} bytes instead of {end - first}"
+            )
         return logged
 
 
@@ -276,9 +294,25 @@ class Journal:
         """Serialize the journal for `Paused.state`."""
         return _JOURNAL.dump_json(self)
 
+    @classmethod
+    def merge(cls, state: bytes, log: Sequence[bytes]) -> Journal:
+        """The whole journal of a paused task, from its state and its log.
+
+        Raises:
+            ValueError: The state or an entry cannot be read.
+        """
+        journal = _JOURNAL.validate_json(state)
+        for encoded in log:
+            logged = _LogEntry.from_bytes(encoded)
+            journal.entries[-1].outcomes = logged.outcomes
+            journal.entries.append(logged.entry)
+        return journal
+
 
 _JOURNAL: TypeAdapter[Journal] = TypeAdapter(Journal)
 _LOG_ENTRY: TypeAdapter[_LogEntry] = TypeAdapter(_LogEntry)
+_READ_LOG_ENTRY: Callable[[bytes], _LogEntry] = _LOG_ENTRY.validator.validate_json
+"""Bypasses the layer of `TypeAdapter`, which would take a quarter of the time."""
 
 _SMALL_BYTES = 2048
 """Each pause writes a journal up to this size whole, which costs less than a log entry."""
@@ -289,6 +323,9 @@ class StoredJournal:
 
     An entry of the log is decoded when the function reaches it, so that a long replay has only one
     of them in memory.
+
+    Attributes:
+        pauses: Number of recorded pauses.
     """
 
     def __init__(
@@ -296,6 +333,8 @@ class StoredJournal:
     ) -> None:
         self.journal = journal
         self._state, self._log = state, log
+        self._in_state, self._in_log = len(journal.entries), len(log)
+        self.pauses = self._in_state + self._in_log
         self._decoded: tuple[int, _LogEntry] | None = None
         self._reached: tuple[int, JournalEntry] | None = None
         self._outcomes: list[_Recorded] = []
@@ -323,9 +362,9 @@ class StoredJournal:
         return stored
 
     def _complete_last(self, outcomes: Outcomes) -> None:
-        if not len(self):
+        if not self.pauses:
             raise _not_paused(self.journal.format)
-        last = self._decode(len(self._log) - 1).entry if self._log else self.journal.entries[-1]
+        last = self._decode(len(self._log) - 1)[1].entry if self._log else self.journal.entries[-1]
         if last.is_complete or not all(each.is_complete for each in self.journal.entries[:-1]):
             raise _not_paused(self.journal.format)
         ids = [call.id for call in last.calls]
@@ -337,10 +376,6 @@ class StoredJournal:
         if not self._log:
             last.outcomes = self._outcomes
 
-    def __len__(self) -> int:
-        """Number of recorded pauses."""
-        return len(self.journal.entries) + len(self._log)
-
     def entry(self, number: int) -> JournalEntry:
         """The recorded pause with this number, from 0, with its outcomes.
 
@@ -349,32 +384,31 @@ class StoredJournal:
         """
         if self._reached is not None and self._reached[0] == number:
             return self._reached[1]
-        in_state = len(self.journal.entries)
-        following = number - in_state + 1  # the log entry that has its outcomes
-        if number < in_state:
-            entry = self.journal.entries[number]
+        following = number - self._in_state + 1  # the log entry that has its outcomes
+        if following > 0:
+            decoded = self._decoded  # it has the outcomes of the previous pause
+            if decoded is None or decoded[0] != following - 1:
+                decoded = self._decode(following - 1)
+            entry = decoded[1].entry
         else:
-            entry = self._decode(following - 1).entry
-        if 0 <= following < len(self._log):
-            entry.outcomes = self._decode(following).outcomes
-        elif following == len(self._log):
+            entry = self.journal.entries[number]
+        if following == self._in_log:
             entry.outcomes = self._outcomes
-        if not entry.is_complete:
+        elif following >= 0:
+            entry.outcomes = self._decode(following)[1].outcomes
+        if entry.outcomes is None or len(entry.outcomes) != len(entry.calls):
             raise _not_paused(self.journal.format)
         self._reached = number, entry
         return entry
 
-    def _decode(self, position: int) -> _LogEntry:
-        if self._decoded is None or self._decoded[0] != position:
-            try:
-                self._decoded = position, _LogEntry.from_bytes(self._log[position])
-            except ValidationError as error:
-                raise _invalid(self.journal.format, error) from loggable_cause(error)
-            except ValueError as error:
-                raise IncompatibleState(
-                    f"not a journal of {self.journal.format}: {error}"
-                ) from error
-        return self._decoded[1]
+    def _decode(self, position: int) -> tuple[int, _LogEntry]:
+        try:
+            self._decoded = position, _LogEntry.from_bytes(self._log[position])
+        except ValidationError as error:
+            raise _invalid(self.journal.format, error) from loggable_cause(error)
+        except ValueError as error:
+            raise IncompatibleState(f"not a journal of {self.journal.format}: {error}") from error
+        return self._decoded
 
     def pause(self, calls: Sequence[Call], join: Join, entry: JournalEntry) -> Paused:
         """Create the pause that waits for `calls`, with `entry` added to the stored journal."""

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from os.path import basename
 from typing import Any, NoReturn
+
+from pydantic import JsonValue
 
 from meshpoint.agents.journal import JournalEntry, StoredJournal
 from meshpoint.errors import AgentMisbehaved, IncompatibleState, ReplayMismatch
@@ -16,6 +21,7 @@ from meshpoint.model.recorded_work import current_subtask
 from meshpoint.model.snapshot import rewind, set_usage, snapshot
 from meshpoint.model.tasks import CheckpointDict
 from meshpoint.model.usage import TokenUsage
+from meshpoint.model.waits import display_name
 
 
 class PauseSignal(BaseException):
@@ -35,14 +41,21 @@ class Replay:
         replaying: Whether recorded calls are left.
         passed: Number of recorded pauses that the function has passed.
         position: The same, not counting those within subtasks.
+        peer_artifacts: The artifacts of the peers' results in these pauses.
+        has_waited: Whether it has passed or reached a wait that no peer answers.
     """
 
     def __init__(self, agent: str, ctx: TaskExecutionContext, stored: StoredJournal) -> None:
         self._agent, self._ctx, self._stored = agent, ctx, stored
         self._task = asyncio.current_task()
         self.passed = self.position = 0
-        self.replaying = len(stored) > 0
+        self.peer_artifacts: list[dict[str, JsonValue]] = []
+        self.has_waited = False
+        self._pauses = stored.pauses
+        self.replaying = self._pauses > 0
         self._paused: Paused | None = None
+        self._signal: PauseSignal | None = None
+        self._swallowed_at: str | None = None
         self._violation: AgentMisbehaved | IncompatibleState | None = None
         self._closed = False
         self._live: CheckpointDict = {}
@@ -51,11 +64,16 @@ class Replay:
             rewind(ctx, stored.journal.context)
 
     @property
+    def is_pausing(self) -> bool:
+        """Whether the segment ends with a pause."""
+        return self._paused is not None
+
+    @property
     def is_own_task(self) -> bool:
         """Whether the caller runs in the function's own asyncio task."""
         return not self._closed and asyncio.current_task() is self._task
 
-    async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
+    def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
         """Return the recorded outcomes of `calls`.
 
         Raises:
@@ -64,20 +82,38 @@ class Replay:
             AgentMisbehaved: The caller is not the function itself, waiting for one thing at a
                 time.
         """
-        self._reject_misuse()
+        if (
+            self._closed
+            or self._violation is not None
+            or self._paused is not None
+            or self._ctx._runtime.find_open_step() is not None
+            or asyncio.current_task() is not self._task
+        ):
+            self._reject_misuse(calls)
         subtask = current_subtask()
         if self.replaying:
             recorded = self._recorded()
             if not recorded.records(calls, join, subtask):
-                difference = recorded.describe_mismatch(self._entry(_build(calls), join, subtask))
-                self._raise_violation(self._mismatch(f"call {self.passed + 1}: {difference}"))
+                current = self._entry(_build(calls), join, subtask)
+                difference = self._describe_difference(recorded, current, calls)
+                self._raise_violation(self._mismatch(f"call {self.passed + 1}{difference}"))
             self._advance(recorded)
             outcomes = recorded.read_outcomes()
             return [call.read(outcome) for call, outcome in zip(calls, outcomes, strict=True)]
         requests = _build(calls)
         entry = self._entry(requests, join, subtask)
+        self.has_waited |= entry.has_waits
+        entry.now = self._ctx._runtime.instant
+        if not self._pauses and (attempt := self.attempt):
+            self._stored.journal.context["attempt"] = attempt
         self._paused = self._stored.pause(requests, join, entry)
-        raise PauseSignal
+        self._signal = PauseSignal()
+        raise self._signal
+
+    def _describe_difference(
+        self, recorded: JournalEntry, current: JournalEntry, calls: Sequence[UnsentCall[Any]]
+    ) -> str:
+        return f": {recorded.describe_mismatch(current)}"
 
     def _recorded(self) -> JournalEntry:
         try:
@@ -87,6 +123,20 @@ class Replay:
 
     def _entry(self, requests: Sequence[Call], join: Join, subtask: str | None) -> JournalEntry:
         return JournalEntry.for_calls(requests, join, self._ctx.token_usage, subtask)
+
+    @property
+    def attempt(self) -> int:
+        """The attempt of the operation in which the function first started."""
+        if self._pauses:
+            return int(str(self._stored.journal.context.get("attempt", 0)))
+        tools = self._ctx._runtime.tools
+        return 0 if tools is None else tools.place[1]
+
+    @property
+    def recorded_now(self) -> datetime | None:
+        """What `ctx.now()` returned before the next recorded pause, if it was used."""
+        now = self._recorded().now
+        return None if now is None else now.astimezone(UTC)
 
     def skip_subtask(self, subtask: str) -> None:
         """Pass the recorded calls of a subtask that is not run, since its deliverable is known."""
@@ -105,11 +155,12 @@ class Replay:
             raise self._violation
         if self._paused is None:
             if raised is None and self.replaying:
-                reason = f"ended after {self.passed} of {len(self._stored)} recorded calls"
+                reason = f"ended after {self.passed} of {self._pauses} recorded calls"
                 raise self._mismatch(reason)
             return None
         if raised is None:
-            raise AgentMisbehaved(f"{self._agent} swallowed a pause: {_PAUSE_HINT}")
+            raise self._swallowed()
+        self._signal = None
         if not _is_only_pause(raised):
             what = f"{type(raised).__name__}: {raised}"
             raise AgentMisbehaved(
@@ -123,14 +174,19 @@ class Replay:
         If recorded calls are left, the context becomes what the checkpoint kept.
         """
         self._closed = True
+        if self._signal is not None:
+            self._swallowed_at, self._signal = _describe_place(self._signal), None
         if self.replaying:
             rewind(self._ctx, self._live)
+        self._ctx._runtime.instant = None
         del self._ctx, self._task  # break reference cycles: no garbage for the collector
 
     def _advance(self, recorded: JournalEntry) -> None:
         self.passed += 1
         self.position += recorded.subtask is None
-        self.replaying = self.passed < len(self._stored)
+        self.has_waited = self.has_waited or recorded.has_waits
+        self.replaying = self.passed < self._pauses
+        recorded.add_artifacts_to(self.peer_artifacts)
         if self.replaying:
             usage = recorded.total_usage()
             if usage is not None or not self._ctx.token_usage.is_empty:
@@ -138,13 +194,15 @@ class Replay:
         else:
             rewind(self._ctx, self._live)
 
-    def _reject_misuse(self) -> None:
+    def _reject_misuse(self, calls: Sequence[UnsentCall[Any]]) -> None:
         if self._violation is not None:
             raise self._violation
         if self._closed:
             raise AgentMisbehaved(
-                f"an asyncio task left behind by {self._agent} called a peer: {_GATHER_HINT}"
+                f"an asyncio task left behind by {self._agent} called a peer: {_LEFT_HINT}"
             )
+        if self._paused is not None and not isinstance(sys.exc_info()[1], PauseSignal):
+            self._raise_violation(self._swallowed())  # no `finally` is running
         if self._paused is not None:
             self._raise_violation(
                 AgentMisbehaved(f"{self._agent} called a peer while it was pausing: {_PAUSE_HINT}")
@@ -158,9 +216,18 @@ class Replay:
         if not self.is_own_task:
             self._raise_violation(
                 AgentMisbehaved(
-                    f"{self._agent} called a peer in another asyncio task: {_GATHER_HINT}"
+                    "peer calls run in the agent's own task: await "
+                    f"ctx.gather({display_name(calls[0].peer)}(t), …); {_TIMEOUT_HINT}"
                 )
             )
+
+    def _swallowed(self) -> AgentMisbehaved:
+        """The error for code that caught the pause and continued."""
+        if self._signal is not None:
+            self._swallowed_at = _describe_place(self._signal)
+        return AgentMisbehaved(
+            f"{self._agent}, {self._swallowed_at}: this except swallowed a pause: catch Exception"
+        )
 
     def _mismatch(self, reason: str) -> ReplayMismatch:
         return ReplayMismatch(reason, f"{self._agent}: {_MISMATCH_HINT}")
@@ -172,9 +239,9 @@ class Replay:
 
 
 _MISMATCH_HINT = (
-    "a function agent must make the same calls on every run: either it depends on time, chance or "
-    "anything else besides its input and its peers' answers, or its code has changed and its "
-    "version= has not"
+    "a function agent must make the same calls on every run: either it depends on the time, "
+    "random values or anything else besides its input and its peers' answers, or its code has "
+    "changed and its version= has not"
 )
 _PAUSE_HINT = (
     "each pause unwinds the function, through `finally` and `except BaseException`; "
@@ -183,15 +250,20 @@ _PAUSE_HINT = (
 _STEP_HINT = (
     "await a step before the next peer call; to call peers in recorded work, use ctx.subtask"
 )
-_GATHER_HINT = (
-    "to wait for several calls, write `await ctx.gather(a(x), b(y))` instead of asyncio.gather, "
-    "create_task or a TaskGroup; to limit the time, give the Peer a timeout instead of using "
-    "asyncio.wait_for"
-)
+_TIMEOUT_HINT = "to limit the time, give the peer a timeout instead of using asyncio.wait_for"
+_LEFT_HINT = "wait for the asyncio tasks that the function starts before it returns"
 
 
 def _build(calls: Sequence[UnsentCall[Any]]) -> list[Call]:
     return [call.as_call(f"{call.peer}.{index}") for index, call in enumerate(calls)]
+
+
+def _describe_place(signal: PauseSignal) -> str:
+    """The line of the code that waited, in the function that caught the signal."""
+    traceback = signal.__traceback__
+    if traceback is None:
+        return "unknown place"
+    return f"{basename(traceback.tb_frame.f_code.co_filename)}:{traceback.tb_lineno}"
 
 
 def _is_only_pause(raised: BaseException) -> bool:

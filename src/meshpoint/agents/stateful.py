@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar, g
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from meshpoint.agents.peer import Peer, PeerCall, make_peer
+from meshpoint.agents.peer import Peer, make_peer
 from meshpoint.agents.planning import build_plan
 from meshpoint.errors import (
     AgentMisbehaved,
@@ -21,9 +22,12 @@ from meshpoint.errors import (
 )
 from meshpoint.model.calls import ALL, Done, Join, Paused
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.context_runtime import UnsentCall
 from meshpoint.model.declared_type import DeclaredType, TypeMismatch, first_problem, loggable_cause
 from meshpoint.model.messages import validate_agent_name
 from meshpoint.model.outcomes import Failed, Ok, Outcomes
+from meshpoint.model.questions import Question
+from meshpoint.model.signals import Signal
 from meshpoint.model.subtasks import Migration
 from meshpoint.ports.agent import Plan, ResumeFrom
 
@@ -40,10 +44,12 @@ class Replies(Outcomes):
     typed values.
     """
 
-    def outcome(self, key: str, peer: Peer[Any, Answer]) -> Ok[Answer] | Failed:
-        """Return the typed outcome of a call to `peer`.
+    def outcome(
+        self, key: str, asked: Peer[Any, Answer] | Question[Answer] | Signal[Answer]
+    ) -> Ok[Answer] | Failed:
+        """Return the typed outcome of a call to a peer, a question or a signal.
 
-        A value that does not fit the peer's output becomes `Failed(INVALID)`.
+        A value that does not fit the declared type becomes `Failed(INVALID)`.
 
         Raises:
             AgentMisbehaved: No call has this key.
@@ -52,20 +58,26 @@ class Replies(Outcomes):
             raise AgentMisbehaved(
                 f"this pause has no call {key!r}; it has {', '.join(map(repr, self))}"
             )
-        return peer.read(self[key])
+        outcome = self[key]
+        return asked.read(outcome) if isinstance(asked, Peer) else asked.read_outcome(outcome)
 
-    def value(self, key: str, peer: Peer[Any, Answer]) -> Answer:
-        """Return the typed result of a call to `peer`.
+    def value(
+        self, key: str, asked: Peer[Any, Answer] | Question[Answer] | Signal[Answer]
+    ) -> Answer:
+        """Return the typed result of a call to a peer, the answer to a question, or a signal.
 
         Raises:
-            PeerFailed: The call has no result. If not caught, this fails the task with the peer's
-                message.
+            PeerFailed: The call has no result, or the question was rejected. If not caught, this
+                fails the task with the message.
+            TimeoutError: No answer or signal arrived in time.
             AgentMisbehaved: No call has this key.
         """
-        outcome = self.outcome(key, peer)
-        if isinstance(outcome, Failed):
-            raise PeerFailed(peer.name, outcome)
-        return outcome.value
+        outcome = self.outcome(key, asked)
+        if not isinstance(outcome, Failed):
+            return outcome.value
+        if isinstance(asked, Peer):
+            raise PeerFailed(asked.name, outcome)
+        raise asked.error_of(outcome)
 
     @property
     def failed(self) -> dict[str, Failed]:
@@ -137,6 +149,8 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
     migrations: ClassVar[tuple[Migration, ...]] = ()
     agent_config: ClassVar[Mapping[str, JsonValue]] = {}
     resume_from: ClassVar[ResumeFrom] = "start"
+    merge_artifacts: ClassVar[bool] = True
+    """Whether the artifacts of its peers' results are added to its own outcome."""
 
     plan: Plan
     _types: ClassVar[_Types | None] = None
@@ -173,7 +187,10 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
     @property
     def peer(self) -> Peer[In, Out]:
         """This agent as a typed `Peer`, for its callers."""
-        return make_peer(self.name, self._declared_types.input, self._declared_types.output)
+        documented = vars(type(self)).get("__doc__")
+        description = None if documented is None else inspect.cleandoc(documented)
+        types = self._declared_types
+        return make_peer(self.name, types.input, types.output, description)
 
     @property
     def state_format(self) -> str:
@@ -192,7 +209,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
     def ask(
         self,
         state: State,
-        calls: Mapping[str, PeerCall[Any]],
+        calls: Mapping[str, UnsentCall[Any]],
         *,
         then: Handler[State, Out],
         join: Join = ALL,
@@ -203,7 +220,8 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
 
         Args:
             state: What `then` needs to know. It is serialized now: later changes have no effect.
-            calls: The requests, by a key of your choice under which `then` finds the outcomes.
+            calls: The requests and sleeps, by a key of your choice under which `then` finds the
+                outcomes.
             then: The method of this agent that continues.
             join: How many results to wait for.
 
@@ -211,6 +229,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
             AgentMisbehaved: The state is not of the declared type, `then` is not a method of this
                 agent, or there are no calls or fewer than the join needs.
         """
+        requests = [call.as_call(key) for key, call in calls.items()]
         handler = getattr(then, "__name__", "")
         if getattr(self, handler, None) != then:
             raise AgentMisbehaved(
@@ -223,7 +242,6 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
         stored = _StoredState.model_construct(
             format=self.state_format, handler=handler, state=state_json
         )
-        requests = [call.as_call(key) for key, call in calls.items()]
         return _ValidatedPause(requests, stored.model_dump_json().encode(), join)
 
     def done(self, output: Out, *, artifacts: tuple[dict[str, JsonValue], ...] = ()) -> Done[Out]:

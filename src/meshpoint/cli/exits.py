@@ -68,7 +68,7 @@ def describe_error(error: MeshpointError) -> str:
         case BrokerUnavailable():
             server, setting = "broker", "mesh.broker_url"
         case StoreUnavailable():
-            server, setting = "database", "session_db_url"
+            server, setting = "database", "its URL"
         case _:
             return str(error)
     return (

@@ -80,7 +80,7 @@ def print_table(
     """Print rows as a table, with the columns named in `right` aligned to the right.
 
     The first column is never wrapped. A terminal that would have to wrap any but the last column
-    gets one small table for each row instead.
+    gets one small table for each row instead, without empty cells ("-").
     """
     from rich.box import SIMPLE
     from rich.cells import cell_len
@@ -106,7 +106,7 @@ def print_table(
     min_width = out.measure(table, options=out.options.update(max_width=_MAX_WIDTH)).minimum
     if last > 1 and out.is_terminal and min_width > out.width:
         for first, *rest in rows:
-            facts = list(zip(columns[1:], rest, strict=True))
+            facts = [each for each in zip(columns[1:], rest, strict=True) if each[1] != "-"]
             print_table((columns[0], first), facts, stream=stream)
     else:
         out.print(table)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from meshpoint.cli import sources
 from meshpoint.cli.exits import ExitCode
+from meshpoint.cli.follow import UpdatePrinter
 from meshpoint.cli.output import (
     format_duration,
     print_either,
@@ -28,7 +27,6 @@ from meshpoint.files import read_stream
 if TYPE_CHECKING:
     from meshpoint.client.requests import SendOptions
     from meshpoint.client.task_handle import TaskHandle
-    from meshpoint.client.updates import Update
     from meshpoint.model.outcomes import Outcome
     from meshpoint.settings import MeshSettings
 
@@ -79,8 +77,8 @@ def send(
         bool,
         typer.Option(
             "--follow",
-            help="Print status updates and artifacts as they arrive. With --json, every line is "
-            "an object; the last one has the outcome.",
+            help="Print status updates, text and artifacts as they arrive. With --json, every "
+            "line is an object; the last one has the outcome.",
         ),
     ] = False,
     timeout: Annotated[
@@ -115,8 +113,8 @@ def send(
     options: SendOptions = {"task_id": new_id()}
     if timeout is not None:
         options["timeout"] = timedelta(seconds=timeout)
-    on_update = partial(_print_update, as_json=as_json) if follow else None
-    outcome = asyncio.run(_send(mesh, agent, value, options, 0.0 if no_wait else wait, on_update))
+    printer = UpdatePrinter(as_json=as_json) if follow else None
+    outcome = asyncio.run(_send(mesh, agent, value, options, 0.0 if no_wait else wait, printer))
     task_id = options["task_id"]
     if outcome is not None:
         raise typer.Exit(print_outcome(task_id, outcome, as_json=as_json, one_line=follow))
@@ -140,12 +138,12 @@ async def _send(
     value: Any,
     options: SendOptions,
     wait_seconds: float | None,
-    on_update: Callable[[Update], None] | None,
+    printer: UpdatePrinter | None,
 ) -> Outcome | None:
     """Send the request and return its outcome; `None` if none arrives within `wait_seconds`.
 
-    With `wait_seconds=0` it does not wait, with `None` there is no limit. `on_update` is called
-    with each update before the end.
+    With `wait_seconds=0` it does not wait, with `None` there is no limit. `printer` gets each
+    update before the end.
     """
     from meshpoint.connecting import connect_to
 
@@ -155,30 +153,22 @@ async def _send(
             return None
         try:
             async with asyncio.timeout(wait_seconds):
-                return await _wait(task, on_update)
+                return await _wait(task, printer)
         except TimeoutError:
             return None
 
 
-async def _wait(task: TaskHandle[Any], on_update: Callable[[Update], None] | None) -> Outcome:
-    if on_update is None:
+async def _wait(task: TaskHandle[Any], printer: UpdatePrinter | None) -> Outcome:
+    if printer is None:
         return await task.outcome()
-    async for update in task.updates():
-        if update.kind == "ended":
-            return update.outcome
-        on_update(update)
+    try:
+        async for update in task.updates():
+            if update.kind == "ended":
+                return update.outcome
+            printer.print(update)
+    finally:
+        printer.end_text()
     raise AssertionError("the updates of a task end with its outcome")
-
-
-def _print_update(update: Update, *, as_json: bool) -> None:
-    if as_json:
-        print_json(update.model_dump(mode="json"), one_line=True)
-    elif update.kind == "status":
-        message = update.message
-        text = message if isinstance(message, str) else json.dumps(message, ensure_ascii=False)
-        print_note(f"{update.state}: {text}")
-    elif update.kind == "artifact":
-        print_note(f"artifact: {json.dumps(update.artifact, ensure_ascii=False)}")
 
 
 def _read_stdin() -> str:
@@ -190,10 +180,10 @@ def _read_stdin() -> str:
         raise ConfigurationError("INPUT", problem, "send UTF-8 text of at most 64 MiB") from error
 
 
-def parse_input(text: str) -> Any:
+def parse_input(text: str, name: str = "INPUT") -> Any:
     """Parse `text` as JSON, or return it unchanged if it is plain text.
 
-    NaN and Infinity are not JSON.
+    NaN and Infinity are not JSON. `name` is the argument that errors name.
 
     Raises:
         ConfigurationError: It starts like a JSON object or list but is not valid, or it cannot be
@@ -202,21 +192,21 @@ def parse_input(text: str) -> Any:
     from meshpoint.model.json_values import check_json
 
     try:
-        return check_json(_parse_json_or_text(text), "input")
+        return check_json(_parse_json_or_text(text, name), name.lower())
     except NotJson as error:
-        raise ConfigurationError("INPUT", str(error), "use valid JSON values") from error
+        raise ConfigurationError(name, str(error), "use valid JSON values") from error
 
 
-def _parse_json_or_text(text: str) -> Any:
+def _parse_json_or_text(text: str, name: str) -> Any:
     try:
         return json.loads(text, parse_constant=_reject_constant)
     except RecursionError as error:
-        raise ConfigurationError("INPUT", "it is nested too deeply", "flatten it") from error
+        raise ConfigurationError(name, "it is nested too deeply", "flatten it") from error
     except ValueError as error:
         if not text.lstrip().startswith(("{", "[")):
             return text
         fix = "correct it, or put plain text in JSON quotes"
-        raise ConfigurationError("INPUT", f"is not valid JSON: {error}", fix) from error
+        raise ConfigurationError(name, f"is not valid JSON: {error}", fix) from error
 
 
 def _reject_constant(constant: str) -> NoReturn:

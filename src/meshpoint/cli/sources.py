@@ -107,6 +107,8 @@ def require_mesh(config: Path | None, broker: str | None, namespace: str | None)
 def load_databases(config: Path | None, database: str | None) -> list[StoreSettings]:
     """Return the store of each database of `config`, or the one in `database`.
 
+    A file without agents names the database of the mesh, if it has one.
+
     Raises:
         ConfigurationError: Neither names a database.
     """
@@ -118,7 +120,10 @@ def load_databases(config: Path | None, database: str | None) -> list[StoreSetti
         raise ConfigurationError(
             "--config", "no database is named", "use --config FILE or --db URL"
         )
-    agents = load([config]).agents
+    settings = load([config])
+    agents, mesh_url = settings.agents, settings.mesh.database_url
+    if not agents and mesh_url is not None:
+        return [StoreSettings.at(mesh_url, key="mesh.database_url")]
     by_url = {agent.session_db_url: agent for agent in reversed(agents) if agent.has_database}
     if not by_url:
         fix = "add session_service: sql to an agent, or use --db URL"
@@ -210,7 +215,7 @@ async def change_all(
 ) -> list[TaskSummary]:
     """Change the tasks that `find` yields, and return the changed tasks; all without `change`.
 
-    `change` gets the ids of a batch, and returns those that it changed.
+    `change` gets the ids of a batch, and returns the ids of the changed tasks.
     """
     chosen: list[TaskSummary] = []
     async with aclosing(open_each(config, database, namespace, open_operations)) as databases:

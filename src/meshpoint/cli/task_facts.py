@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
+from pydantic_core import from_json
 
 from meshpoint.cli.output import format_age, format_due
 from meshpoint.model.error_text import quantity
+from meshpoint.model.mailbox import Mailbox
 from meshpoint.model.outcomes import Failed, Ok
+from meshpoint.model.questions import QuestionKey
 from meshpoint.model.secrets import mask_secrets, remove_secrets
-from meshpoint.model.tasks import SUSPECT_AFTER_RESCUES, CallState, CallSummary, TaskState
+from meshpoint.model.tasks import (
+    NO_DEADLINE,
+    SUSPECT_AFTER_RESCUES,
+    CallState,
+    CallSummary,
+    TaskState,
+)
+from meshpoint.model.waits import SLEEP_PEER, display_name, is_question, is_signal, is_wait
 
 if TYPE_CHECKING:
     from meshpoint.model.outcomes import Outcome
+    from meshpoint.model.questions import AskedQuestion
     from meshpoint.model.tasks import TaskSummary
     from meshpoint.model.usage import TokenUsage
 
@@ -30,14 +42,17 @@ _MAX_PEERS_SHOWN = 3
 class TaskDetails:
     """A task, its calls, its outcome once it has ended, and its input if it is still stored.
 
-    Values of `secret_keys` are masked, like values of common secret names.
+    `questions` are the open ones. Values of `secret_keys` are masked, like values of common secret
+    names.
     """
 
     task: TaskSummary
     calls: list[CallSummary]
     outcome: Outcome | None
     input: JsonValue = None
+    questions: Sequence[AskedQuestion] = ()
     secret_keys: Sequence[str] = ()
+    mailbox: Mailbox = field(default_factory=Mailbox)
 
     @property
     def usage(self) -> TokenUsage | None:
@@ -60,7 +75,8 @@ def describe_state(task: TaskSummary) -> str:
 def describe_due(task: TaskSummary) -> str:
     """Return when a task is due next, for people."""
     is_held = task.state is TaskState.READY and task.suspended_at is not None
-    return "-" if task.state.is_final or is_held else format_due(task.wake_at)
+    is_timeless = task.wake_at >= NO_DEADLINE  # it waits for a person only
+    return "-" if task.state.is_final or is_held or is_timeless else format_due(task.wake_at)
 
 
 def describe_peers(task: TaskSummary) -> str:
@@ -90,6 +106,20 @@ def to_json(details: TaskDetails) -> dict[str, object]:
         "artifacts": remove_secrets(artifacts, (), keys)[0],
         "usage": None if usage is None else usage.model_dump(mode="json"),
         "waits_for": _explain_wait(details),
+        "questions": [
+            {
+                "name": each.name,
+                "id": each.key.to_id(),
+                "prompt": _mask_optional(each.prompt, keys),
+            }
+            for each in details.questions
+        ],
+        "signals": [asdict(each) for each in details.mailbox.signals],
+        "kept_answers": [
+            QuestionKey(task.agent, task.task_id, each).to_id()
+            for each in details.mailbox.answered
+        ],
+        "values": remove_secrets(_read_values(details.mailbox), (), keys)[0],
         "calls": [
             {**asdict(call), "message": _mask_optional(call.message, keys)}
             for call in details.calls
@@ -98,9 +128,11 @@ def to_json(details: TaskDetails) -> dict[str, object]:
 
 
 def summary_to_json(task: TaskSummary) -> dict[str, object]:
-    """Return a listed task as JSON. Its `usage` is not part of listings."""
+    """Return a listed task as JSON, without `usage`, which listings lack, and `position`."""
     fields: dict[str, Any] = {
-        name: getattr(task, name) for name in task.__dataclass_fields__ if name != "usage"
+        name: getattr(task, name)
+        for name in task.__dataclass_fields__
+        if name not in {"usage", "position"}
     }
     return fields
 
@@ -113,26 +145,51 @@ def describe_task(details: TaskDetails) -> list[tuple[str, str]]:
         ("state", describe_state(task)),
         *_outcome_facts(outcome, keys),
         ("waits for", _explain_wait(details)),
+        *[fact for each in details.questions for fact in _question_facts(each, keys)],
+        *_mailbox_facts(details, keys),
         ("suspended", _describe_suspension(task)),
         ("subject", task.subject),
         ("requester", _describe_requester(task)),
         ("parent task", task.parent_task_id),
         ("input", None if details.input is None else _shorten(details.input, keys)),
-        ("generation", str(task.generation)),
-        ("attempt", str(task.attempt)),
+        ("pauses", str(task.generation)),
         ("resumed", quantity(task.retry_count, "time") if task.retry_count else None),
-        ("rescues", str(task.rescues) if task.rescues else None),
+        ("replicas lost", _describe_losses(task)),
         ("parked because", _describe_parking(task, keys)),
         (_label_of_reason(task), task.dead_reason and _shorten(task.dead_reason, keys)),
-        ("age", format_age(task.checkpointed_at)),
+        ("paused" if task.generation else "began", f"{format_age(task.checkpointed_at)} ago"),
         ("ended", None if task.ended_at is None else f"{format_age(task.ended_at)} ago"),
-        ("due", describe_due(task)),
         ("deadline", _describe_deadline(task)),
-        ("owner", task.owner or "-"),
+        ("fails", format_due(task.wake_at) if task.state is TaskState.PARKED else None),
+        ("owner", task.owner),
         ("lease", _describe_lease(task)),
         ("tokens", describe_usage(details.usage)),
     ]
     return [(name, fact) for name, fact in facts if fact is not None]
+
+
+def _question_facts(asked: AskedQuestion, keys: Sequence[str]) -> list[tuple[str, str | None]]:
+    prompt = None if asked.prompt is None else _shorten(asked.prompt, keys)
+    return [(f"question {asked.name}", asked.key.to_id()), (f"prompt of {asked.name}", prompt)]
+
+
+def _read_values(mailbox: Mailbox) -> dict[str, JsonValue]:
+    return {key: from_json(value) for key, value in mailbox.values}
+
+
+def _mailbox_facts(details: TaskDetails, keys: Sequence[str]) -> list[tuple[str, str]]:
+    """The values of a task, its kept answers and its unreceived signals."""
+    task, mailbox = details.task, details.mailbox
+    shown = remove_secrets(_read_values(mailbox), (), keys)[0]
+    facts = [
+        (f"value {key}", _shorten(value, keys))
+        for key, value in (shown.items() if isinstance(shown, dict) else ())
+    ]
+    for name, number in Counter(each.name for each in mailbox.signals).items():
+        age = next(format_age(each.sent_at) for each in mailbox.signals if each.name == name)
+        facts.append((f"signal {name}", f"{number} unreceived, the oldest for {age}"))
+    answered = [QuestionKey(task.agent, task.task_id, each) for each in mailbox.answered]
+    return facts + [(f"answer {each.name}", "kept for its next wait") for each in answered]
 
 
 def _outcome_facts(outcome: Outcome | None, keys: Sequence[str]) -> list[tuple[str, str | None]]:
@@ -151,7 +208,7 @@ def _explain_wait(details: TaskDetails) -> str | None:
     task = details.task
     match task.state:
         case TaskState.WAITING:
-            return _explain_join(task)
+            return _explain_join(details)
         case TaskState.READY:
             return _explain_ready(task)
         case TaskState.RUNNING if task.wake_at < datetime.now(UTC):
@@ -164,11 +221,28 @@ def _explain_wait(details: TaskDetails) -> str | None:
             return None
 
 
-def _explain_join(task: TaskSummary) -> str:
-    missing = task.expected - task.completed
-    what = f"{quantity(missing, 'outcome')} of {describe_peers(task)}"
+def _explain_join(details: TaskDetails) -> str:
+    task = details.task
+    is_open = task.expected - task.completed
+    missing = (
+        is_open if task.needed is None else min(task.needed - _count_results(details), is_open)
+    )
+    number = (
+        quantity(is_open, "outcome") if missing == is_open else f"{missing} of {is_open} results"
+    )
+    what = f"{number} of {describe_peers(task)}"
     limit = "" if task.join_deadline is None else f", limit {format_due(task.join_deadline)}"
     return f"{what}, for {format_age(task.checkpointed_at)}{limit}"
+
+
+def _count_results(details: TaskDetails) -> int:
+    """The results, of the calls of the last pause, that count towards the join."""
+    return sum(
+        call.generation == details.task.generation
+        and call.outcome == "ok"
+        and not call.is_superseded
+        for call in details.calls
+    )
 
 
 def _explain_ready(task: TaskSummary) -> str:
@@ -176,7 +250,8 @@ def _explain_ready(task: TaskSummary) -> str:
     if task.suspended_at is not None:
         return f"a person: meshpoint tasks resume {task.task_id}"
     if task.wake_at > datetime.now(UTC):
-        return f"its next attempt, {format_due(task.wake_at)}"
+        is_new = task.generation == 0 and not (task.attempt or task.rescues or task.retry_count)
+        return f"its {'start' if is_new else 'next attempt'}, {format_due(task.wake_at)}"
     if task.rescues >= SUSPECT_AFTER_RESCUES:
         return "a replica that is not running another suspect"
     reads = "" if not task.state_format else f" that reads {task.state_format}"
@@ -206,12 +281,23 @@ def _describe_requester(task: TaskSummary) -> str | None:
     return f"{task.requester or '-'}{suffix}"
 
 
+def _describe_losses(task: TaskSummary) -> str | None:
+    """Replicas lost while they ran this segment, and how many of them the task itself killed."""
+    if not task.rescues:
+        return None
+    deaths = task.attempt - (task.state is TaskState.RUNNING)
+    return f"{task.rescues}" + (f", {deaths} of them through this task" if deaths > 0 else "")
+
+
 def _describe_deadline(task: TaskSummary) -> str | None:
     return None if task.deadline is None else format_due(task.deadline)
 
 
 def _describe_lease(task: TaskSummary) -> str | None:
-    return f"ends {format_due(task.wake_at)}" if task.state is TaskState.RUNNING else None
+    if task.state is not TaskState.RUNNING:
+        return None
+    verb = "ends" if task.wake_at > datetime.now(UTC) else "ended"
+    return f"{verb} {format_due(task.wake_at)}"
 
 
 def describe_usage(usage: TokenUsage | None) -> str | None:
@@ -236,25 +322,48 @@ def _shorten(value: object, keys: Sequence[str]) -> str:
     return f"{text[:_MAX_SHOWN]}… (the rest with --json)"
 
 
-CALL_COLUMNS = ("call", "peer", "state", "outcome", "since", "sent", "deadline", "peer's task")
+CALL_COLUMNS = ("call", "peer", "outcome", "when", "peer's task")
 
 
 def describe_call(call: CallSummary, secret_keys: Sequence[str]) -> tuple[str, ...]:
-    """Return a call as a row of a table with `CALL_COLUMNS`."""
-    sent = [] if call.dispatched_at is None else [f"{format_age(call.dispatched_at)} ago"]
-    if call.attempts > 1:
-        sent.append(quantity(call.attempts, "attempt"))
+    """Return a call, or one attempt at it, as a row of a table with `CALL_COLUMNS`."""
+    is_peer = not is_wait(call.peer)
+    name = call.call_id if is_peer else display_name(call.call_id)
+    if call.max_attempts is not None:
+        name += f", attempt {call.attempt} of {call.max_attempts}"
     outcome = call.outcome or "-"
     if call.message:
         outcome += f": {_shorten(call.message, secret_keys)}"
-    is_open = call.state is CallState.PENDING
+    if call.state is CallState.CANCELLING:
+        outcome += " (its cancel is not sent yet)"
     return (
-        call.call_id,
-        call.peer,
-        call.state.value,
+        name,
+        _describe_peer(call.peer),
         outcome,
-        "-" if call.since is None else f"{format_age(call.since)} ago",
-        ", ".join(sent) or "-",
-        format_due(call.deadline) if is_open else "-",
-        call.sub_task_id,
+        ", ".join(_describe_times(call, is_peer=is_peer)) or "-",
+        call.sub_task_id if is_peer else "-",
     )
+
+
+def _describe_times(call: CallSummary, *, is_peer: bool) -> list[str]:
+    """When a call was sent, and when it begins or times out."""
+    if call.due_at is not None:
+        verb = "begins" if call.due_at > datetime.now(UTC) else "due"
+        return [f"{verb} {format_due(call.due_at)}"]
+    times = []
+    if is_peer and call.dispatched_at is not None:
+        times.append(f"sent {format_age(call.dispatched_at)} ago")
+    elif call.since is not None:
+        times.append(f"{'called' if is_peer else 'began'} {format_age(call.since)} ago")
+    if call.sends > 1:
+        times.append(f"sent {quantity(call.sends, 'time')}")
+    if call.state is CallState.PENDING and call.deadline < NO_DEADLINE:
+        verb = "ends" if call.peer == SLEEP_PEER else "times out"
+        times.append(f"{verb} {format_due(call.deadline)}")
+    return times
+
+
+def _describe_peer(peer: str) -> str:
+    """The name of a peer, or the kind and name of a wait: "signal chat"."""
+    kind = "question " if is_question(peer) else "signal " if is_signal(peer) else ""
+    return f"{kind}{display_name(peer)}"

@@ -1,4 +1,4 @@
-"""`meshpoint tasks`: list, show, cancel, suspend and resume tasks in a database."""
+"""`meshpoint tasks`: list, show, answer, signal, export, cancel, suspend and resume tasks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from meshpoint.cli.task_facts import (
     summary_to_json,
     to_json,
 )
-from meshpoint.errors import MeshpointError, PoisonMessage
+from meshpoint.errors import MeshpointError, OperationNotFound, OperationRunning, PoisonMessage
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -44,7 +44,10 @@ if TYPE_CHECKING:
     from meshpoint.ports.agent import ResumeFrom
     from meshpoint.ports.task_store import CheckpointStore
 
-app = typer.Typer(help="List, show, cancel, suspend and resume tasks.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, show, answer, signal, export, cancel, suspend and resume tasks.",
+    no_args_is_help=True,
+)
 
 _TaskId = Annotated[str, typer.Argument(metavar="TASK_ID", help="Id of the task.")]
 _Agent = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Agent of the task.")]
@@ -59,10 +62,31 @@ _SHOW = """\b
 Examples:
   meshpoint tasks show 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
 """
+_RESULT = """\b
+Examples:
+  meshpoint tasks result order-17 --config travel.yaml
+  meshpoint tasks result order-17 --config travel.yaml --wait --json
+"""
+_EXPORT = """\b
+Examples:
+  meshpoint tasks export order-17 --config travel.yaml -o order-17.json
+  meshpoint tasks export -c travel.yaml --agent travel --state waiting --limit 20 -o histories/
+"""
 _CANCEL = """\b
 Examples:
   meshpoint tasks cancel 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
   meshpoint tasks cancel 01941f29-7c00-7000-8000-000000000000 --agent travel --broker amqp://127.0.0.1/
+"""
+_COMPLETE = """\b
+Examples:
+  meshpoint tasks complete 01941f29-7c00-7000-8000-000000000000 approval true --config travel.yaml
+  meshpoint tasks complete order-17 approval '{"approved": true}' --db postgresql://mesh@db/mesh
+  meshpoint tasks complete order-17 approval --reject "too expensive" --config travel.yaml
+"""
+_SIGNAL = """\b
+Examples:
+  meshpoint tasks signal 01941f29-7c00-7000-8000-000000000000 stop true --config travel.yaml
+  meshpoint tasks signal order-17 chat '{"text": "make it two"}' --id 17-2 --config travel.yaml
 """
 _SUSPEND = """\b
 Examples:
@@ -118,7 +142,11 @@ def list_tasks(
     ] = None,
     waiting_for: Annotated[
         str | None,
-        typer.Option("--waiting-for", metavar="PEER", help="Only tasks that wait for this peer."),
+        typer.Option(
+            "--waiting-for",
+            metavar="NAME",
+            help="Only tasks that wait for this peer or the answer to this question.",
+        ),
     ] = None,
     after: Annotated[
         str | None,
@@ -179,6 +207,84 @@ def show_task(
         )
 
 
+@app.command("result", epilog=_RESULT)
+def print_result(
+    task_id: _TaskId,
+    *,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the task to end, if it has a row.")
+    ] = False,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Print the result of a task, as `meshpoint send` does.
+
+    The database keeps it for 7 days if `mesh.send` started the task. Otherwise it keeps it for
+    tombstone_ttl_seconds, and only if the task has paused or begun a step or subtask.
+
+    Exit codes: 4 failed, 5 cancelled, 10 not found, 11 not ended yet.
+    """
+    from meshpoint.cli.send import print_outcome
+
+    outcome = asyncio.run(_find_outcome(config, database, namespace, task_id, wait=wait))
+    if outcome is None:
+        raise OperationRunning(task_id, f"task {task_id} has not ended; --wait waits for it")
+    raise typer.Exit(print_outcome(task_id, outcome, as_json=as_json))
+
+
+@app.command("export", epilog=_EXPORT)
+def export_history(
+    task_id: Annotated[
+        str | None, typer.Argument(metavar="[TASK_ID]", help="Id of the task.")
+    ] = None,
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="File to write, instead of standard output; without TASK_ID, a folder.",
+        ),
+    ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option("--agent", metavar="NAME", help="Export tasks of this agent."),
+    ] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state",
+            metavar="STATE",
+            help="Only tasks in this state: waiting, ready, parked or running; repeatable.",
+        ),
+    ] = None,
+    limit: sources.Limit = 100,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+) -> None:
+    """Export the history of a task, to replay it with other code.
+
+    `meshpoint.testing.replay_history` reads the file. The file has the inputs, answers and results
+    of the task, but not its security context. Only tasks that have not ended have a history.
+
+    Exit code: 10 not found.
+    """
+    from meshpoint.cli import histories
+
+    if task_id is not None:
+        if agent or state:
+            raise typer.BadParameter("--agent and --state exclude TASK_ID")
+        histories.export_one(task_id, output, config, database, namespace)
+    elif agent is None or output is None:
+        raise typer.BadParameter("name a TASK_ID, or use --agent and --output")
+    else:
+        histories.export_all(agent, state or (), limit, output, config, database, namespace)
+
+
 @app.command("cancel", epilog=_CANCEL)
 def cancel_task(
     task_id: _TaskId,
@@ -212,6 +318,100 @@ def cancel_task(
     owner = asyncio.run(cancel())
     result = {"task_id": task_id, "agent": owner, "status": "cancel_sent"}
     print_either(result, f"asked {owner} to cancel {task_id}", as_json=as_json)
+
+
+@app.command("complete", epilog=_COMPLETE)
+def complete_question(
+    task_id: _TaskId,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the question, or its id.")],
+    value: Annotated[
+        str | None,
+        typer.Argument(metavar="[VALUE]", help="The answer: JSON, or else plain text."),
+    ] = None,
+    *,
+    reject: Annotated[
+        str | None,
+        typer.Option(
+            "--reject",
+            metavar="REASON",
+            help="Reject the question, in place of VALUE: the wait fails in the agent.",
+        ),
+    ] = None,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Answer or reject a question that a task waits for, in the database.
+
+    A replica of its agent resumes the task within seconds.
+    """
+    from meshpoint.cli.completing import answer
+    from meshpoint.cli.send import parse_input
+    from meshpoint.model.ids import TaskId
+
+    if (value is None) == (reject is None):
+        raise typer.BadParameter("give either VALUE or --reject REASON")
+    parsed = None if value is None else parse_input(value, "VALUE")
+
+    async def complete() -> str:
+        async with _open_stores(config, database, namespace) as stores:
+            async for store in stores:
+                if found := await store.task(TaskId(task_id)):
+                    key = await answer(store, *found, name, parsed, rejection=reject)
+                    return key.to_id()
+        raise _no_such_task(task_id)
+
+    question_id = asyncio.run(complete())
+    status = "answered" if reject is None else "rejected"
+    result = {"task_id": task_id, "question_id": question_id, "status": status}
+    print_either(result, f"{status} {name} of {task_id}", as_json=as_json)
+
+
+@app.command("signal", epilog=_SIGNAL)
+def signal_task(
+    task_id: _TaskId,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the signal.")],
+    value: Annotated[
+        str, typer.Argument(metavar="VALUE", help="The value: JSON, or else plain text.")
+    ],
+    *,
+    signal_id: Annotated[
+        str | None,
+        typer.Option("--id", metavar="ID", help="Id of the signal; received once per id."),
+    ] = None,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Send a signal to a task, in the database. The task keeps it until it receives it.
+
+    A task can receive signals once it has a row in the database, usually from its first pause,
+    step or subtask on.
+    """
+    from meshpoint.cli.completing import signal
+    from meshpoint.cli.send import parse_input
+    from meshpoint.model.ids import TaskId, new_id
+    from meshpoint.model.messages import is_agent_name, is_valid_name
+
+    parsed = parse_input(value, "VALUE")
+    id_ = new_id() if signal_id is None else signal_id
+    if not is_agent_name(name):
+        raise typer.BadParameter(f"{name!r} is not a valid signal name")
+    if not (id_ and is_valid_name(id_)):
+        raise typer.BadParameter("--id is not printable, or longer than 248 bytes")
+
+    async def send() -> None:
+        async with _open_stores(config, database, namespace) as stores:
+            async for store in stores:
+                if found := await store.task(TaskId(task_id)):
+                    return await signal(store, found[0], name, parsed, id_)
+        raise _no_such_task(task_id)
+
+    asyncio.run(send())
+    result = {"task_id": task_id, "signal_id": id_, "status": "signalled"}
+    print_either(result, f"sent signal {name} to {task_id}", as_json=as_json)
 
 
 @app.command("suspend", epilog=_SUSPEND)
@@ -402,6 +602,7 @@ def _print_revived(task_id: str, revived: Revived, *, as_json: bool) -> None:
 
 
 _SUSPENDED = "suspended"
+_POLL_SECONDS = 0.2
 
 
 def _split_states(names: list[str] | None) -> tuple[list[str] | None, bool | None]:
@@ -487,8 +688,9 @@ async def _find_tasks(
 async def _find_task(
     config: Path | None, database: str | None, namespace: str | None, task_id: str
 ) -> TaskDetails:
-    """Return a task with its calls, its outcome and its input."""
+    """Return a task with its calls, its outcome, its input and its open questions."""
     from meshpoint.model.ids import TaskId
+    from meshpoint.model.questions import open_question_keys
 
     id_ = TaskId(task_id)
     async with _open_stores(config, database, namespace) as stores:
@@ -496,8 +698,34 @@ async def _find_task(
             if found := await store.task(id_):
                 outcome = _read_outcome((await store.lookup([id_])).get(id_))
                 input_ = _read_input(await store.stored_request(id_))
-                return TaskDetails(*found, outcome, input_, sources.load_secret_keys(config))
+                keys = open_question_keys(*found)
+                asked = await store.find_questions(keys) if keys else []
+                return TaskDetails(
+                    *found,
+                    outcome,
+                    input_,
+                    [each for each in asked if each is not None],
+                    sources.load_secret_keys(config),
+                    await store.mailbox(id_),
+                )
     raise _no_such_task(task_id)
+
+
+async def _find_outcome(
+    config: Path | None, database: str | None, namespace: str | None, task_id: str, *, wait: bool
+) -> Outcome | None:
+    """Return the outcome of a task; `None` if it has not ended. `wait` waits for the end."""
+    from meshpoint.model.ids import TaskId
+
+    id_ = TaskId(task_id)
+    async with _open_stores(config, database, namespace) as stores:
+        async for store in stores:
+            while await store.task(id_) is not None:
+                outcome = _read_outcome((await store.lookup([id_])).get(id_))
+                if outcome is not None or not wait:
+                    return outcome
+                await asyncio.sleep(_POLL_SECONDS)
+    raise OperationNotFound(task_id, str(_no_such_task(task_id)))
 
 
 def _read_outcome(existing: ExistingTask | None) -> Outcome | None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any, TypeVar, Unpack, overload
 
 from meshpoint.agents.peer import Addressable, Peer, PeerCall, untyped_peer
-from meshpoint.client.requests import SendOptions, check_request
+from meshpoint.client.requests import SendOptions, check_request, check_task_id
 from meshpoint.client.task_handle import TaskHandle
 from meshpoint.client.transport import Transport
-from meshpoint.errors import InvalidInput
-from meshpoint.model.declared_type import TypeMismatch
+from meshpoint.errors import InvalidInput, NotJson
+from meshpoint.model.declared_type import DeclaredType, TypeMismatch
 from meshpoint.model.ids import AgentName
+from meshpoint.model.messages import truncate_reason
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+
+RESULT_TTL = timedelta(days=7)
+"""How long agents keep the outcomes of tasks that `Mesh.send` starts."""
+
+_ANSWER: DeclaredType[Any] = DeclaredType(Any, "answer")
+_ANSWER.name = "answer"
 
 
 class Mesh:
@@ -53,6 +63,8 @@ class Mesh:
     ) -> TaskHandle[Any]:
         """Start a task. Returns when the broker has stored the request.
 
+        An agent with a database keeps the outcome for 7 days after the end, for `Mesh.task`.
+
             task = await mesh.send(travel, Trip(city="Rome"), timeout=timedelta(hours=1))
 
         Args:
@@ -69,15 +81,26 @@ class Mesh:
             QueueFull: The agent's request queue is full; try again later.
             SendInDoubt: The broker did not confirm the request. Repeating it with the same id and
                 input is safe.
+            TaskExists: A task with this id exists, with `if_exists="reject"`.
             MeshClosed: The connection was closed.
         """
+        return await self._send(agent, request, options, result_ttl=RESULT_TTL)
+
+    async def _send(
+        self,
+        agent: Addressable[Any, Any] | str,
+        request: object,
+        options: Mapping[str, Any],
+        result_ttl: timedelta | None,
+    ) -> TaskHandle[Any]:
         peer = _resolve_peer(agent)
         try:
             input_ = peer.write(request)
         except TypeMismatch as error:
             raise InvalidInput(f"input for {peer.name!r}: {error}") from error
         checked = check_request(AgentName(peer.name), input_, options, peer.timeout)
-        return TaskHandle(await self._transport.send(checked), peer, self._transport)
+        kept = replace(checked, result_ttl=result_ttl)
+        return TaskHandle(await self._transport.send(kept), peer, self._transport)
 
     @overload
     async def call(
@@ -96,14 +119,78 @@ class Mesh:
         /,
         **options: Unpack[SendOptions],
     ) -> Any:
-        """Start a task and return its result: `send`, then `TaskHandle.result`.
+        """Start a task and return its result: like `send`, then `TaskHandle.result`.
+
+        The outcome is not kept for other connections, unless the task has paused.
 
         Raises:
             TaskFailed: The task has no result. `TaskTimeout` and `TaskCancelled` are subclasses.
             MeshpointError: As for `send`.
         """
-        task: TaskHandle[Any] = await self.send(agent, request, **options)
+        task = await self._send(agent, request, options, result_ttl=None)
         return await task.result()
+
+    async def complete(self, question_id: str, value: object, /) -> None:
+        """Answer a question that a task asked with `ctx.wait_for`. `wait.id` is its id.
+
+        An answer that arrives while the task is not waiting for it is kept for the next wait.
+        Retries for ten seconds while the task has not asked the question.
+
+        Raises:
+            AnswerRefused: It was answered before, its task has ended, the value does not fit its
+                type, or its agent accepts no answer from this sender.
+            QuestionNotOpen: It was not asked, or no replica of its agent has replied.
+            NotJson: `value` is not JSON.
+            UnknownAgent: No replica has ever served its agent in this namespace.
+            BrokerUnavailable: The broker did not confirm the answer. Repeating it is safe.
+            MeshClosed: The connection was closed.
+        """
+        try:
+            json = _ANSWER.write(value)
+        except TypeMismatch as error:
+            raise NotJson(str(error)) from error
+        await self._transport.complete(question_id, json)
+
+    async def reject(self, question_id: str, reason: str, /) -> None:
+        """Refuse to answer a question: the wait for it fails in the agent.
+
+        It raises `PeerFailed` with `reason`, of which at most 500 characters are kept. Its
+        `outcome.kind` is "error".
+
+        Raises:
+            MeshpointError: As for `complete`.
+        """
+        await self._transport.reject(question_id, truncate_reason(reason))
+
+    @overload
+    def task(self, agent: str, task_id: str, /) -> TaskHandle[Any]: ...
+
+    @overload
+    def task(self, agent: Addressable[In, Out], task_id: str, /) -> TaskHandle[Out]: ...
+
+    def task(
+        self, agent: Addressable[Any, Any] | str, task_id: str | None = None, /
+    ) -> TaskHandle[Any]:
+        """Attach to a task that was sent under this connection's name, from any process.
+
+            plan = await mesh.task(travel, "order-17").result()
+
+        Nothing is sent until the handle is used. The result of a task that `send` started is
+        available for 7 days after its end.
+
+        Args:
+            agent: As for `send`.
+            task_id: Id of the task.
+
+        Raises:
+            InvalidOption: The id is invalid.
+            MeshClosed: The connection was closed.
+        """
+        if task_id is None:
+            raise TypeError(f'task() needs the agent: mesh.task("travel", "{agent}")')
+        peer = _resolve_peer(agent)
+        name, id_ = AgentName(peer.name), check_task_id(task_id)
+        return TaskHandle(self._transport.attach(name, id_), peer, self._transport)
 
     async def aclose(self) -> None:
         """Disconnect. Open tasks continue, and waits for them raise `MeshClosed`."""

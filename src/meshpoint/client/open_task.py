@@ -1,16 +1,23 @@
-"""What this process knows of one task that it started."""
+"""What this process knows of one task that it started or attached to."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
 from weakref import WeakSet
 
-from meshpoint.client.updates import StatusUpdate
-from meshpoint.errors import MeshClosed
+from meshpoint.client.attachment import Attachment
+from meshpoint.client.read_update import read_update
+from meshpoint.client.update_order import UpdateOrder
+from meshpoint.client.updates import LiveUpdate, QuestionUpdate
+from meshpoint.errors import MeshClosed, MeshpointError, PoisonMessage, TaskNotFound
+from meshpoint.model.bodies import StatusBody, parse_body
 from meshpoint.model.ids import TaskId
+from meshpoint.model.messages import AttachStatus, Message
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome
+from meshpoint.model.status_metadata import StatusMetadata
 
 ANSWER_GRACE = 5.0
 """Seconds after a task's deadline within which its agent's answer arrives."""
@@ -18,12 +25,17 @@ _MAX_BUFFERED = 100
 """Maximum status updates kept for the iterators of one task. The oldest are dropped."""
 _MAX_WITHOUT_READER = 8
 """Maximum status updates kept while no iterator exists: the first items of the next one."""
+_DETACHED_DELAY = 60.0
+"""Seconds until the next attach after other connections took the place of this one.
+
+If more connections wait than a task has places, they take turns.
+"""
 _MAX_FINGERPRINTS = 16
 """Maximum requests of one task that a refusal can name."""
 
 
 class OpenTask:
-    """A task that this process started: its latest updates, and its outcome once known.
+    """A task that this process waits for: its latest updates, and its outcome once known.
 
     The transport refers to it weakly: a task without a handle and without a wait leaves nothing
     behind.
@@ -34,20 +46,30 @@ class OpenTask:
         digest: Digest of its input, or `None` if no other input can have this id.
         outcome: Its outcome, with the value as JSON, or `None` while it is open.
         is_answered: Whether the outcome is final: it did not result from a missing answer.
+        attachment: Decides when to ask the agent for the outcome.
+        kept_bytes: Size of the messages with its updates and its outcome.
+        detach_count: How often other connections took the place of this one.
     """
 
     def __init__(self, agent: str, task_id: TaskId, awaited: set[object]) -> None:
         """Create a task. `awaited` holds references to it while someone waits."""
         self.agent, self.id = agent, task_id
+        self.attachment = Attachment(agent, task_id)
         self.digest: str | None = None
         self.outcome: Outcome | None = None
         self.is_answered = False
+        self.kept_bytes = self.detach_count = 0
+        self._outcome_bytes = 0
+        self._earlier: tuple[Outcome, int] | None = None  # with the size of its message
         self._awaited = awaited
         self._fingerprints: deque[str] = deque(maxlen=_MAX_FINGERPRINTS)
         self._expires_at = 0.0  # of the event loop's clock; 0 if no request was sent
-        self._updates: deque[StatusUpdate] = deque()
+        self._order = UpdateOrder()
+        self._updates: deque[tuple[LiveUpdate, int]] = deque()  # with the size of the message
         self._dropped = 0  # number of updates before the first one in `_updates`
         self._readers: WeakSet[object] = WeakSet()
+        self._was_followed = False
+        self._questions: dict[str, bool] = {}  # ids shown; whether by a snapshot
         self._is_closed = False
         self._news = asyncio.Event()
 
@@ -58,14 +80,66 @@ class OpenTask:
         expires_at = math.inf if timeout is None else now + timeout + ANSWER_GRACE
         self._expires_at = max(self._expires_at, expires_at)
 
+    @property
+    def is_requested(self) -> bool:
+        """Whether this connection has sent a request for it."""
+        return bool(self._fingerprints)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether someone may be waiting for its next update."""
+        return bool(self._readers)
+
+    def expect_at_least(self, earlier: OpenTask) -> None:
+        """End with the outcome of `earlier` if no replica knows the task."""
+        self._forget_earlier()
+        if earlier.outcome is not None:
+            self._earlier = earlier.outcome, earlier._outcome_bytes
+            self.kept_bytes += earlier._outcome_bytes
+
+    def _forget_earlier(self) -> None:
+        if self._earlier is not None:
+            self.kept_bytes -= self._earlier[1]
+            self._earlier = None
+
+    def detach(self) -> None:
+        """Record that other connections took the place of this one, and end its streams.
+
+        Waits for the outcome ask again later.
+        """
+        self.detach_count += 1
+        self.ask_again(_DETACHED_DELAY)
+
+    def refuse(self, create_error: Callable[[], MeshpointError]) -> None:
+        """Let every wait raise an error, unless the outcome is known."""
+        self.attachment.fail(create_error)
+        self._notify()
+
+    def record_attach_status(self, status: AttachStatus) -> None:
+        """Record what a replica knows about the task."""
+        self.attachment.record_status(status, asyncio.get_running_loop().time())
+        self._notify()
+
+    def ask_again(self, delay: float = 0.0) -> None:
+        """Ask for the outcome after `delay` seconds if someone waits, else at a later wait."""
+        self._start_asking(asyncio.get_running_loop().time() + delay)
+        self._notify()
+
+    def _start_asking(self, at: float = 0.0) -> None:
+        is_detached = self.detach_count > 0
+        self.attachment.start(at, is_requested=self.is_requested, is_detached=is_detached)
+
     def is_refused_by(self, fingerprint: str) -> bool:
         """Whether a refusal of the request with this fingerprint refuses this task."""
         return not self._fingerprints or fingerprint in self._fingerprints
 
-    def end(self, outcome: Outcome, *, answered: bool = True) -> None:
-        """Record the outcome. Only the first one counts."""
+    def end(self, outcome: Outcome, *, answered: bool = True, size: int = 0) -> None:
+        """Record the outcome, received in a message of `size` bytes. Only the first one counts."""
         if self.outcome is None:
+            self._forget_earlier()
             self.outcome, self.is_answered = outcome, answered
+            self._outcome_bytes = size
+            self.kept_bytes += size
             self._notify()
 
     def close(self) -> None:
@@ -73,41 +147,87 @@ class OpenTask:
         self._is_closed = True
         self._notify()
 
-    def add_update(self, update: StatusUpdate) -> None:
-        """Record a status update for all iterators."""
-        self._updates.append(update)
-        limit = _MAX_BUFFERED if self._readers else _MAX_WITHOUT_READER
-        while len(self._updates) > limit:
-            self._updates.popleft()
+    def add_status(self, message: Message) -> None:
+        """Record the update in a status message for all iterators.
+
+        Updates that are unreadable, repeated or outdated are dropped: they are advisory.
+        """
+        try:
+            body = parse_body(StatusBody, message.body)
+        except PoisonMessage:
+            return
+        metadata = StatusMetadata.from_json(body.status_update.metadata)
+        if (reset := self._order.accept(metadata)) is None:
+            return
+        update = read_update(message, body, metadata, reset=reset)
+        if update is None or (
+            isinstance(update, QuestionUpdate)
+            and self._is_shown(update.question_id, is_snapshot=metadata.number is None)
+        ):
+            return
+        self._add_update(update, len(message.body))
+
+    def _is_shown(self, question_id: str, *, is_snapshot: bool) -> bool:
+        """Whether a question was shown by the pause that asks it, or by a snapshot of it.
+
+        A question that is asked again has a new number, and is shown again.
+        """
+        shown_by_snapshot = self._questions.pop(question_id, None)
+        self._questions[question_id] = is_snapshot and shown_by_snapshot is not False
+        if len(self._questions) > _MAX_BUFFERED:
+            del self._questions[next(iter(self._questions))]
+        return shown_by_snapshot is not None and (is_snapshot or shown_by_snapshot)
+
+    def _add_update(self, update: LiveUpdate, size: int) -> None:
+        self._updates.append((update, size))
+        self.kept_bytes += size
+        is_followed = self._readers or self._was_followed
+        while len(self._updates) > (_MAX_BUFFERED if is_followed else _MAX_WITHOUT_READER):
+            _, size = self._updates.popleft()
+            self.kept_bytes -= size
             self._dropped += 1
         self._notify()
 
     def add_reader(self, reader: object) -> None:
-        """Keep more updates for as long as `reader` exists."""
+        """Keep more updates from now on, and ask for the latest status at the next wait."""
         self._readers.add(reader)
+        self._was_followed = True
+        if self.outcome is None and (self.detach_count or not self.is_requested):
+            self._start_asking()
 
-    def find_update(self, position: int) -> tuple[StatusUpdate, int] | None:
+    def position_after(self, update_id: str) -> int | None:
+        """The position after the update with this id, or `None` if the update is not kept."""
+        for index, (update, _) in enumerate(self._updates):
+            if update.id == update_id:
+                return self._dropped + index + 1
+        return None
+
+    def find_update(self, position: int) -> tuple[LiveUpdate, int] | None:
         """Return the first kept update from `position` on, and the position after it."""
         position = max(position, self._dropped)
         index = position - self._dropped
-        return (self._updates[index], position + 1) if index < len(self._updates) else None
+        return (self._updates[index][0], position + 1) if index < len(self._updates) else None
 
     async def wait_outcome(self) -> Outcome:
         """Wait until the task has ended.
 
         Raises:
+            TaskNotFound, OtherRequester, UnknownAgent: As for `TaskHandle.result`.
             MeshClosed: The connection was closed before.
         """
+        self.attachment.restart_if_failed()
         while self.outcome is None:
             await self.wait_news()
         return self.outcome
 
     async def wait_news(self) -> None:
-        """Wait until the task has ended or another update has arrived.
+        """Wait until the task has ended or another update may have arrived.
 
-        Some seconds after its deadline, a task without an answer ends as `Failed(TIMEOUT)`.
+        Some seconds after its deadline, a task without an answer ends as `Failed(TIMEOUT)`. When
+        it is time to ask the agent for the outcome, the first wait does so.
 
         Raises:
+            TaskNotFound, OtherRequester, UnknownAgent: As for `TaskHandle.result`.
             MeshClosed: The connection was closed before.
         """
         if self._is_closed:
@@ -117,17 +237,35 @@ class OpenTask:
         # The event loop has only weak references to asyncio tasks, the transport to this one.
         reference = (self, object())
         self._awaited.add(reference)
-        limit = self._expires_at if 0 < self._expires_at < math.inf else None
+        now, news = asyncio.get_running_loop().time, self._news
         try:
-            async with asyncio.timeout_at(limit):
-                await self._news.wait()
+            if self.attachment.due_at <= now():
+                await self.attachment.ask(now(), wants_snapshot=self.is_followed)
+            self._raise_error()
+            if self.outcome is not None:
+                return
+            limit = min(self._expires_at or math.inf, self.attachment.due_at)
+            async with asyncio.timeout_at(limit if limit < math.inf else None):
+                await news.wait()
+            if self.outcome is None:
+                self._raise_error()
         except TimeoutError:
-            if asyncio.get_running_loop().time() < self._expires_at:
-                return  # the request was repeated with a later deadline
+            if not 0 < self._expires_at <= now():
+                return  # it is time to ask, or the request was repeated with a later deadline
             message = f"{self.agent!r} has not answered by the task's deadline"
             self.end(Failed(FailureKind.TIMEOUT, message), answered=False)
         finally:
             self._awaited.discard(reference)
+
+    def _raise_error(self) -> None:
+        """Raise the error of the attachment, or end with the outcome of an earlier attempt."""
+        try:
+            self.attachment.raise_error()
+        except TaskNotFound:
+            if self._earlier is None:
+                raise
+            outcome, size = self._earlier
+            self.end(outcome, size=size)
 
     def _notify(self) -> None:
         self._news.set()

@@ -4,31 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import chain, repeat
 from time import monotonic
 from types import TracebackType
-from typing import Literal, Self, TypeAlias
+from typing import Self, TypeAlias
 from weakref import WeakValueDictionary
 
+from pydantic import JsonValue
+
+from meshpoint.client.followed_tasks import FollowedTasks
 from meshpoint.client.open_task import OpenTask, task_with_other_input
+from meshpoint.client.reply_slot import ReplySlot
 from meshpoint.client.requests import Request, build_message
-from meshpoint.client.updates import StatusUpdate
+from meshpoint.client.starts import REPEAT_DELAYS, Start, Starts
+from meshpoint.client.status_query import StatusQuery, StatusReply
 from meshpoint.errors import (
+    AnswerRefused,
     BrokerUnavailable,
     InvalidInput,
     MeshClosed,
+    OtherRequester,
     PoisonMessage,
+    QuestionNotOpen,
     QueueFull,
     SendInDoubt,
+    SignalNotKept,
+    SignalRefused,
+    TaskExists,
+    TaskNotFound,
     UnknownAgent,
 )
-from meshpoint.model.bodies import A2ATaskState, ResponseBody, StatusBody, parse_body
-from meshpoint.model.envelopes import KEEP_ALIVE, cancel_message, fingerprint
+from meshpoint.model.bodies import CompletedBody, ResponseBody, StatusBody, parse_body
+from meshpoint.model.envelopes import (
+    attach_message,
+    cancel_message,
+    complete_message,
+    fingerprint,
+    read_message,
+    reject_message,
+    signal_message,
+)
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
 from meshpoint.model.messages import (
     MAX_SHARDS,
+    AttachStatus,
+    CompletionStatus,
+    Header,
     Message,
     MessageType,
     private_queue,
@@ -39,18 +65,34 @@ from meshpoint.model.messages import (
     truncate_reason,
     validate_agent_name,
 )
-from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.model.questions import QuestionKey
+from meshpoint.model.task_status import TaskStatus
 from meshpoint.ports.broker import Broker, Delivery, PublishResult
 
 _Key: TypeAlias = tuple[str, str]
 """The name of an agent, and the id of its task."""
 
 _PREFETCH = 100
+COMPLETION_SECONDS = 10.0
+"""How long an answer or a signal is repeated while its task is unknown, in seconds."""
+COMPLETION_RETRY_SECONDS, _SILENCE_SECONDS = 0.5, 3.0
+"""Delays before it is repeated, in seconds: after a reply, and without one."""
+_REPLIED_TYPES = {MessageType.COMPLETE, MessageType.SIGNAL, MessageType.READ}
 _SHARD_CACHE_SECONDS = 300.0
 """Seconds. RabbitMQ logs an error for each lookup of a missing queue, so lookups are cached."""
+_MAX_SHARD_COUNTS = 1000
+_CONNECTION_CHECK_SECONDS = 5.0
+_QUESTIONS_PER_SECOND = 200
+"""Maximum attaches per second after an outage."""
 _MAX_USED_IDS = 1000
 _USED_ID_SECONDS = 600.0
 """Seconds. A reply that was sent twice arrives well within this time."""
+
+
+def utc_now() -> datetime:
+    """The current time in UTC."""
+    return datetime.now(UTC)
 
 
 class ShardCounts:
@@ -71,8 +113,15 @@ class ShardCounts:
             count, expires_at = self._counts.get(agent, (1, 0.0))
             if expires_at <= now():
                 count = await self._query_broker(agent)
-                self._counts[agent] = count, now() + _SHARD_CACHE_SECONDS
+                self._remember(agent, count, now() + _SHARD_CACHE_SECONDS)
         return count
+
+    def _remember(self, agent: AgentName, count: int, expires_at: float) -> None:
+        """Cache a number as the last to expire. Only the last 1,000 are kept."""
+        self._counts.pop(agent, None)
+        self._counts[agent] = count, expires_at
+        if len(self._counts) > _MAX_SHARD_COUNTS:
+            del self._counts[next(iter(self._counts))]
 
     def invalidate(self, agent: AgentName) -> None:
         """Query the broker again before the next request."""
@@ -143,6 +192,26 @@ class UsedIds:
         return used.expires_at > self._clock()
 
 
+_Reply: TypeAlias = tuple[CompletionStatus, CompletedBody]
+
+
+def _decides(reply: _Reply) -> bool:
+    return reply[0] is not CompletionStatus.NOT_OPEN
+
+
+async def _until_silent(replies: ReplySlot[_Reply]) -> AsyncIterator[_Reply]:
+    """Iterate over the replies until it is time to send the message again."""
+    limit = _SILENCE_SECONDS
+    while True:
+        try:
+            async with asyncio.timeout(limit):
+                reply = await replies.take()
+        except TimeoutError:
+            return
+        limit = COMPLETION_RETRY_SECONDS
+        yield reply
+
+
 class Transport:
     """One connection of a caller: publishes requests and cancels, receives replies and status.
 
@@ -155,6 +224,8 @@ class Transport:
         name: The sender's name. It decides which request queue is used: give callers different
             names if they must not wait behind each other.
         on_response: Called with each response, before it is routed.
+        now: The time from which a task's `timeout` counts.
+        open_task: Creates the record of a task from its agent, its id and the awaited tasks.
     """
 
     def __init__(
@@ -162,18 +233,27 @@ class Transport:
         broker: Broker,
         name: str = "client",
         on_response: Callable[[Message], None] | None = None,
+        *,
+        now: Callable[[], datetime] = utc_now,
+        open_task: Callable[[str, TaskId, set[object]], OpenTask] = OpenTask,
     ) -> None:
         self._broker = broker
+        self._now, self._open_task = now, open_task
         self.name: AgentName = validate_agent_name(name)
         self._id = ReplicaId(new_id())
         self.reply_to = private_queue(self.name, self._id)
         self._open: WeakValueDictionary[_Key, OpenTask] = WeakValueDictionary()
         self._awaited: set[object] = set()  # keeps the tasks for which someone waits
+        self._followed = FollowedTasks()
         self._used_ids = UsedIds(monotonic)
         self._shards = ShardCounts(broker)
         self._on_response = on_response
+        self._exchanges: dict[str, ReplySlot[_Reply]] = {}
+        self._queries: dict[str, StatusQuery] = {}
+        self._starts = Starts()
         self._ack_tasks: set[asyncio.Task[bool]] = set()
         self._is_closed = False
+        self._watcher: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Connect and declare the queue for replies. A failure leaves nothing open.
@@ -185,6 +265,7 @@ class Transport:
             await self._broker.open()
             await self._broker.declare(self.name, self._id)
             await self._broker.consume(self.reply_to, _PREFETCH, self._handle_delivery)
+            self._watcher = asyncio.create_task(self._watch_connection())
         except BaseException:
             await self._broker.close()
             raise
@@ -192,10 +273,35 @@ class Transport:
     async def close(self) -> None:
         """Disconnect. Open tasks continue in the mesh, and waits for them raise `MeshClosed`."""
         self._is_closed = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+        error = MeshClosed("the connection to the mesh was closed")
+        for replies in self._exchanges.values():
+            replies.close(error)
+        self._starts.close(error)
         for task in list(self._open.values()):
             task.close()
         await asyncio.gather(*self._ack_tasks, return_exceptions=True)
         await self._broker.close()
+
+    async def _watch_connection(self) -> None:
+        """Ask for the outcomes of open tasks after each outage.
+
+        Agents retry a reply for 30 seconds. In a longer outage, the reply may be lost along with
+        the private queue.
+        """
+        was_consuming = True
+        while True:
+            await asyncio.sleep(_CONNECTION_CHECK_SECONDS)
+            is_consuming = self._broker.is_consuming(self.reply_to)
+            if is_consuming and not was_consuming:
+                self.ask_again()
+            was_consuming = is_consuming
+
+    def ask_again(self) -> None:
+        """Ask for the outcomes of all open tasks with waiters, spread over time."""
+        for number, task in enumerate(list(self._open.values())):
+            task.ask_again(number / _QUESTIONS_PER_SECOND)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -221,6 +327,8 @@ class Transport:
             InvalidInput: The request is larger than the broker accepts.
             MeshClosed: The connection was closed.
         """
+        if request.must_be_new:
+            return await self._start(request)
         if self._has_other_input(request):
             return task_with_other_input(request.agent, request.task_id)
         task, message = self.prepare(request)
@@ -237,6 +345,51 @@ class Transport:
             raise SendInDoubt(request.task_id, str(error)) from error
         return task
 
+    async def _start(self, request: Request) -> OpenTask:
+        """Send a request for a task that must not exist, until a replica has accepted it."""
+        key = request.agent, request.task_id
+        known = self._open.get(key)
+        if self._has_other_input(request):
+            problem = f"task {request.task_id!r} exists with another input"
+            raise TaskExists(*key, problem)
+        is_open = known is not None and known.outcome is None
+        is_known = known is not None and is_open and known.is_requested
+        start = self._starts.begin(key, is_known=is_known, is_attached=is_open and not is_known)
+        task = self.expect(*key)
+        message = build_message(request, self.name, self.reply_to, self._now(), start.token)
+        start.fingerprint = fingerprint(message)
+        is_decided = False
+        try:
+            await self.publish_request(request.agent, message)
+            await self._await_decision(start, request.agent, message)
+            is_decided = True
+        except TaskExists:
+            is_decided = True
+            raise
+        except (QueueFull, UnknownAgent, InvalidInput):
+            is_decided = not start.was_in_doubt
+            raise
+        except BrokerUnavailable as error:
+            raise SendInDoubt(request.task_id, str(error)) from error
+        finally:
+            self._starts.end(key, in_doubt=not is_decided)
+        task.digest = request.digest
+        if request.digest is not None:
+            self._used_ids.add(key, request.digest)
+        task.add_request(start.fingerprint, request.timeout)
+        return task
+
+    async def _await_decision(self, start: Start, agent: AgentName, message: Message) -> None:
+        """Wait until a replica has accepted or refused a request; repeat it meanwhile."""
+        for delay in chain(REPEAT_DELAYS, repeat(REPEAT_DELAYS[-1])):
+            try:
+                async with asyncio.timeout(delay):
+                    await asyncio.shield(start.decided)
+                return
+            except TimeoutError:
+                with suppress(BrokerUnavailable, UnknownAgent, InvalidInput):
+                    await self.publish_request(agent, message)
+
     def prepare(self, request: Request) -> tuple[OpenTask, Message]:
         """Build the message of a request without sending it, and open its task.
 
@@ -245,7 +398,7 @@ class Transport:
         """
         task = self.expect(request.agent, request.task_id)
         task.digest = request.digest
-        message = build_message(request, self.name, self.reply_to)
+        message = build_message(request, self.name, self.reply_to, self._now())
         task.add_request(fingerprint(message), request.timeout)
         return task, message
 
@@ -265,12 +418,89 @@ class Transport:
         Raises:
             MeshClosed: The connection was closed.
         """
-        if self._is_closed:
-            raise MeshClosed("the connection to the mesh was closed: connect again")
+        self._check_open()
         task = self._open.get((agent, task_id))
         if task is None or task.outcome is not None:
-            task = self._open[agent, task_id] = OpenTask(agent, task_id, self._awaited)
+            self._followed.discard(agent, task_id)
+            task = self._open[agent, task_id] = self._open_task(agent, task_id, self._awaited)
+            task.attachment.ask_by(partial(self._ask_for_outcome, agent, task_id))
         return task
+
+    def attach(self, agent: AgentName, task_id: TaskId) -> OpenTask:
+        """Return the task with this id. Nothing is sent until someone waits for it.
+
+        A task whose updates were read here recently is the same object, even if it has completed.
+        A failed task may have been resumed, so its agent is asked again.
+
+        Raises:
+            MeshClosed: The connection was closed.
+        """
+        self._check_open()
+        known = self._followed.find(agent, task_id)
+        outcome = None if known is None or not known.is_answered else known.outcome
+        if known is not None and isinstance(outcome, Ok):
+            return known
+        task = self.expect(agent, task_id)
+        if known is not None and outcome is not None:
+            task.expect_at_least(known)
+            self._followed.keep(known)
+        if not task.is_requested:
+            task.attachment.start()
+        return task
+
+    def keep_followed(self, task: OpenTask) -> None:
+        """Keep a task after its last reader is gone, for a reader that comes later."""
+        known = self._followed.find(task.agent, task.id)
+        if task.outcome is None or known is None or known.outcome is not None:
+            self._followed.keep(task)  # else a later attempt is open
+
+    def forget_followed(self, task: OpenTask) -> None:
+        """Drop a task: a reader has seen its end."""
+        self._followed.forget(task)
+
+    async def _ask_for_outcome(
+        self, agent: AgentName, task_id: TaskId, wants_snapshot: bool = False
+    ) -> None:
+        message = attach_message(self.name, task_id, self.reply_to, wants_snapshot=wants_snapshot)
+        await self._publish_control(agent, message, "message")
+
+    async def query_status(
+        self, agent: AgentName, task_id: TaskId, *, requested: bool
+    ) -> TaskStatus:
+        """Ask for the status of a task. `requested`: this connection has requested it.
+
+        Raises:
+            MeshpointError: As for `TaskHandle.status`.
+        """
+        token = new_id()
+        message = attach_message(self.name, task_id, self.reply_to, query=token)
+        query = self._queries[token] = StatusQuery(agent, task_id, self.name)
+
+        async def send() -> None:
+            self._check_open()
+            await self._publish_control(agent, message, "query")
+
+        try:
+            return await query.ask(send, requested=requested)
+        finally:
+            del self._queries[token]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise MeshClosed("the connection to the mesh was closed: connect again")
+
+    async def _publish_control(self, agent: AgentName, message: Message, what: str) -> None:
+        """Publish a message to the agent's own queue. `what` is its name in an error.
+
+        Raises:
+            UnknownAgent: No replica has ever served `agent` in this namespace.
+            BrokerUnavailable: The broker did not confirm the message.
+        """
+        (result,) = await self._broker.publish([(response_queue(agent), message)])
+        if result is PublishResult.UNROUTABLE:
+            raise UnknownAgent(agent)
+        if result is not PublishResult.ACCEPTED:
+            raise BrokerUnavailable(f"the queue of agent {agent!r} did not accept the {what}")
 
     async def publish_request(self, agent: AgentName, message: Message) -> None:
         """Publish a prepared request. Raises the errors of `send`, or `BrokerUnavailable`."""
@@ -291,6 +521,122 @@ class Transport:
                     f"the request to agent {agent!r} is larger than the broker accepts"
                 )
 
+    async def complete(self, question_id: str, value: JsonValue) -> None:
+        """Answer a question. Retries for ten seconds while the question is not known.
+
+        Raises:
+            QuestionNotOpen: It is not open, or no replica has replied.
+            AnswerRefused: It was answered before, the value does not fit, or its agent accepts no
+                answer from this sender.
+            UnknownAgent: No replica has ever served its agent in this namespace.
+            BrokerUnavailable: The broker did not confirm the answer. Repeating it is safe.
+            MeshClosed: The connection was closed.
+        """
+        key = QuestionKey.from_id(question_id)
+        message = complete_message(self.name, question_id, key.task_id, value, self.reply_to)
+        await self._send_completion(key, message)
+
+    async def reject(self, question_id: str, reason: str) -> None:
+        """Reject a question, as `complete` answers it.
+
+        Raises:
+            MeshpointError: As for `complete`.
+        """
+        key = QuestionKey.from_id(question_id)
+        message = reject_message(self.name, question_id, key.task_id, reason, self.reply_to)
+        await self._send_completion(key, message)
+
+    async def _send_completion(self, key: QuestionKey, message: Message) -> None:
+        status, body = await self._exchange(key.agent, message, "answer")
+        if status is CompletionStatus.REFUSED:
+            raise AnswerRefused(body.text)
+        if status is not CompletionStatus.RECORDED:
+            silence = (
+                f"no reply: no replica of {key.agent!r} is running or has the question in memory, "
+                "or the message was refused unread (see its dead letters)"
+            )
+            raise QuestionNotOpen(
+                f"question {key.name!r} of task {key.task_id!r}: {body.text or silence}"
+            )
+
+    async def signal(
+        self,
+        agent: AgentName,
+        task_id: TaskId,
+        signal: str,
+        signal_id: str,
+        value: JsonValue,
+    ) -> None:
+        """Send a signal to a task. Retries for ten seconds while the task is not known.
+
+        Raises:
+            SignalRefused: The task has ended, has too many signals, or is another requester's.
+            SignalNotKept: No replica knows the task, or none has replied.
+            UnknownAgent: No replica has ever served `agent` in this namespace.
+            BrokerUnavailable: The broker did not confirm it. Repeating it with its id is safe.
+            MeshClosed: The connection was closed.
+        """
+        message = signal_message(self.name, task_id, signal, signal_id, value, self.reply_to)
+        status, body = await self._exchange(agent, message, "signal")
+        if status is CompletionStatus.REFUSED:
+            raise SignalRefused(f"signal {signal!r}: {body.text}")
+        if status is not CompletionStatus.RECORDED:
+            silence = f"no reply: no replica of {agent!r} is running or has the task in memory"
+            raise SignalNotKept(
+                f"signal {signal!r} to task {task_id!r} of {agent!r}: {body.text or silence}"
+            )
+
+    async def read(self, agent: AgentName, task_id: TaskId, key: str) -> tuple[bool, JsonValue]:
+        """Read a value of a task: whether it is set, and the value.
+
+        Raises:
+            TaskNotFound: No replica knows the task, or none has replied for ten seconds.
+            OtherRequester: It was sent under another name.
+            UnknownAgent: No replica has ever served `agent` in this namespace.
+            BrokerUnavailable: The broker did not confirm the message.
+            MeshClosed: The connection was closed.
+        """
+        message = read_message(self.name, task_id, key, self.reply_to)
+        status, body = await self._exchange(agent, message, "message")
+        if status is CompletionStatus.REFUSED and body.requester is not None:
+            raise OtherRequester(task_id, body.requester, self.name)
+        if status is not CompletionStatus.RECORDED:
+            raise TaskNotFound(agent, task_id)
+        return bool(body.is_set), body.value
+
+    async def _exchange(
+        self, agent: AgentName, message: Message, what: str
+    ) -> tuple[CompletionStatus | None, CompletedBody]:
+        """Send a message until it is recorded or refused, for ten seconds at most.
+
+        Returns the last reply; its status is `None` if there was none.
+        """
+        self._check_open()
+        replies = self._exchanges[message.message_id] = ReplySlot(_decides)
+        last: tuple[CompletionStatus | None, CompletedBody] = None, CompletedBody()
+        try:
+            async with asyncio.timeout(COMPLETION_SECONDS):
+                while True:
+                    await self._publish_control(agent, message, what)
+                    async for reply in _until_silent(replies):
+                        if _decides(reply):
+                            return reply
+                        last = reply
+        except TimeoutError:
+            return last
+        finally:
+            del self._exchanges[message.message_id]
+
+    def _handle_completion(self, message: Message) -> None:
+        replies = self._exchanges.get(message.correlation_id)
+        try:
+            status = CompletionStatus(str(message.headers.get(Header.COMPLETED)))
+            body = parse_body(CompletedBody, message.body)
+        except (ValueError, PoisonMessage):
+            return  # of a later release
+        if replies is not None:
+            replies.add((status, body))
+
     async def cancel(self, agent: str, task_id: TaskId, reason: str = "") -> None:
         """Ask `agent` to end a task as cancelled; its requester receives the outcome.
 
@@ -298,13 +644,9 @@ class Transport:
             UnknownAgent: No replica has ever served `agent` in this namespace.
             BrokerUnavailable: The broker did not confirm the cancel. Repeating it is safe.
         """
-        address = response_queue(validate_agent_name(agent))
+        name = validate_agent_name(agent)
         message = cancel_message(self.name, task_id, reason=truncate_reason(reason))
-        (result,) = await self._broker.publish([(address, message)])
-        if result is PublishResult.UNROUTABLE:
-            raise UnknownAgent(agent)
-        if result is not PublishResult.ACCEPTED:
-            raise BrokerUnavailable(f"the queue of agent {agent!r} did not accept the cancel")
+        await self._publish_control(name, message, "cancel")
 
     def _handle_delivery(self, delivery: Delivery) -> None:
         message = delivery.message
@@ -313,6 +655,8 @@ class Transport:
                 self._handle_response(message)
             elif message.type is MessageType.STATUS:
                 self._handle_status(message)
+            elif message.type in _REPLIED_TYPES:
+                self._handle_completion(message)
         finally:
             ack_task = asyncio.ensure_future(delivery.ack())
             self._ack_tasks.add(ack_task)
@@ -327,6 +671,8 @@ class Transport:
             return
         try:
             body = parse_body(ResponseBody, message.body)
+            if self._starts.handle_response(key, body):
+                return
             outcome, refused = body.outcome(), body.refused_fingerprint
         except PoisonMessage as error:
             problem = f"the response cannot be read: {truncate_reason(str(error))}"
@@ -335,36 +681,64 @@ class Transport:
             if not task.is_refused_by(refused):
                 return  # it refuses another sender's request with the same id
             self._used_ids.discard(key)
-        task.end(outcome)
+        task.end(outcome, size=len(message.body))
+        self._followed.measure(task)
         del self._open[key]
 
+    def _handle_query_reply(self, token: str, message: Message) -> None:
+        if (query := self._queries.get(token)) is None:
+            return  # of an earlier query
+        try:
+            known = AttachStatus(str(message.headers.get(Header.ATTACH)))
+            data = _read_status_data(message)
+        except (ValueError, PoisonMessage):
+            return  # of a later release
+        requester = str(data.get("requester", "another client"))
+        has_status = known in {AttachStatus.RECORDED, AttachStatus.RUNNING}
+        try:
+            status = TaskStatus.model_validate(data) if has_status else None
+        except ValueError:
+            status = None
+        query.add(StatusReply(known, status, requester))
+
     def _handle_status(self, message: Message) -> None:
+        if (token := message.headers.get(Header.START)) is not None:
+            self._starts.accept((message.app_id, message.correlation_id), str(token))
+            return
+        if (token := message.headers.get(Header.QUERY)) is not None:
+            self._handle_query_reply(str(token), message)
+            return
         task = self._open.get((message.app_id, message.correlation_id))
         if task is None or task.outcome is not None:
             return
+        if (status := message.headers.get(Header.ATTACH)) is not None:
+            self._handle_attach_status(task, str(status), message)
+        else:
+            task.add_status(message)
+            self._followed.measure(task)
+
+    def _handle_attach_status(self, task: OpenTask, status: str, message: Message) -> None:
         try:
-            status = parse_body(StatusBody, message.body).status_update.status
-        except PoisonMessage:
-            return  # status updates are advisory
-        if (state := _STATES.get(status.state)) is None:
+            known = AttachStatus(status)
+            data = _read_status_data(message)
+        except (ValueError, PoisonMessage):
+            return  # of a later release
+        if known is AttachStatus.DETACHED:
+            task.detach()
             return
-        part = status.message.parts[0] if status.message else None
-        data = None if part is None else part.data if part.text is None else part.text
-        if data != KEEP_ALIVE:
-            at = _parse_time(status.timestamp)
-            task.add_update(StatusUpdate(at=at, state=state, message=data))
+        if known is not AttachStatus.REFUSED:
+            task.record_attach_status(known)
+            return
+        requester = str(data.get("requester", "another client"))
+        task.refuse(partial(OtherRequester, task.id, requester, self.name))
 
 
-_STATES: dict[A2ATaskState, Literal["submitted", "working"]] = {
-    A2ATaskState.SUBMITTED: "submitted",
-    A2ATaskState.WORKING: "working",
-}
+def _read_status_data(message: Message) -> dict[str, JsonValue]:
+    """The object in a status message, or an empty one.
 
-
-def _parse_time(text: str | None) -> datetime:
-    """The time of a message; now if it is missing or has no time zone."""
-    try:
-        time = datetime.fromisoformat(text or "")
-    except ValueError:
-        return datetime.now(UTC)
-    return time if time.tzinfo is not None else datetime.now(UTC)
+    Raises:
+        PoisonMessage: The message cannot be read.
+    """
+    content = parse_body(StatusBody, message.body).status_update.status.message
+    data = None if content is None else content.parts[0].data
+    return data if isinstance(data, dict) else {}

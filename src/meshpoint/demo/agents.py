@@ -50,7 +50,7 @@ async def travel(ctx: TaskExecutionContext, trip: Trip) -> Itinerary:
         ask_flights(trip), ask_hotels(trip), ask_weather(trip)
     )
     await _simulate_thinking(ctx, trip, "compare")
-    confirmed = await ctx.call(ask_hotels(trip.model_copy(update={"action": "book"})))
+    confirmed = await ask_hotels(trip.model_copy(update={"action": "book"}))
     await _simulate_thinking(ctx, trip, "write")
     return Itinerary(
         number=trip.number,

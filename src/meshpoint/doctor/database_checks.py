@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from pydantic import JsonValue
+
 from meshpoint.doctor.facts import ClockOffset, DatabaseFacts, Facts
 from meshpoint.doctor.findings import CONFIG, Finding, error, note, warning
+from meshpoint.model.ids import AgentName
 from meshpoint.ports.inspection import SchemaFacts
+from meshpoint.settings import AgentSettings, database_key
+from meshpoint.settings.urls import redact_url
 
 _MAX_OFFSET = timedelta(seconds=1)
 
@@ -23,6 +28,34 @@ def check_databases(facts: Facts) -> list[Finding]:
             fix = "grant SELECT, INSERT, UPDATE and DELETE on all tables of Meshpoint to the role"
             findings.append(error("database.login", database.url, database.problem, fix))
     return findings
+
+
+def check_database_keys(facts: Facts) -> list[Finding]:
+    """What `database_url` stands for in each agent."""
+    mesh_url = facts.settings.mesh.database_url
+    findings: list[Finding] = []
+    for release in facts.releases:
+        agent = release.settings
+        section, url = (
+            ("mesh", mesh_url) if agent.database_url is None else ("agent", agent.database_url)
+        )
+        if url is not None:
+            findings.append(_expansion(release.name, f"{section}.database_url", url, agent))
+    return findings
+
+
+def _expansion(name: AgentName, key: str, url: str, agent: AgentSettings) -> Finding:
+    """Show the long keys of `agent`, and which of them it sets to other values itself."""
+    if not agent.has_database:
+        return note("database.keys", name, f"{key} is not used: session_service is memory")
+    shown: dict[str, JsonValue] = {}
+    parts: list[str] = []
+    for long_key, meant in database_key.expand(url).items():
+        value = getattr(agent, long_key)
+        shown[long_key] = redact_url(value) if long_key == "session_db_url" else value
+        text = str(value).lower() if isinstance(value, bool) else shown[long_key]
+        parts.append(f"{long_key}: {text}" + ("" if value == meant else " (set for the agent)"))
+    return note("database.keys", name, f"{key} means {', '.join(parts)}", "", **shown)
 
 
 def _check_schema(database: DatabaseFacts, schema: SchemaFacts, option: str) -> list[Finding]:

@@ -14,7 +14,7 @@ from meshpoint.doctor.broker_checks import (
     check_markers,
     check_rights,
 )
-from meshpoint.doctor.database_checks import check_clocks, check_databases
+from meshpoint.doctor.database_checks import check_clocks, check_database_keys, check_databases
 from meshpoint.doctor.facts import FactReader, Facts, OnStep, load_release
 from meshpoint.doctor.findings import Finding, Severity, error, note, unavailable
 from meshpoint.doctor.redis_checks import check_redis
@@ -36,6 +36,7 @@ from meshpoint.settings import Settings, StoreSettings
 
 CHECKS: Sequence[Callable[[Facts], list[Finding]]] = (
     check_databases,
+    check_database_keys,
     check_rights,
     check_markers,
     check_formats,

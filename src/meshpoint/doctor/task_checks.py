@@ -139,13 +139,14 @@ def check_suspended(facts: Facts) -> list[Finding]:
         suspended = facts.tasks(release).suspended
         if suspended is not None:
             problem = (
-                f"{quantity(suspended.count, 'task')} suspended by a person, the first one since "
-                f"{suspended.oldest.isoformat(timespec='seconds')}; replicas of a release that "
-                "cannot suspend run the waiting ones once their calls have outcomes"
+                f"{quantity(suspended.count, 'task')} suspended, the oldest since "
+                f"{suspended.oldest.isoformat(timespec='seconds')}; no replica runs them until "
+                "you resume them, but replicas of a release without `tasks suspend` continue a "
+                "waiting task when its peers have answered"
             )
             fix = (
-                f"resume: meshpoint tasks resume --state suspended --agent {release.name} "
-                f"--config {CONFIG}"
+                f"to resume them, run: meshpoint tasks resume --state suspended "
+                f"--agent {release.name} --config {CONFIG}"
             )
             data: dict[str, JsonValue] = {
                 "tasks": suspended.count,

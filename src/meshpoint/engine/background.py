@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, ParamSpec
 
 from meshpoint.engine.containment import is_user_interrupt
 from meshpoint.engine.retry import Retry
@@ -15,6 +15,8 @@ from meshpoint.model.events import Step
 from meshpoint.ports.observer import Steps
 
 log = logging.getLogger("meshpoint.engine")
+
+_P = ParamSpec("_P")
 
 _QUIET_SECONDS = 60.0
 """Seconds during which a repeated defect is counted instead of logged."""
@@ -55,18 +57,20 @@ class BackgroundTasks:
         )
         self._steps.emit(Step.DEFECT, where=where, error=description, more=suppressed_count)
 
-    def spawn(self, step: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `step` and report any exception."""
-        task = asyncio.create_task(self._run_guarded(step))
+    def spawn(
+        self, step: Callable[_P, Awaitable[None]], *args: _P.args, **kwargs: _P.kwargs
+    ) -> asyncio.Task[None]:
+        """Run `step` with its arguments in an asyncio task, and report any exception."""
+        task = asyncio.create_task(self._run_guarded(step, *args, **kwargs))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # A task cancelled before its first step never awaits the coroutine.
-        task.add_done_callback(lambda _: step.close())
         return task
 
-    async def _run_guarded(self, step: Coroutine[Any, Any, None]) -> None:
+    async def _run_guarded(
+        self, step: Callable[_P, Awaitable[None]], *args: _P.args, **kwargs: _P.kwargs
+    ) -> None:
         try:
-            await step
+            await step(*args, **kwargs)
         except asyncio.CancelledError:
             raise
         except Unavailable as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.runtime import ReplicaRuntime
@@ -79,6 +80,20 @@ async def commit_redelivered(
         return await runtime.retry.until_available(attempt)
 
 
+async def commit_delayed(
+    delayed: Sequence[tuple[RequestedSegment, str | None, datetime]],
+    backend: Backend,
+    runtime: ReplicaRuntime,
+) -> list[BeginResult]:
+    """Insert rows for tasks that begin later, each with its order and its start."""
+    begins = [
+        _build_begin(segment, runtime, order=order, queued=True, start_at=start_at)
+        for segment, order, start_at in delayed
+    ]
+    with runtime.steps.step(Step.BEGIN, [segment.run.task_id for segment, _, _ in delayed]):
+        return await runtime.retry.until_available(lambda: backend.store.begin(begins))
+
+
 def _build_begin(
     segment: RequestedSegment,
     runtime: ReplicaRuntime,
@@ -86,6 +101,7 @@ def _build_begin(
     *,
     order: str | None = None,
     queued: bool = False,
+    start_at: datetime | None = None,
 ) -> Begin:
     return Begin(
         segment.run,
@@ -95,6 +111,7 @@ def _build_begin(
         operation,
         order=order,
         queued=queued,
+        start_at=start_at,
         digest=segment.digest,
         state_format=runtime.state_format,
     )

@@ -14,7 +14,7 @@ from typing import TypeAlias, assert_never
 from meshpoint.engine import end
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.cancels import cancelled_outcome
-from meshpoint.engine.pause import commit_pause, plan_pause
+from meshpoint.engine.pause import commit_pause, find_repeated_question, plan_pause
 from meshpoint.engine.running import (
     Incompatible,
     MemoryMissing,
@@ -28,6 +28,7 @@ from meshpoint.engine.segment import AgentPaused, FinalCheckpoint, Segment, Stop
 from meshpoint.errors import AgentMisbehaved, MemoryLost, MemoryRefused
 from meshpoint.model.events import Step
 from meshpoint.model.outcomes import OVERDUE, Failed, FailureKind, Ok, Outcome
+from meshpoint.model.questions import QuestionCall
 from meshpoint.model.secrets import mask_reason, mask_secrets
 from meshpoint.model.subtasks import Child
 from meshpoint.model.tasks import Dispatch, Reply, TaskState
@@ -50,13 +51,17 @@ _MAX_RERUN_DELAY = timedelta(seconds=30)
 
 @dataclass(frozen=True, slots=True)
 class TaskPaused:
-    """The task waits for its calls, or is ready if all of them have an outcome already."""
+    """The task waits for its calls, or is ready if all of them have an outcome already.
+
+    `questions` are the ones that it asks.
+    """
 
     backend: Backend
     workspace: Workspace
     dispatches: Sequence[Dispatch]
     is_ready: bool
     final_checkpoint: FinalCheckpoint | None
+    questions: Sequence[QuestionCall] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +179,8 @@ class Commits:
         if call_count > max_fan_out:
             message = f"it makes {call_count} calls at once; max_fan_out is {max_fan_out}"
             return await self._fail(segment, message)
+        if (twice := find_repeated_question(returned.paused.calls)) is not None:
+            return await self._fail(segment, f"it waits for question {twice!r} twice at once")
         agent = returned.workspace.agent
         if returned.paused.append is not None and not isinstance(agent, ReadsLog):
             return await self._fail(segment, "Paused.append needs an agent with resume_with_log")
@@ -192,6 +199,7 @@ class Commits:
             self._runtime.options,
             await self._find_earlier_children(segment, returned.workspace.operation),
             final_checkpoint,
+            now=self._runtime.clock.now(),
         )
         try:
             backend, result = await commit_pause(pause, segment.backend, self._runtime)
@@ -200,8 +208,14 @@ class Commits:
         match result:
             case PauseCommitted(state=state, dispatches=dispatches):
                 is_ready = state is TaskState.READY
+                asked = [each for each in returned.paused.calls if isinstance(each, QuestionCall)]
                 return TaskPaused(
-                    backend, returned.workspace, dispatches, is_ready, final_checkpoint
+                    backend,
+                    returned.workspace,
+                    dispatches,
+                    is_ready,
+                    final_checkpoint,
+                    () if is_ready else asked,
                 )
             case Fenced():
                 self._runtime.steps.emit(

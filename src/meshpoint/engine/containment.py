@@ -14,7 +14,7 @@ import logging
 import signal
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
-from contextvars import Context, ContextVar, copy_context
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from types import CoroutineType, TracebackType
 from typing import Any, cast
@@ -45,19 +45,14 @@ class Origin:
         if self.on_exit is not None:
             self.on_exit(description)
 
-    def make_context(self) -> Context:
-        """Copy the current context, marked with this segment."""
-        context = copy_context()
-        context.run(_ORIGIN.set, self)
-        return context
 
-
-_ORIGIN: ContextVar[Origin | None] = ContextVar("meshpoint_origin", default=None)
+current_origin: ContextVar[Origin | None] = ContextVar("meshpoint_origin", default=None)
+"""The segment that the current context runs for."""
 
 
 def in_agent_code() -> bool:
     """Whether the current context belongs to agent code."""
-    return _ORIGIN.get() is not None
+    return current_origin.get() is not None
 
 
 def is_user_interrupt(error: BaseException) -> bool:
@@ -140,7 +135,7 @@ class _ContainingTaskFactory:
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
         context: Context | None = options.get("context")
-        origin = _ORIGIN.get() if context is None else context.get(_ORIGIN)
+        origin = current_origin.get() if context is None else context.get(current_origin)
         # The event loop closes abandoned async generators in tasks without a known segment.
         if origin is not None or type(coro) is not CoroutineType:
             coro = _ContainedCoroutine(coro, origin)

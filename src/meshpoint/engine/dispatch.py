@@ -216,7 +216,15 @@ class Dispatcher:
         else:
             failed = peer_missing(call.peer)
             self._runtime.steps.emit(Step.UNDELIVERABLE, call.task_id, peer=call.peer)
-        return Claim(RunId(new_id()), call.task_id, call.sub_task_id, failed, None)
+        return Claim(
+            RunId(new_id()),
+            call.task_id,
+            call.sub_task_id,
+            failed,
+            None,
+            # The next attempt would send the same message, or to the same invalid name.
+            retryable=result is not PublishResult.REJECTED and is_agent_name(call.peer),
+        )
 
 
 class _UnroutableCalls:

@@ -17,14 +17,19 @@ from meshpoint.model.tasks import Reply, Requester, TaskState
 from meshpoint.model.transitions import End, EndCommitted, EndResult, Fenced
 
 
-def build_refusal(segment: RequestedSegment, failure: Failed) -> Reply:
+def build_refusal(segment: RequestedSegment, failure: Failed, *, id_in_use: bool = False) -> Reply:
     """Build the reply to a refused request.
 
-    It names the request, so that it cannot end another call.
+    It names the request, so that it cannot end another call. `id_in_use`: a task with its id
+    exists.
     """
     run = segment.run
     body = encode_reply(
-        run.task_id, None, failure, refused_fingerprint=fingerprint(segment.message)
+        run.task_id,
+        None,
+        failure,
+        refused_fingerprint=fingerprint(segment.message),
+        id_in_use=id_in_use,
     )
     return Reply(run.agent, run.task_id, _final_state_of(failure), body, segment.requester)
 

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from typing import TypeVar
 
 from pydantic import JsonValue, ValidationError
 
@@ -14,6 +15,7 @@ from meshpoint.errors import NotJson, PoisonMessage
 from meshpoint.model.bodies import (
     RESERVED_METADATA,
     A2ATaskState,
+    AttachBody,
     CancelBody,
     RequestBody,
     ResponseBody,
@@ -36,8 +38,12 @@ from meshpoint.model.messages import (
 )
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.model.status_metadata import StatusMetadata
 from meshpoint.model.tasks import NO_DEADLINE, Requester
 from meshpoint.model.transitions import Claim, Progress
+from meshpoint.model.waits import is_wait
+
+_Entry = TypeVar("_Entry", str, dict[str, JsonValue])
 
 _TRACEPARENT_PATTERN = re.compile(r"[0-9a-z-]{1,55}")  # W3C: 55 characters
 _MAX_PARENT_BYTES = 280  # bytes: a task id and the attempt in which it was resumed
@@ -60,6 +66,22 @@ class Request:
     trace_context: dict[str, JsonValue]
     message: Message
     resume_token: str | None = None  # token of a requester that was resumed and asks again
+    start_at: datetime | None = None  # not before this time
+    start_token: str | None = None  # the task must not exist, unless this request began it
+
+    @property
+    def order(self) -> str | None:
+        """What the task's row keeps of the request to recognize it; see `Begin.order`."""
+        return self.resume_token or self.start_order
+
+    @property
+    def start_order(self) -> str | None:
+        """The order of a task that `start_token` began; lower than any that resumes it."""
+        return None if self.start_token is None else f"!{self.start_token}"
+
+    def is_delayed(self, now: datetime) -> bool:
+        """Whether the task begins later than `now`."""
+        return self.start_at is not None and self.start_at > now
 
     def with_requester(self, requester: Requester) -> Request:
         """Copy the request with the task's current requester, which may change on resume."""
@@ -96,6 +118,7 @@ def parse_requester(message: Message) -> Requester:
     _number_header(message, Header.ATTEMPT)
     deadline = _number_header(message, Header.DEADLINE)
     idle_timeout = _number_header(message, Header.IDLE_TIMEOUT)
+    result_ttl = _number_header(message, Header.KEEP_RESULT)
     parent = message.headers.get(Header.PARENT_TASK)
     return Requester(
         reply_to=Address(_check_name("reply_to", message.reply_to)) if message.reply_to else None,
@@ -107,6 +130,7 @@ def parse_requester(message: Message) -> Requester:
         if deadline is not None and deadline < _LATEST_DEADLINE
         else None,
         idle_timeout=timedelta(seconds=idle_timeout) if idle_timeout is not None else None,
+        result_ttl=timedelta(seconds=result_ttl) if result_ttl is not None else None,
     )
 
 
@@ -133,7 +157,8 @@ def parse_request(message: Message, options: Options) -> Request:
     try:
         a2a_context = _build_a2a_context(message, body, requester)
         security_context = JsonDict(
-            _metadata_dict(body, "securityContext"), name="metadata.securityContext"
+            _metadata_entry(body, "securityContext", dict, "an object") or {},
+            name="metadata.securityContext",
         )
     except ValidationError as error:
         raise PoisonMessage(f"metadata: {first_problem(error)}") from loggable_cause(error)
@@ -141,6 +166,7 @@ def parse_request(message: Message, options: Options) -> Request:
         raise PoisonMessage(f"metadata: {error}") from error
     traceparent = message.headers.get(Header.TRACEPARENT)  # dropped if invalid
     is_traced = isinstance(traceparent, str) and _TRACEPARENT_PATTERN.fullmatch(traceparent)
+    start_at = _number_header(message, Header.START_AT)
     return Request(
         task_id=TaskId(task_id),
         input=(task_input := body.input()),
@@ -152,6 +178,10 @@ def parse_request(message: Message, options: Options) -> Request:
         message=message,
         resume_token=_check_name(Header.RESUME, resume_token)
         if (resume_token := message.headers.get(Header.RESUME))
+        else None,
+        start_at=datetime.fromtimestamp(start_at, UTC) if start_at is not None else None,
+        start_token=_check_name(Header.START, start_token)
+        if (start_token := message.headers.get(Header.START))
         else None,
     )
 
@@ -166,6 +196,8 @@ def parse_claim(message: Message, options: Options) -> Claim:
     if not message.app_id:
         raise PoisonMessage("app_id: a response must name its sender")
     _check_name("app_id", message.app_id)
+    if is_wait(message.app_id):  # it would answer a question, or end a sleep
+        raise PoisonMessage(f"app_id: {message.app_id[:_MAX_QUOTED_LENGTH]!r} is reserved")
     if (reason := impersonation_error(message, options)) is not None:
         raise PoisonMessage(reason)
     return Claim(
@@ -175,6 +207,8 @@ def parse_claim(message: Message, options: Options) -> Claim:
         outcome=body.outcome(),
         sender=message.app_id,
         refused_fingerprint=body.refused_fingerprint,
+        retryable=body.is_retryable,
+        retry_after=body.retry_after,
     )
 
 
@@ -183,7 +217,7 @@ def claim_for_unreadable(message: Message, reason: str, options: Options) -> Cla
 
     Returns `None` if the envelope names no call, or if the message did not come from the peer.
     """
-    if impersonation_error(message, options) is not None:
+    if impersonation_error(message, options) is not None or is_wait(message.app_id):
         return None
     try:
         task_id, sub_task_id = _parent_task_id(message), _sub_task_id(message)
@@ -198,8 +232,17 @@ def claim_for_unreadable(message: Message, reason: str, options: Options) -> Cla
     )
 
 
-def parse_status(message: Message, options: Options) -> tuple[Progress, JsonValue]:
-    """A peer's status update and its data.
+@dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """A peer's status update, and what to forward: its content and metadata."""
+
+    progress: Progress
+    content: JsonValue
+    metadata: StatusMetadata
+
+
+def parse_status(message: Message, options: Options) -> PeerStatus:
+    """A peer's status update.
 
     Raises:
         PoisonMessage: the message is unreadable.
@@ -212,10 +255,10 @@ def parse_status(message: Message, options: Options) -> tuple[Progress, JsonValu
         )
     part = task_status.message.parts[0] if task_status.message else None
     data = None if part is None else part.text if part.text is not None else part.data
-    progress = Progress(
-        _parent_task_id(message), _sub_task_id(message), _check_name("app_id", message.app_id)
-    )
-    return progress, data
+    sender = _check_name("app_id", message.app_id)
+    progress = Progress(_parent_task_id(message), _sub_task_id(message), sender)
+    metadata = StatusMetadata.from_json(body.status_update.metadata)
+    return PeerStatus(progress, data, metadata.forwarded(sender, message.correlation_id))
 
 
 def parse_cancel(message: Message, options: Options) -> tuple[TaskId, str | None, str]:
@@ -233,6 +276,29 @@ def parse_cancel(message: Message, options: Options) -> tuple[TaskId, str | None
     if parent is not None:
         parent = _check_name(Header.PARENT_TASK, parent, _MAX_PARENT_BYTES)
     return task_id, parent, truncate_reason(body.reason or "")
+
+
+def parse_attach(message: Message, options: Options) -> tuple[TaskId, Address]:
+    """The task that an attach names, and the address to which it wants the outcome.
+
+    Raises:
+        PoisonMessage: the message is unreadable.
+    """
+    body = parse_body(AttachBody, message.body, options.max_message_bytes)
+    _check_name("app_id", message.app_id)
+    if not message.reply_to:
+        raise PoisonMessage("reply_to: an attach must say where to reply")
+    return TaskId(_check_name("id", body.id)), Address(_check_name("reply_to", message.reply_to))
+
+
+def parse_query(message: Message) -> str | None:
+    """The token of an attach that asks only for the status; `None` for any other attach.
+
+    Raises:
+        PoisonMessage: the token is unreadable.
+    """
+    token = message.headers.get(Header.QUERY)
+    return None if token is None else _check_name(Header.QUERY, str(token))
 
 
 def _parent_task_id(message: Message) -> TaskId:
@@ -269,31 +335,33 @@ def _build_a2a_context(message: Message, body: RequestBody, requester: Requester
         context_id=_check_name("message.contextId", context_id, MAX_CONTEXT_ID_BYTES)
         if context_id is not None
         else None,
-        session_id=_metadata_text(body, "sessionId"),
-        user_id=_metadata_text(body, "userId"),
+        session_id=_metadata_entry(body, "sessionId", str, "a string"),
+        user_id=_metadata_entry(body, "userId", str, "a string"),
         reply_to=requester.reply_to,
         requester=requester.app_id,
         parent_task_id=requester.parent_task_id,
         call_depth=int(_number_header(message, Header.CALL_DEPTH) or 0),
         deadline=requester.deadline,
         idle_timeout=requester.idle_timeout,
-        user_config=_metadata_dict(body, "userConfig"),
+        user_config=_metadata_entry(body, "userConfig", dict, "an object") or {},
         metadata=metadata,
     )
 
 
-def _metadata_text(body: RequestBody, key: str) -> str | None:
-    value = body.metadata.get(key)
-    if value is not None and not isinstance(value, str):
-        raise PoisonMessage(f"metadata.{key}: must be a string")
-    return _check_name(f"metadata.{key}", value) if value else None
+def _metadata_entry(
+    body: RequestBody, key: str, kind: type[_Entry], description: str
+) -> _Entry | None:
+    """An entry of a request's metadata, or `None` if it is missing or empty.
 
-
-def _metadata_dict(body: RequestBody, key: str) -> dict[str, JsonValue]:
+    Raises:
+        PoisonMessage: the entry is not of this kind, or not a valid text.
+    """
     value = body.metadata.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise PoisonMessage(f"metadata.{key}: must be an object")
-    return value or {}
+    if value is not None and not isinstance(value, kind):
+        raise PoisonMessage(f"metadata.{key}: must be {description}")
+    if isinstance(value, str):
+        _check_name(f"metadata.{key}", value)
+    return value or None
 
 
 def _number_header(message: Message, header: Header) -> float | None:
@@ -329,5 +397,7 @@ _BOUNDS: dict[Header, tuple[float, float]] = {
     Header.CALL_DEPTH: (0, 1_000_000),
     Header.ATTEMPT: (1, 1_000_000_000),
     Header.DEADLINE: (_MIN_SECONDS, _YEAR_9000),
+    Header.START_AT: (_MIN_SECONDS, _YEAR_9000),
     Header.IDLE_TIMEOUT: (_MIN_SECONDS, _TEN_YEARS_SECONDS),
+    Header.KEEP_RESULT: (_MIN_SECONDS, _TEN_YEARS_SECONDS),
 }

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from functools import partial
+
+from pydantic_core import to_json
 
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment import AgentPaused, FinalCheckpoint, RequestedSegment, Segment
+from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody
 from meshpoint.model.calls import Call
 from meshpoint.model.context import TaskExecutionContext
@@ -17,10 +21,13 @@ from meshpoint.model.ids import AgentName, TaskId, new_id, resumed_id
 from meshpoint.model.json_values import json_digest
 from meshpoint.model.messages import Header, HeaderValue
 from meshpoint.model.options import Options
-from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.model.questions import QuestionCall
+from meshpoint.model.signals import ReceiveCall
 from meshpoint.model.subtasks import Child
-from meshpoint.model.tasks import PlannedCall, logged_format
+from meshpoint.model.tasks import PlannedCall, logged_format, waits_format
 from meshpoint.model.transitions import Pause, PauseResult
+from meshpoint.model.waits import Sleep, display_name, is_wait
 from meshpoint.subtasks.runner import Subtasks
 
 
@@ -31,24 +38,35 @@ def plan_pause(
     options: Options,
     earlier_children: Sequence[Child] = (),
     final_checkpoint: FinalCheckpoint | None = None,
+    *,
+    now: datetime,
 ) -> Pause:
     """Build the checkpoint to write.
 
     Ids are generated once, here, so that a repeated write has the same ids.
 
     A call that an earlier attempt at an operation also made goes to the same task of the peer: see
-    `_ChildPlanner`. `final_checkpoint` is the operation's own, stored while it waits.
+    `_ChildPlanner`. `final_checkpoint` is the operation's own, stored while it waits. Sleeps
+    with an end at or before `now` end at once.
     """
     paused, workspace, is_new = returned.paused, returned.workspace, segment.run.fence == 0
     operation, context = workspace.operation, workspace.context
     planner = None if operation is None else _ChildPlanner(operation, earlier_children)
+    recorder = workspace.context_runtime.recorder
+    if any(is_wait(call.peer) for call in paused.calls) or (recorder and recorder.has_waited):
+        state_format = waits_format(state_format)
     log_change = segment.log.change(
         paused,
         None if final_checkpoint is None else final_checkpoint.notes,
-        keeps_steps=workspace.context_runtime.recorder is not None,
+        keeps_steps=recorder is not None,
     )
     is_logged = not segment.log.is_empty_after(log_change)
-    calls = tuple(_plan_call(call, context, options, planner) for call in paused.calls)
+    calls = tuple(
+        _plan_wait(call, now)
+        if is_wait(call.peer)
+        else _plan_call(call, context, options, planner)
+        for call in paused.calls
+    )
     return Pause(
         run=segment.run,
         context=context.to_checkpoint_dict(),
@@ -66,6 +84,16 @@ def plan_pause(
         digest=segment.digest if is_new else None,
         log=log_change,
     )
+
+
+def find_repeated_question(calls: Sequence[Call]) -> str | None:
+    """The name of a question that is asked twice in one pause, or `None`."""
+    questions = [call for call in calls if isinstance(call, QuestionCall)]
+    ids = [call.sub_task_id for call in questions]
+    for call in questions:
+        if ids.count(call.sub_task_id) > 1:
+            return display_name(call.peer)
+    return None
 
 
 class _ChildPlanner:
@@ -163,6 +191,41 @@ def _plan_call(
         idle_timeout=idle_timeout,
         headers=headers,
         outcome=_refuse_invalid_call(depth, body, options),
+        retry=call.retry,
+    )
+
+
+def _plan_wait(call: Call, now: datetime) -> PlannedCall:
+    if isinstance(call, QuestionCall):
+        return PlannedCall(
+            sub_task_id=TaskId(call.sub_task_id),
+            call_id=call.id,
+            peer=AgentName(call.peer),
+            body=to_json(call.details),
+            timeout=call.timeout,
+        )
+    if isinstance(call, ReceiveCall):
+        return PlannedCall(
+            sub_task_id=TaskId(new_id()),
+            call_id=call.id,
+            peer=AgentName(call.peer),
+            body=b"{}",
+            timeout=call.timeout,
+        )
+    if not isinstance(call, Sleep):
+        raise AgentMisbehaved(f"call {call.id!r}: {call.peer!r} is not the name of an agent")
+    return _plan_sleep(call, now)
+
+
+def _plan_sleep(sleep: Sleep, now: datetime) -> PlannedCall:
+    return PlannedCall(
+        sub_task_id=TaskId(new_id()),
+        call_id=sleep.id,
+        peer=AgentName(sleep.peer),
+        body=b"{}",
+        timeout=None,
+        headers=sleep.to_headers(),
+        outcome=Ok(None) if sleep.has_passed(now) else None,
     )
 
 

@@ -62,7 +62,7 @@ class PostponedMessages:
         self._update_prefetch()
         if not self._is_retrying:
             self._is_retrying = True
-            self._runtime.background.spawn(self._retry_until_handled())
+            self._runtime.background.spawn(self._retry_until_handled)
 
     async def close(self) -> None:
         """Requeue all messages once the current attempt ends. From now on, `postpone` requeues.
@@ -171,7 +171,7 @@ class PostponedRequests:
         self._tasks.remove(segment)
         if not self._is_waiting:
             self._is_waiting = True
-            self._runtime.background.spawn(self._handle_after_outage())
+            self._runtime.background.spawn(self._handle_after_outage)
 
     async def requeue_all(self) -> None:
         """Requeue all requests, so that another replica can run them."""

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TypeAlias
-
-from pydantic import JsonValue
 
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.backoff import AddressBackoff
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.errors import ConfigurationError, Unavailable
-from meshpoint.model.envelopes import (
-    MAX_STATUS_BYTES,
-    Envelope,
-    status_envelope,
-    wake_message,
-)
+from meshpoint.model.envelopes import Envelope, wake_message
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address, fallback_for_nested
-from meshpoint.model.tasks import OutboxItem, Requester
-from meshpoint.ports.broker import PublishResult
+from meshpoint.model.tasks import OutboxItem
+from meshpoint.ports.broker import Broker, PublishResult
 
 log = logging.getLogger("meshpoint.publisher")
 
@@ -42,15 +33,13 @@ It may have been upgraded.
 """
 _MAX_MISSING_QUEUES = 10_000
 
-_Publish: TypeAlias = Callable[[Sequence[Envelope]], Awaitable[list[PublishResult]]]
-
 
 class Publisher:
     """Publishes envelopes. A full, missing or silent queue delays only its own messages."""
 
     def __init__(self, runtime: ReplicaRuntime) -> None:
         self._runtime = runtime
-        self._nested_routes = _NestedRoutes()
+        self._nested_routes = _NestedRoutes(runtime.broker)
         self.backoff = AddressBackoff(runtime.clock)
 
     async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[PublishResult | None]:
@@ -63,7 +52,7 @@ class Publisher:
         for index, (address, _) in enumerate(envelopes):
             indexes_by_address.setdefault(address, []).append(index)
         if len(indexes_by_address) == 1:
-            return await self._publish_to_address(address, envelopes)
+            return await self.publish_to_address(address, envelopes)
         results: list[PublishResult | None] = [None] * len(envelopes)
         semaphore = asyncio.Semaphore(_MAX_CONCURRENT_ADDRESSES)
         errors: list[Unavailable] = []
@@ -71,7 +60,7 @@ class Publisher:
         async def publish_indexes(address: Address, indexes: list[int]) -> None:
             async with semaphore:
                 try:
-                    address_results = await self._publish_to_address(
+                    address_results = await self.publish_to_address(
                         address, [envelopes[index] for index in indexes]
                     )
                 except Unavailable as error:
@@ -87,17 +76,25 @@ class Publisher:
             raise errors[0]
         return results
 
-    async def _publish_to_address(
+    async def publish_to_address(
         self, address: Address, envelopes: Sequence[Envelope]
     ) -> list[PublishResult]:
+        """Publish envelopes for one address.
+
+        Raises:
+            BrokerUnavailable: all results are in doubt.
+        """
         started_at = self._runtime.clock.monotonic()
         results: list[PublishResult] = []
-        batches = deque([envelopes])
-        while batches:
-            batch = batches.popleft()
+        batch_size = _MAX_BATCH_SIZE
+        while len(results) < len(envelopes):
+            batch = envelopes[len(results) : len(results) + batch_size]
             try:
-                results += await self._nested_routes.publish(batch, self._runtime.broker.publish)
+                results += await self._nested_routes.publish(batch)
             except Unavailable as error:
+                if results:  # the remaining messages stay due
+                    results += [PublishResult.OVERLOADED] * (len(envelopes) - len(results))
+                    break
                 self._runtime.retry.record_outage(error)
                 self._runtime.retry.observe_broker(is_up=self._runtime.broker.can_publish)
                 raise
@@ -105,7 +102,7 @@ class Publisher:
                 raise
             except Exception:
                 if len(batch) > 1:  # an unencodable message must not affect the others
-                    batches.extend([envelope] for envelope in batch)
+                    batch_size = 1
                     continue
                 log.warning(
                     "a %s for %s cannot be sent: %s",
@@ -142,20 +139,6 @@ class Publisher:
             ):
                 if result is PublishResult.REJECTED:
                     self.report_rejected(TaskId(message.correlation_id), message.type.value)
-
-    async def report_status(self, task_id: TaskId, requester: Requester, data: JsonValue) -> None:
-        """Send a status update to the requester, for `ctx.status`.
-
-        An update is lost if the broker is unavailable or the update is too large.
-        """
-        envelope = status_envelope(self._runtime.agent, task_id, requester, data)
-        if envelope is not None and (size := len(envelope[1].body)) > MAX_STATUS_BYTES:
-            reason = (
-                f"ctx.status was given too much: {size} bytes; at most {MAX_STATUS_BYTES} are sent"
-            )
-            self._runtime.steps.emit(Step.STATUS_DROPPED, task_id, reason=reason, dropped=1)
-            return
-        await self.publish_advisory([envelope])
 
     async def wake_others(self) -> None:
         """Notify all replicas that a task is ready.
@@ -198,34 +181,19 @@ class _NestedRoutes:
     Peers on an older release have a single request queue, which receives the calls instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
         self._missing_until: dict[Address, float] = {}
 
-    async def publish(
-        self, envelopes: Sequence[Envelope], publish: _Publish
-    ) -> list[PublishResult]:
+    async def publish(self, envelopes: Sequence[Envelope]) -> list[PublishResult]:
         """Publish messages.
 
         Calls to a peer without a nested-request queue go to its ordinary queue.
         """
-        results: list[PublishResult] = []
-        for start in range(0, len(envelopes), _MAX_BATCH_SIZE):
-            try:
-                results += await self._publish(envelopes[start : start + _MAX_BATCH_SIZE], publish)
-            except Unavailable:
-                if not results:
-                    raise
-                # The remaining messages stay due.
-                return results + [PublishResult.OVERLOADED] * (len(envelopes) - len(results))
-        return results
-
-    async def _publish(
-        self, envelopes: Sequence[Envelope], publish: _Publish
-    ) -> list[PublishResult]:
         now = asyncio.get_running_loop().time()
         if self._missing_until:
             envelopes = [(self._route(address, now), message) for address, message in envelopes]
-        results = await publish(envelopes)
+        results = await self._broker.publish(envelopes)
         if PublishResult.UNROUTABLE not in results:
             return results
         rerouted = {
@@ -235,7 +203,8 @@ class _NestedRoutes:
             and (fallback := fallback_for_nested(envelopes[index][0])) is not None
         }
         if rerouted:
-            for number, word in zip(rerouted, await publish(list(rerouted.values())), strict=True):
+            repeated = await self._broker.publish(list(rerouted.values()))
+            for number, word in zip(rerouted, repeated, strict=True):
                 results[number] = word
                 if word is not PublishResult.UNROUTABLE:
                     self._mark_missing(envelopes[number][0], now + _NESTED_QUEUE_RETRY_SECONDS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
 
 from meshpoint.engine.parsing import Request
@@ -15,12 +15,12 @@ from meshpoint.engine.replies import Replies
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.senders import impersonation_error, reply_address_error
 from meshpoint.errors import ConfigurationError
+from meshpoint.model.call_attempts import final_failure
 from meshpoint.model.envelopes import encode_reply, fingerprint
 from meshpoint.model.error_text import describe_exception
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Header, Message, MessageType, truncate_reason
-from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.model.tasks import Reply, Requester, TaskState
 from meshpoint.ports.broker import Delivery
@@ -39,19 +39,19 @@ def internal_error_text(error: BaseException) -> str:
     return f"internal error: {describe_exception(cause)}"
 
 
-ID_IN_USE = Failed(FailureKind.INVALID, "the task id is in use, by another request")
+ID_IN_USE = Failed(FailureKind.INVALID, "the task id is in use by another request")
 
 
-def find_refusal(request: Request, options: Options, now: datetime) -> Failed | None:
+def find_refusal(request: Request, runtime: ReplicaRuntime) -> Failed | None:
     """Why a readable request must not run, or `None` if it may."""
-    deadline = request.requester.deadline  # inline, because each request passes here
-    if deadline is not None and deadline <= now:
+    deadline = request.requester.deadline
+    if deadline is not None and deadline <= runtime.clock.now():
         return Failed(FailureKind.TIMEOUT, "the request's deadline had passed before it could run")
     depth = request.a2a_context.call_depth
-    if depth > options.max_call_depth:
-        return Failed(
-            FailureKind.ERROR,
-            f"call depth {depth} is beyond max_call_depth {options.max_call_depth}",
+    max_depth = runtime.options.max_call_depth
+    if depth > max_depth:
+        return final_failure(
+            FailureKind.ERROR, f"call depth {depth} is beyond max_call_depth {max_depth}"
         )
     return None
 
@@ -76,7 +76,7 @@ class Refusals:
         Only the sender of an unreadable request gets an error reply. Messages from impostors, or
         with another sender's reply address, are not answered.
         """
-        task = self._spawn(self._dead_letter_or_requeue(delivery, reason))
+        task = self._spawn(self._dead_letter_or_requeue, delivery, reason)
         self._in_progress.add(task)
         task.add_done_callback(self._in_progress.discard)
 
@@ -94,7 +94,7 @@ class Refusals:
                 "message %s: not dead-lettered, it will be redelivered",
                 delivery.message.message_id,
             )
-            self._spawn(self._requeue_later(delivery))
+            self._spawn(self._requeue_later, delivery)
 
     async def _reply_and_dead_letter(self, delivery: Delivery, reason: str) -> None:
         reason = truncate_reason(reason)
@@ -125,7 +125,7 @@ class Refusals:
                 "message %s: it cannot be dead-lettered and will be redelivered",
                 message.message_id,
             )
-            self._spawn(self._requeue_later(delivery))
+            self._spawn(self._requeue_later, delivery)
 
     def dead_letter_defective(self, delivery: Delivery, error: Exception) -> None:
         """Dead-letter a delivery that hit a defect, before it breaks one replica after another."""

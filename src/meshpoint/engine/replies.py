@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from itertools import count
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.publisher import Publisher
 from meshpoint.engine.runtime import ReplicaRuntime
-from meshpoint.engine.unacked import UnackedRequests
+from meshpoint.engine.unacked import UnackedRequests, may_run_elsewhere
 from meshpoint.errors import BrokerUnavailable, Unavailable
 from meshpoint.model.envelopes import Envelope, encode_reply, reply_envelope
 from meshpoint.model.events import Step
@@ -49,7 +49,7 @@ class Replies:
         *,
         is_redelivery: bool = False,
         digest: str | None = None,
-        may_run_elsewhere: Callable[[], bool] = lambda: False,
+        requests: Sequence[Delivery] = (),
     ) -> bool:
         """Publish a reply that no run commits.
 
@@ -60,10 +60,10 @@ class Replies:
             run_id: The run that replies.
             is_redelivery: The request of an ended task was redelivered.
             digest: Digest of the request's input.
-            may_run_elsewhere: Returns whether the request was lost meanwhile. If so, a confirmed
-                reply is also stored, so that the next delivery of the request finds it. A reply
-                that needs another attempt is stored before it is sent, and dropped if another run
-                has a row.
+            requests: The unacked requests that it answers. If any is lost meanwhile, a
+                confirmed reply is also stored, so that the next delivery of the request finds it.
+                A reply that needs another attempt is stored before it is sent, and dropped if
+                another run has a row.
 
         Returns:
             `True` if the request may be acked: the reply is confirmed or stored in a row, or its
@@ -73,7 +73,7 @@ class Replies:
         envelope = reply_envelope(reply)
         if envelope is None:
             return True
-        result = await self._attempt(reply, envelope, may_run_elsewhere)
+        result = await self._attempt(reply, envelope, requests)
         if result is PublishResult.REJECTED:
             self._publisher.report_rejected(reply.task_id, "reply")
         elif result is not PublishResult.ACCEPTED:
@@ -84,25 +84,25 @@ class Replies:
             )
             return await self._store_or_drop(
                 StoreReply(run_id, reply, retention, is_redelivery, digest),
-                self._choose_backend(is_contested=may_run_elsewhere()),
+                self._choose_backend(is_contested=may_run_elsewhere(requests)),
             )
         elif (
             (database := self._runtime.database) is not None
-            and may_run_elsewhere()
+            and may_run_elsewhere(requests)
             and await self.store_reply(database, StoreReply(run_id, reply, digest=digest))
         ):
             await self._publisher.confirm_sent(database, [reply])
         return True
 
     async def _attempt(
-        self, reply: Reply, envelope: Envelope, may_run_elsewhere: Callable[[], bool]
+        self, reply: Reply, envelope: Envelope, requests: Sequence[Delivery]
     ) -> PublishResult:
         """Publish the reply, unless its address is in back-off or a row must decide first."""
         address, _ = envelope
         if self._backoff.is_blocked(address, fresh=True) and not self._must_await_confirm(address):
             is_missing = self._backoff.is_queue_missing(address)
             return PublishResult.UNROUTABLE if is_missing else PublishResult.OVERLOADED
-        attempt = partial(self._publish_promptly, reply, envelope, may_run_elsewhere, count(1))
+        attempt = partial(self._publish_promptly, reply, envelope, requests, count(1))
         with self._runtime.steps.step(Step.REPLY, [reply.task_id]):
             return await self._runtime.retry.until_available(attempt)
 
@@ -110,7 +110,7 @@ class Replies:
         self,
         reply: Reply,
         envelope: Envelope,
-        may_run_elsewhere: Callable[[], bool],
+        requests: Sequence[Delivery],
         attempts: Iterator[int],
     ) -> PublishResult:
         """Publish a reply.
@@ -118,21 +118,23 @@ class Replies:
         Returns `OVERLOADED` if the broker works but does not confirm it, or if its row must decide
         before it is sent again.
         """
-        if next(attempts) > 1 and self._runtime.database is not None and may_run_elsewhere():
+        is_repeated = next(attempts) > 1 and self._runtime.database is not None
+        if is_repeated and may_run_elsewhere(requests):
             return PublishResult.OVERLOADED
+        address, _ = envelope
         timeout: float | None = _CONFIRM_TIMEOUT
         started_at = self._runtime.clock.monotonic()
         while True:
             try:
                 async with asyncio.timeout(timeout):
-                    (result,) = await self._publisher.publish([envelope])
+                    result: PublishResult | None
+                    (result,) = await self._publisher.publish_to_address(address, [envelope])
                     if result is PublishResult.REJECTED:
                         result = await self.publish_failure(reply)
             except TimeoutError:
                 if timeout is None:
                     raise
                 if self._runtime.broker.can_publish and self._has_capacity:
-                    address, _ = envelope
                     self._backoff.record_failure(address, started_at=started_at, unconfirmed=True)
                     return PublishResult.OVERLOADED
                 timeout = None
@@ -155,9 +157,10 @@ class Replies:
             Step.MESSAGE_REJECTED, reply.task_id, type="reply", reason=failure.message
         )
         try:
-            return (await self._publisher.publish([envelope]))[0]
+            (result,) = await self._publisher.publish_to_address(envelope[0], [envelope])
         except Unavailable:
             return None
+        return result
 
     async def store_reply(self, backend: Backend, command: StoreReply) -> bool:
         """Store the reply of a task without a row.
@@ -249,7 +252,7 @@ class Replies:
         if envelope is None or self._backoff.is_blocked(envelope[0], fresh=True):
             return
         with suppress(Unavailable):  # already reported
-            (result,) = await self._publisher.publish([envelope])
+            (result,) = await self._publisher.publish_to_address(envelope[0], [envelope])
             if result is PublishResult.ACCEPTED:
                 await self._publisher.confirm_sent(database, [reply])
 
@@ -262,7 +265,7 @@ class Replies:
         if not self._backoff.is_blocked(envelope[0], fresh=True):
             result = (
                 await self._runtime.retry.until_available(
-                    partial(self._publisher.publish, [envelope])
+                    partial(self._publisher.publish_to_address, envelope[0], [envelope])
                 )
             )[0]
         if result is not PublishResult.ACCEPTED:

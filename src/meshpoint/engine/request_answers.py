@@ -6,23 +6,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import assert_never
 
 from meshpoint.engine import end, parsing
+from meshpoint.engine.attaches import AttachCommand
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.live_tasks import LiveTasks
+from meshpoint.engine.publisher import Publisher
 from meshpoint.engine.refusals import ID_IN_USE, Refusals
 from meshpoint.engine.replies import Replies
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment import RequestedSegment
-from meshpoint.engine.senders import Relation, compare_request
+from meshpoint.engine.senders import Relation, belongs_to_another, compare_request
 from meshpoint.engine.settlement import Settlement
-from meshpoint.errors import Unavailable
-from meshpoint.model.envelopes import encode_request
+from meshpoint.errors import PoisonMessage, Unavailable
+from meshpoint.model.bodies import RequestBody, parse_body
+from meshpoint.model.envelopes import accepted_status, decode_request, encode_request
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId, new_id
+from meshpoint.model.json_values import differing_field
+from meshpoint.model.messages import Address, Message
 from meshpoint.model.operations import (
     DIFFERENT_INPUT,
     DIFFERENT_REQUESTER,
@@ -37,6 +43,9 @@ from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.model.tasks import Reply, TaskState, cancel_applies, same_requester
 from meshpoint.model.transitions import ExistingTask
 from meshpoint.subtasks.resuming import at_last_pause
+
+_MAX_FIELD_LENGTH = 100
+"""Maximum characters of a field that an error names."""
 
 
 async def find_existing(
@@ -105,12 +114,14 @@ class RequestAnswers:
         settlement: Settlement,
         replies: Replies,
         refusals: Refusals,
+        publisher: Publisher,
     ) -> None:
         self._runtime = runtime
         self._tasks = tasks
         self._settlement = settlement
         self._replies = replies
         self._refusals = refusals
+        self._publisher = publisher
 
     async def settle_id_conflict(self, segment: RequestedSegment) -> None:
         """Settle a request whose task id got a row concurrently, from this or another request."""
@@ -139,8 +150,27 @@ class RequestAnswers:
         elif existing.agent != self._runtime.agent:
             await self.refuse_id_in_use(segment, f" to agent {existing.agent!r}")
         elif request_relation is Relation.OTHER_INPUT:
-            await self.refuse_id_in_use(segment)
-        elif request.resume_token is not None and existing.state is not TaskState.COMPLETED:
+            await self.refuse_other_input(
+                segment, request, await self._stored_request(existing.task_id, backend)
+            )
+        elif (
+            request.start_token is not None
+            and existing.order != request.start_order
+            and not existing.is_early_cancel
+        ):
+            await self.refuse_existing(segment, request)
+        else:
+            await self.accept_start(segment, request)
+            await self._handle_repeated(segment, request, backend, existing)
+
+    async def _handle_repeated(
+        self,
+        segment: RequestedSegment,
+        request: parsing.Request,
+        backend: Backend,
+        existing: ExistingTask,
+    ) -> None:
+        if request.resume_token is not None and existing.state is not TaskState.COMPLETED:
             command = self._build_revive(segment, request.resume_token, existing)
             await self._revive(segment, command, backend, existing)
         elif existing.reply is not None:
@@ -148,9 +178,53 @@ class RequestAnswers:
         elif backend.is_shared or existing.is_reply_discarded:
             if existing.state is TaskState.WAITING:
                 self._runtime.sweep_wakeup.set()  # the sweep resends messages that are due
+            await self._attach_sender(segment, backend, existing)
             await self.settle(segment)
         else:
+            await self._attach_sender(segment, backend, existing)
             await self._keep_unacked(segment)
+
+    async def answer_start(
+        self, segment: RequestedSegment, request: parsing.Request, backend: Backend
+    ) -> None:
+        """Handle a request whose task must not exist, and has a row."""
+        task_id = request.task_id
+        rows = await self._runtime.retry.until_available(partial(backend.store.lookup, [task_id]))
+        if (existing := rows.get(task_id)) is None:  # deleted meanwhile
+            await self.requeue(segment)
+        else:
+            await self.handle_existing(segment, request, backend, existing)
+
+    async def accept_start(self, segment: RequestedSegment, request: parsing.Request) -> None:
+        """Accept a request whose task must be new, now that it has begun the task.
+
+        If the message is lost, the sender repeats the request.
+        """
+        reply_to = segment.requester.reply_to
+        if request.start_token is not None and reply_to is not None:
+            envelope = accepted_status(
+                self._runtime.agent, request.task_id, reply_to, request.start_token
+            )
+            await self._publisher.publish_advisory([envelope])
+
+    async def _attach_sender(
+        self, segment: RequestedSegment, backend: Backend, existing: ExistingTask
+    ) -> None:
+        """Let the sender of a repeated request get the reply too, if it has another address.
+
+        Tasks ask for their calls again from another address only to resume them.
+        """
+        requester = segment.requester
+        if (
+            existing.state.is_final
+            or requester.parent_task_id is not None
+            or requester.reply_to in {None, existing.reply_to}
+        ):
+            return
+        command = AttachCommand(
+            existing.task_id, segment.sender.name or "", Address(str(requester.reply_to))
+        )
+        await self._settlement.attaches.attach_sender(backend, command)
 
     async def _revive(
         self, segment: RequestedSegment, command: Revive, backend: Backend, existing: ExistingTask
@@ -255,11 +329,10 @@ class RequestAnswers:
 
         The request is dead-lettered. A request to resume the task gets no reply.
         """
-        reason = (
-            f"the task {request.task_id} is another requester's, not {segment.sender.name!r}'s"
-        )
+        reason = belongs_to_another(request.task_id)
         if request.resume_token is None:
-            await self._replies.publish_refusal(end.build_refusal(segment, ID_IN_USE))
+            refusal = end.build_refusal(segment, ID_IN_USE, id_in_use=True)
+            await self._replies.publish_refusal(refusal)
         self._tasks.remove(segment)
         while segment.deliveries:
             await self._refusals.dead_letter(segment.deliveries.pop(), reason)
@@ -281,8 +354,43 @@ class RequestAnswers:
         An undeliverable reply is not stored: the row belongs to another request.
         """
         failure = replace(ID_IN_USE, message=ID_IN_USE.message + suffix)
-        await self._replies.publish_refusal(end.build_refusal(segment, failure))
+        await self._refuse_id(segment, failure)
+
+    async def refuse_existing(self, segment: RequestedSegment, request: parsing.Request) -> None:
+        """Reply that the task exists, and was not started by this request."""
+        message = f"task {request.task_id!r} of {self._runtime.agent!r} exists"
+        await self._refuse_id(segment, Failed(FailureKind.INVALID, message))
+
+    async def _refuse_id(self, segment: RequestedSegment, failure: Failed) -> None:
+        refusal = end.build_refusal(segment, failure, id_in_use=True)
+        await self._replies.publish_refusal(refusal)
         await self.settle(segment)
+
+    async def refuse_other_input(
+        self, segment: RequestedSegment, request: parsing.Request, existing: Message | None
+    ) -> None:
+        """Reply that the task exists with another input, and name a field that differs.
+
+        `existing` is the request of the task, if it is still known.
+        """
+        field = None
+        if existing is not None:
+            with suppress(PoisonMessage):
+                body = parse_body(RequestBody, existing.body)
+                field = differing_field(request.input, body.input())
+        suffix = "" if field is None else f" (field {field[:_MAX_FIELD_LENGTH]!r})"
+        message = f"task {request.task_id!r} exists with another input{suffix}"
+        await self._refuse_id(segment, Failed(FailureKind.INVALID, message))
+
+    async def _stored_request(self, task_id: TaskId, backend: Backend) -> Message | None:
+        """The request of a task; `None` if it is damaged or no longer stored."""
+        stored = await self._runtime.retry.until_available(
+            partial(backend.store.stored_request, task_id)
+        )
+        try:
+            return None if stored is None else decode_request(stored)
+        except (ValueError, TypeError):
+            return None
 
     async def _answer(
         self,
@@ -310,6 +418,17 @@ class RequestAnswers:
             for delivery in segment.deliveries:
                 await self._refusals.dead_letter(delivery, segment.dead_reason)
         self._tasks.remove(segment)
+
+    async def keep_until_start(self, segment: RequestedSegment) -> None:
+        """Keep the request of a delayed task in this process.
+
+        Up to `max_in_memory` delayed tasks do not count as tasks in memory.
+        """
+        await self._keep_unacked(segment)
+        unacked, task_id = self._tasks.unacked, segment.run.task_id
+        has_room = unacked.delayed < self._runtime.options.max_in_memory
+        if has_room and task_id in unacked.by_task and task_id not in self._tasks.segments:
+            unacked.mark_delayed(task_id)
 
     async def _keep_unacked(self, segment: RequestedSegment) -> None:
         await self._settlement.keep_unacked(segment)

@@ -138,7 +138,7 @@ class RequestConsumer:
             ):  # avoid oscillation
                 queue.waiting_capacity = capacity
                 if not self._is_busy:
-                    self._runtime.background.spawn(self._resize(queue))
+                    self._runtime.background.spawn(self._resize, queue)
 
     def _compute_waiting_capacity(self, queue: _Queue) -> int:
         """Return the number of places for waiting requests.
@@ -150,14 +150,15 @@ class RequestConsumer:
             unacked.count(queue.address, UnackedKind.NESTED),
             unacked.count(queue.address, UnackedKind.ROOT),
         )
-        ended_capacity = _round_up(unacked.count(queue.address, UnackedKind.ENDED))
+        idle_capacity = _round_up(unacked.count(queue.address, UnackedKind.ENDED))
+        idle_capacity += _round_up(unacked.count(queue.address, UnackedKind.DELAYED))
         if queue.address == nested_queue(self._runtime.agent):
-            return _round_up(nested_count + root_count) + ended_capacity
+            return _round_up(nested_count + root_count) + idle_capacity
         roots_elsewhere = self._unacked_root_count - root_count
         return (
             min(_round_up(root_count), max(limit - roots_elsewhere, 0))
             + _round_up(nested_count)
-            + ended_capacity
+            + idle_capacity
         )
 
     @property

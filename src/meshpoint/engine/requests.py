@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeAlias, assert_never
 
 from meshpoint.engine import parsing
+from meshpoint.engine.attaches import AttachCommand
 from meshpoint.engine.backend import Backend
-from meshpoint.engine.begin import commit_begin, commit_redelivered
+from meshpoint.engine.begin import commit_begin, commit_delayed, commit_redelivered
 from meshpoint.engine.cancels import cancelled_outcome
 from meshpoint.engine.dispatch import Dispatcher
 from meshpoint.engine.postponed import PostponedRequests
@@ -27,9 +28,11 @@ from meshpoint.engine.senders import (
     reply_address_error,
 )
 from meshpoint.errors import NON_DEFECT_ERRORS, PoisonMessage
+from meshpoint.model.call_attempts import final_failure
 from meshpoint.model.ids import RunId, TaskId, new_id
+from meshpoint.model.messages import Header, Message
 from meshpoint.model.outcomes import Failed, FailureKind
-from meshpoint.model.tasks import Run, TaskState
+from meshpoint.model.tasks import MAX_REPLY_ADDRESSES, Run, TaskState
 from meshpoint.model.transitions import BeginCommitted, CancelFound, ExistingTask, Fenced
 from meshpoint.ports.broker import Delivery
 
@@ -58,7 +61,12 @@ class Requests:
         self._publisher = dispatcher.publisher
         self._refusals = refusals
         self._answers = RequestAnswers(
-            runtime, runner.tasks, runner.settlement, dispatcher.replies, refusals
+            runtime,
+            runner.tasks,
+            runner.settlement,
+            dispatcher.replies,
+            refusals,
+            dispatcher.publisher,
         )
         self._spawn = runtime.background.spawn
         self._request_consumer = request_consumer
@@ -98,29 +106,23 @@ class Requests:
         pending: list[_PendingRequest] = []
         segments: dict[TaskId, RequestedSegment] = {}
         begin_at, must_begin_any = self._runtime.options.begin_at_delivery, False
+        is_any_delayed = False
         try:
             for delivery in list(remaining):
                 if parsed := await self._parse(delivery):
                     pending.append((*parsed, delivery))
                     segments[parsed[1].task_id] = parsed[0]
                     must_begin_any |= delivery.delivery_count >= begin_at
+                    is_any_delayed |= parsed[1].start_at is not None
                 else:
                     remaining.remove(delivery)
-            existing_by_id = await self._find_existing(segments, pending, remaining)
-            if (database := self._runtime.new_task_backend).is_shared and must_begin_any:
-                redelivered = [
-                    entry
-                    for entry in pending
-                    if entry[2].delivery_count >= begin_at
-                    and find_refusal(entry[1], self._runtime.options, self._runtime.clock.now())
-                    is None
-                    and entry[1].task_id not in existing_by_id
-                ]
-                if redelivered:
-                    await self._begin_redelivered(redelivered, database)
-                for each in redelivered:
-                    pending.remove(each)
-                    remaining.remove(each[2])
+            existing_by_id, is_complete = await find_existing(segments, self._runtime)
+            if not is_complete:
+                await self._postpone_unknown(pending, remaining, existing_by_id)
+            if is_any_delayed:
+                await self._begin_delayed(pending, remaining, existing_by_id)
+            if must_begin_any and self._runtime.new_task_backend.is_shared:
+                await self._begin_redelivered(pending, remaining, existing_by_id)
             is_busy = False
             while pending:
                 segment, request, delivery = pending[0]
@@ -138,25 +140,76 @@ class Requests:
             for segment, _, _ in pending:  # unacked, so they are redelivered
                 self._runner.abandon_unstarted(segment)
 
-    async def _find_existing(
+    async def _postpone_unknown(
         self,
-        segments: Mapping[TaskId, RequestedSegment],
         pending: list[_PendingRequest],
         remaining: list[Delivery],
-    ) -> dict[TaskId, tuple[Backend, ExistingTask]]:
-        """Look up the rows of these tasks, and postpone the requests that need the database.
+        existing_by_id: Collection[TaskId],
+    ) -> None:
+        """Postpone the requests that need the database, while it is unavailable.
 
-        While it is unavailable, first deliveries stay in `pending` if their tasks pause here.
+        First deliveries stay in `pending` if their tasks pause here.
         """
-        existing_by_id, is_complete = await find_existing(segments, self._runtime)
-        for each in () if is_complete else list(pending):
+        for each in list(pending):
             segment, request, delivery = each
             may_have_row = delivery.delivery_count > 1 or request.resume_token is not None
-            if may_have_row and request.task_id not in existing_by_id:
+            needs_row = self._runtime.new_task_backend.is_shared and self._is_delayed(request)
+            if (may_have_row or needs_row) and request.task_id not in existing_by_id:
                 pending.remove(each)
                 remaining.remove(delivery)
                 await self.postponed.postpone(segment)
-        return existing_by_id
+
+    def _is_delayed(self, request: parsing.Request) -> bool:
+        return request.is_delayed(self._runtime.clock.now())
+
+    def _find_delayed(
+        self, pending: Sequence[_PendingRequest], existing_by_id: Collection[TaskId]
+    ) -> list[_PendingRequest]:
+        """The requests of new tasks that begin later."""
+        now = self._runtime.clock.now()
+        return [
+            each
+            for each in pending
+            if each[1].is_delayed(now)
+            and each[1].task_id not in existing_by_id
+            and find_refusal(each[1], self._runtime) is None
+        ]
+
+    async def _begin_delayed(
+        self,
+        pending: list[_PendingRequest],
+        remaining: list[Delivery],
+        existing_by_id: Collection[TaskId],
+    ) -> None:
+        """Insert tasks that begin later, on any replica.
+
+        The request of a task that waits in this process stays unacked, as while it pauses.
+        """
+        delayed = self._find_delayed(pending, existing_by_id)
+        if not delayed:
+            return
+        backend = self._runtime.new_task_backend
+        results = await commit_delayed(
+            [
+                (segment, request.order, request.start_at)
+                for segment, request, _ in delayed
+                if request.start_at is not None
+            ],
+            backend,
+            self._runtime,
+        )
+        for (segment, request, _), result in zip(delayed, results, strict=True):
+            if not isinstance(result, BeginCommitted):
+                self._settle_not_begun(segment, request, result)
+                continue
+            self._accept_start(segment, request)
+            if backend.is_shared:
+                self._spawn_answer(self._answers.settle, segment)
+            else:
+                self._spawn_answer(self._answers.keep_until_start, segment)
+        for each in delayed:
+            pending.remove(each)
+            remaining.remove(each[2])
 
     async def _parse(self, delivery: Delivery) -> tuple[RequestedSegment, parsing.Request] | None:
         options = self._runtime.options
@@ -198,25 +251,100 @@ class Requests:
             return False
         if live is not None and live.settling and live.shared_backend is not None:
             # Its reply may go to another address.
-            self._spawn(self._handle_after(live.removed, delivery))
+            self._spawn(self._handle_after, live.removed, delivery)
             return True
         match compare_request(segment.sender, segment.digest, *requester_and_digest):
+            case Relation.SAME_REQUEST if request.start_token is not None:
+                await self._add_start(live, segment, request, delivery)
             case Relation.SAME_REQUEST if request.resume_token is None:
-                await self._settlement.add_redelivery(request.task_id, delivery)
-                live = self._tasks.segments.get(request.task_id)
-                if live is not None and live.shared_backend is not None:
-                    await self._settlement.ack(live)
+                await self._add_repeated(live, segment, delivery)
             case Relation.SAME_REQUEST if live is not None:
-                self._spawn(self._redirect_reply(live, segment, request))
+                self._spawn(self._redirect_reply, live, segment, request)
             case _ if live is not None and not live.decided.is_set():  # lookup is pending
-                self._spawn(self._handle_after(live.decided, delivery))
+                self._spawn(self._handle_after, live.decided, delivery)
             case Relation.OTHER_INPUT:
-                self._spawn_answer(self._answers.refuse_id_in_use, segment)
+                existing = self._find_request(request.task_id)
+                self._spawn_answer(self._answers.refuse_other_input, segment, request, existing)
             case Relation.OTHER_REQUESTER:
                 self._spawn_answer(self._answers.reject_other_requester, segment, request)
             case Relation.SAME_REQUEST:  # unacked here, not running: the row knows more
                 return False
         return True
+
+    async def _add_start(
+        self,
+        live: Segment | None,
+        segment: RequestedSegment,
+        request: parsing.Request,
+        delivery: Delivery,
+    ) -> None:
+        """Handle a request whose task must not exist, but is in this process."""
+        if live is not None and not live.decided.is_set():  # lookup is pending
+            self._spawn(self._handle_after, live.decided, delivery)
+            return
+        known = self._find_request(request.task_id)
+        if known is None and live is not None and live.shared_backend is not None:
+            backend = live.shared_backend
+            self._spawn_answer(self._answers.answer_start, segment, request, backend)
+        elif known is not None and known.headers.get(Header.START) == request.start_token:
+            await self._add_repeated(live, segment, delivery)
+            self._accept_start(segment, request)
+        else:
+            self._spawn_answer(self._answers.refuse_existing, segment, request)
+
+    def _find_request(self, task_id: TaskId) -> Message | None:
+        """The request of a task in this process; `None` if only its row has it."""
+        live = self._tasks.segments.get(task_id)
+        if isinstance(live, RequestedSegment):
+            return live.message
+        return self._tasks.unacked.first_request(task_id)
+
+    async def _add_repeated(
+        self, live: Segment | None, repeated: RequestedSegment, delivery: Delivery
+    ) -> None:
+        """Add a repeated request to its task. Its sender gets the reply too.
+
+        It is acked once its address is in the task's row. Until then, a crash brings it back.
+        """
+        address, task_id = repeated.requester.reply_to, repeated.run.task_id
+        if address is None or repeated.requester.parent_task_id is not None:
+            await self._add_redelivery(task_id, delivery)
+            return
+        command = AttachCommand(task_id, repeated.sender.name or "", address)
+        if live is None:
+            await self._settlement.attaches.attach_sender(self._runtime.in_process, command)
+            if task_id in self._tasks.segments or task_id in self._tasks.unacked.by_task:
+                await self._add_redelivery(task_id, delivery)
+            else:  # its task has ended meanwhile
+                await self._answers.settle(repeated)
+        elif address == live.requester.reply_to:
+            await self._add_redelivery(task_id, delivery)
+        elif live.shared_backend is not None:
+            self._spawn_answer(self._attach_repeated, repeated, live.shared_backend, command)
+        elif not live.decided.is_set():
+            self._spawn(self._handle_after, live.decided, delivery)
+        elif live.settling:
+            self._spawn(self._handle_after, live.removed, delivery)
+        else:
+            is_known = address in live.unrecorded
+            dropped = live.attach(address, recorded=False)
+            self._settlement.attaches.report_dropped_later(task_id, dropped)
+            if is_known or len(live.deliveries) >= MAX_REPLY_ADDRESSES:
+                await self._add_redelivery(task_id, delivery)
+            else:
+                live.deliveries.append(delivery)
+
+    async def _add_redelivery(self, task_id: TaskId, delivery: Delivery) -> None:
+        await self._settlement.add_redelivery(task_id, delivery)
+        live = self._tasks.segments.get(task_id)
+        if live is not None and live.shared_backend is not None:
+            await self._settlement.ack(live)
+
+    async def _attach_repeated(
+        self, repeated: RequestedSegment, backend: Backend, command: AttachCommand
+    ) -> None:
+        await self._settlement.attaches.attach_sender(backend, command)
+        await self._answers.settle(repeated)
 
     async def _handle_after(self, event: asyncio.Event, delivery: Delivery) -> None:
         await event.wait()
@@ -248,26 +376,33 @@ class Requests:
 
     async def _begin_redelivered(
         self,
-        pending: Sequence[tuple[RequestedSegment, parsing.Request, Delivery]],
-        database: Backend,
+        pending: list[_PendingRequest],
+        remaining: list[Delivery],
+        existing_by_id: Collection[TaskId],
     ) -> None:
-        """Insert the tasks and ack their requests before any task runs: one may kill this process.
+        """Insert tasks and ack their requests before any of them runs: one may kill this process.
 
         From then on the broker no longer counts deliveries. Any replica may run the tasks that got
         no slot.
         """
+        redelivered = self._find_redelivered(pending, existing_by_id)
+        if not redelivered:
+            return
+        database = self._runtime.new_task_backend
         results = await commit_redelivered(
-            [(segment, request.resume_token) for segment, request, _ in pending],
+            [(segment, request.order) for segment, request, _ in redelivered],
             database,
             self._runtime,
         )
         running: list[tuple[RequestedSegment, parsing.Request]] = []
-        for (segment, request, _), result in zip(pending, results, strict=True):
+        for (segment, request, _), result in zip(redelivered, results, strict=True):
             if isinstance(result, BeginCommitted) and not result.queued:
+                self._accept_start(segment, request)
                 segment.run, segment.backend = result.run, database
                 database.start_renewing(result.run)
                 running.append((segment, request))
             elif isinstance(result, BeginCommitted):
+                self._accept_start(segment, request)
                 self._spawn_answer(self._settle_queued, segment)
             else:
                 self._settle_not_begun(segment, request, result)
@@ -275,6 +410,22 @@ class Requests:
             await self._settlement.ack(segment)
         for segment, request in running:
             self._runner.start(segment, request)
+        for each in redelivered:
+            pending.remove(each)
+            remaining.remove(each[2])
+
+    def _find_redelivered(
+        self, pending: Sequence[_PendingRequest], existing_by_id: Collection[TaskId]
+    ) -> list[_PendingRequest]:
+        """The requests of new tasks whose row is written first: earlier runs may have crashed."""
+        begin_at = self._runtime.options.begin_at_delivery
+        return [
+            each
+            for each in pending
+            if each[2].delivery_count >= begin_at
+            and each[1].task_id not in existing_by_id
+            and find_refusal(each[1], self._runtime) is None
+        ]
 
     async def _settle_queued(self, segment: RequestedSegment) -> None:
         await self._answers.settle(segment)
@@ -296,17 +447,19 @@ class Requests:
         is_shared = self._runtime.new_task_backend.is_shared
         if not is_shared and count >= options.begin_at_delivery + options.max_attempts:
             segment.dead_reason = f"it was delivered {count} times and no run of it came to an end"
-            failure: Failed | None = Failed(FailureKind.ERROR, segment.dead_reason)
+            failure: Failed | None = final_failure(FailureKind.ERROR, segment.dead_reason)
         else:
-            failure = find_refusal(request, options, self._runtime.clock.now())
+            failure = find_refusal(request, self._runtime)
         if failure is not None:
             self._spawn_answer(self._answers.refuse, segment, failure)
             return False
-        if not is_shared or (
-            options.ack_policy == "at_checkpoint"
-            # A resumed requester's task may run on another replica: only the row can decide.
-            and request.resume_token is None
-        ):
+        if not is_shared:
+            self._accept_start(segment, request)
+            return True
+        # A resumed requester's task, or a task that must be new, may be running on another
+        # replica: only the row decides.
+        has_order = bool(request.resume_token) or request.start_token is not None
+        if options.ack_policy == "at_checkpoint" and not has_order:
             return True
         return await self._begin_before_run(segment, request)
 
@@ -329,10 +482,11 @@ class Requests:
 
         From then on the lease protects the run, not the broker.
         """
-        backend, result = await commit_begin(segment, self._runtime, order=request.resume_token)
+        backend, result = await commit_begin(segment, self._runtime, order=request.order)
         if isinstance(result, BeginCommitted):
             segment.run, segment.backend = result.run, backend
             backend.start_renewing(segment.run)
+            self._accept_start(segment, request)
             await self._settlement.ack(segment)
             return True
         self._settle_not_begun(segment, request, result)
@@ -345,6 +499,9 @@ class Requests:
         match result:
             case Fenced() if request.resume_token is not None:  # the new row needs this requester
                 self._spawn_answer(self._answers.requeue, segment)
+            case Fenced() if request.start_token is not None:
+                backend = self._runtime.new_task_backend
+                self._spawn_answer(self._answers.answer_start, segment, request, backend)
             case Fenced():
                 self._spawn_answer(self._answers.settle_id_conflict, segment)
             case CancelFound():
@@ -353,6 +510,10 @@ class Requests:
             case _:
                 assert_never(result)
 
+    def _accept_start(self, segment: RequestedSegment, request: parsing.Request) -> None:
+        if request.start_token is not None:
+            self._spawn(self._answers.accept_start, segment, request)
+
     def _spawn_answer(
         self,
         answer: Callable[Concatenate[RequestedSegment, _P], Awaitable[None]],
@@ -360,7 +521,7 @@ class Requests:
         *args: _P.args,
         **kwargs: _P.kwargs,
     ) -> None:
-        self._spawn(self._answer_or_requeue(partial(answer, segment, *args, **kwargs), segment))
+        self._spawn(self._answer_or_requeue, partial(answer, segment, *args, **kwargs), segment)
 
     async def _answer_or_requeue(
         self, answer: Callable[[], Awaitable[None]], segment: RequestedSegment

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
-from typing import TypeAlias, assert_never
-
-from pydantic import JsonValue
+from typing import TypeAlias, TypeVar, assert_never
 
 from meshpoint.engine import parsing
+from meshpoint.engine.attaches import AttachCommand, Attaches
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.cancels import CancelCommand, cancel_tasks
+from meshpoint.engine.completions import Completions
 from meshpoint.engine.postponed import PostponedMessages, ReceivedMessage
 from meshpoint.engine.publisher import Publisher
+from meshpoint.engine.recent_progress import RecentProgress
 from meshpoint.engine.refusals import Refusals
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment_runner import SegmentRunner
-from meshpoint.engine.senders import identify_canceller, impersonation_error
+from meshpoint.engine.senders import (
+    belongs_to_another,
+    identify_attacher,
+    identify_canceller,
+    impersonation_error,
+)
+from meshpoint.engine.signals import Signals
+from meshpoint.engine.status_queries import StatusQueries, StatusQuery
+from meshpoint.engine.throttle import MAX_STATUSES_PER_SECOND, Throttle
 from meshpoint.errors import NON_DEFECT_ERRORS, PoisonMessage
 from meshpoint.model.envelopes import (
     KEEP_ALIVE,
@@ -34,9 +41,10 @@ from meshpoint.model.envelopes import (
 from meshpoint.model.error_text import quantity
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
-from meshpoint.model.messages import Message, MessageType
-from meshpoint.model.tasks import Dispatch, TaskState
+from meshpoint.model.messages import Header, Message, MessageType
+from meshpoint.model.tasks import Dispatch, OutboxItem, TaskState
 from meshpoint.model.transitions import (
+    AttachRefused,
     CancelBeforeRequest,
     CancelCommitted,
     CancelRefused,
@@ -44,7 +52,6 @@ from meshpoint.model.transitions import (
     CancelStale,
     CancelTooLate,
     Claim,
-    Progress,
     ProgressRecorded,
     TaskLocked,
     WrongSender,
@@ -53,12 +60,11 @@ from meshpoint.ports.broker import Delivery
 
 log = logging.getLogger("meshpoint.peer_messages")
 
-_MAX_STATUSES_PER_SECOND = 20  # maximum status updates forwarded per second for one task
-_MAX_THROTTLED_TASKS = 10_000
-"""Maximum tasks whose rate is remembered. The most recent ones are kept."""
 
 _ParsedResponse: TypeAlias = tuple[Delivery, Claim, str | None]
 """A response, the claim of its outcome, and the reason if the response is unreadable."""
+_Command = TypeVar("_Command", CancelCommand, AttachCommand, StatusQuery)
+_Refusal: TypeAlias = CancelRefused | AttachRefused | TaskLocked
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ class PeerMessages:
         runtime: ReplicaRuntime,
         runner: SegmentRunner,
         publisher: Publisher,
+        attaches: Attaches,
         refusals: Refusals,
         adjust_prefetch: Callable[[int], None],
     ) -> None:
@@ -92,8 +99,13 @@ class PeerMessages:
         self._tasks = runner.tasks
         self._settlement = runner.settlement
         self._publisher = publisher
+        self._attaches = attaches
+        self._queries = StatusQueries(runtime, runner.tasks, publisher, attaches.unknown_tasks)
         self._refusals = refusals
-        self._status_throttle = Throttle(_MAX_STATUSES_PER_SECOND, runtime.clock.now)
+        self._completions = Completions(runtime, runner, publisher)
+        self._signals = Signals(runtime, runner, publisher)
+        self._status_throttle = Throttle(MAX_STATUSES_PER_SECOND, runtime.clock.now)
+        self._recent_progress = RecentProgress(runtime.retry, runtime.clock.monotonic)
         self._spawn = runtime.background.spawn
         self._postponed = PostponedMessages(self._handle_postponed, runtime, adjust_prefetch)
 
@@ -164,8 +176,12 @@ class PeerMessages:
             else:
                 received_by_type[item[0].message.type].append(item)
         await self.handle_cancels(received_by_type[MessageType.CANCEL], attempt)
+        await self.handle_attaches(received_by_type[MessageType.ATTACH], attempt)
+        await self.handle_completions(received_by_type[MessageType.COMPLETE], attempt)
+        await self.handle_signals(received_by_type[MessageType.SIGNAL], attempt)
         await self.handle_responses(received_by_type[MessageType.RESPONSE], attempt)
         await self.handle_statuses(received_by_type[MessageType.STATUS], attempt)
+        await self.handle_reads(received_by_type[MessageType.READ], attempt)
         for delivery, _ in received_by_type[MessageType.WAKE]:
             self._tasks.tasks_ready.set()
             self._runtime.sweep_wakeup.set()
@@ -183,6 +199,47 @@ class PeerMessages:
                 f"app_id: {message.app_id!r} does not wake the replicas of {self._runtime.agent!r}"
             )
         return impersonation_error(message, self._runtime.options)
+
+    async def handle_completions(
+        self, received: Sequence[ReceivedMessage], attempt: _Attempt
+    ) -> None:
+        """Record answers to questions, one by one."""
+        for item in received:
+            delivery, claim_id = item
+            try:
+                locked = await self._completions.complete(
+                    delivery.message, claim_id, shared=attempt.shared
+                )
+            except PoisonMessage as error:
+                attempt.refused.append((item, str(error)))
+                continue
+            if locked is None:
+                await delivery.ack()
+            else:
+                await self._postpone_locked(locked.task_id, item, attempt)
+
+    async def handle_signals(self, received: Sequence[ReceivedMessage], attempt: _Attempt) -> None:
+        """Keep signals one by one, in order of arrival."""
+        for item in received:
+            try:
+                locked = await self._signals.signal(item[0].message, shared=attempt.shared)
+            except PoisonMessage as error:
+                attempt.refused.append((item, str(error)))
+                continue
+            if locked is None:
+                await item[0].ack()
+            else:
+                await self._postpone_locked(locked.task_id, item, attempt)
+
+    async def handle_reads(self, received: Sequence[ReceivedMessage], attempt: _Attempt) -> None:
+        """Reply with values of tasks."""
+        for item in received:
+            try:
+                await self._signals.read(item[0].message, shared=attempt.shared)
+            except PoisonMessage as error:
+                attempt.refused.append((item, str(error)))
+            else:
+                await item[0].ack()
 
     async def handle_responses(
         self, received: Sequence[ReceivedMessage], attempt: _Attempt
@@ -272,7 +329,7 @@ class PeerMessages:
 
         Keep-alives are not forwarded: a task sends its own.
         """
-        statuses: list[tuple[Progress, JsonValue]] = []
+        statuses: list[parsing.PeerStatus] = []
         for delivery, claim_id in received:
             try:
                 statuses.append(parsing.parse_status(delivery.message, self._runtime.options))
@@ -282,38 +339,47 @@ class PeerMessages:
                 await delivery.ack()
         if not statuses:
             return
-        updates = [progress for progress, _ in statuses]
-        targets = await self._runtime.retry.until_available(
-            lambda: attempt.backend.store.record_progress(updates)
+        targets = await self._recent_progress.record(
+            attempt.backend, [status.progress for status in statuses]
         )
         await self._publisher.publish_advisory(
             [
-                self._build_forwarded_status(target, data)
-                for (_, data), target in zip(statuses, targets, strict=True)
-                if target is not None and data != KEEP_ALIVE
+                envelope
+                for status, target in zip(statuses, targets, strict=True)
+                if target is not None and status.content != KEEP_ALIVE
+                for envelope in self._build_forwarded_statuses(target, status)
             ]
         )
 
-    def _build_forwarded_status(
-        self, target: ProgressRecorded, data: JsonValue
-    ) -> Envelope | None:
-        """The status update for the requester, or `None` if the rate limit drops it."""
-        envelope = status_envelope(self._runtime.agent, target.task_id, target.requester, data)
-        if envelope is None:
-            return None
-        is_too_long = len(envelope[1].body) > MAX_STATUS_BYTES
+    def _build_forwarded_statuses(
+        self, target: ProgressRecorded, status: parsing.PeerStatus
+    ) -> list[Envelope]:
+        """The status update for each caller, or none if the rate limit drops it."""
+        built = [
+            status_envelope(
+                self._runtime.agent, target.task_id, requester, status.content, status.metadata
+            )
+            for requester in (
+                target.requester,
+                *(replace(target.requester, reply_to=each) for each in target.followers),
+            )
+        ]
+        envelopes = [envelope for envelope in built if envelope is not None]
+        if not envelopes:
+            return []
+        is_too_long = len(envelopes[0][1].body) > MAX_STATUS_BYTES
         if not is_too_long and self._status_throttle.try_consume(target.task_id):
-            return envelope
+            return envelopes
         if dropped_count := self._status_throttle.count_dropped(target.task_id):
             reason = (
                 f"more than {MAX_STATUS_BYTES} bytes"
                 if is_too_long
-                else f"more than {_MAX_STATUSES_PER_SECOND} a second"
+                else f"more than {MAX_STATUSES_PER_SECOND} a second"
             )
             self._runtime.steps.emit(
                 Step.STATUS_DROPPED, target.task_id, reason=reason, dropped=dropped_count
             )
-        return None
+        return []
 
     async def handle_cancels(self, cancels: Sequence[ReceivedMessage], attempt: _Attempt) -> None:
         """Cancel tasks.
@@ -321,34 +387,76 @@ class PeerMessages:
         Commands from the shared queue cancel in the database. Broadcasts cancel in this process.
         """
         agent, options, shared = self._runtime.agent, self._runtime.options, attempt.shared
-        received_by_command: dict[CancelCommand, list[ReceivedMessage]] = {}
-        for delivery, claim_id in cancels:
+
+        def parse(message: Message) -> CancelCommand:
+            sender = identify_canceller(message, agent, options, shared=shared)
+            task_id, parent, reason = parsing.parse_cancel(message, options)
+            return CancelCommand(task_id, parent, sender, reason)
+
+        carry_out = self._cancel_and_broadcast if shared else self._cancel_in_process
+        await self._handle_commands(cancels, attempt, parse, carry_out)
+
+    async def handle_attaches(
+        self, attaches: Sequence[ReceivedMessage], attempt: _Attempt
+    ) -> None:
+        """Attach callers to tasks.
+
+        Messages from the shared queue attach in the database, and broadcasts in this process.
+        """
+        agent, options, shared = self._runtime.agent, self._runtime.options, attempt.shared
+
+        def parse(message: Message) -> AttachCommand:
+            sender = identify_attacher(message, agent, options, shared=shared)
+            task_id, reply_to = parsing.parse_attach(message, options)
+            wants_snapshot = bool(message.headers.get(Header.SNAPSHOT))
+            return AttachCommand(task_id, sender, reply_to, wants_snapshot)
+
+        def parse_query(message: Message) -> StatusQuery:
+            token = parsing.parse_query(message) or ""
+            command = parse(message)
+            return StatusQuery(command.task_id, command.sender, command.reply_to, token)
+
+        here, queries = self._attaches, self._queries
+        carry_out = here.attach_and_broadcast if shared else here.attach_in_process
+        answer = queries.answer_and_broadcast if shared else queries.answer_in_process
+        asking = [each for each in attaches if Header.QUERY in each[0].message.headers]
+        others = [each for each in attaches if Header.QUERY not in each[0].message.headers]
+        await self._handle_commands(others, attempt, parse, carry_out)
+        await self._handle_commands(asking, attempt, parse_query, answer)
+
+    async def _handle_commands(
+        self,
+        received: Sequence[ReceivedMessage],
+        attempt: _Attempt,
+        parse: Callable[[Message], _Command],
+        carry_out: Callable[[Sequence[_Command]], Awaitable[Mapping[_Command, _Refusal]]],
+    ) -> None:
+        """Carry out the commands of messages, each command once.
+
+        `carry_out` returns the commands for tasks of other requesters or locked by another
+        session.
+        """
+        received_by_command: dict[_Command, list[ReceivedMessage]] = {}
+        for item in received:
             try:
-                sender = identify_canceller(delivery.message, agent, options, shared=shared)
-                task_id, parent, reason = parsing.parse_cancel(delivery.message, options)
-                command = CancelCommand(task_id, parent, sender, reason)
-                received_by_command.setdefault(command, []).append((delivery, claim_id))
+                command = parse(item[0].message)
             except PoisonMessage as error:
-                attempt.refused.append(((delivery, claim_id), str(error)))
+                attempt.refused.append((item, str(error)))
+            else:
+                received_by_command.setdefault(command, []).append(item)
         if not received_by_command:
             return
-        commands = list(received_by_command)
-        refused = await (
-            self._cancel_and_broadcast(commands) if shared else self._cancel_in_process(commands)
-        )
-        for command, received in received_by_command.items():
-            for item in received:
+        refused = await carry_out(list(received_by_command))
+        for command, items in received_by_command.items():
+            for item in items:
                 match refused.get(command):
-                    case TaskLocked():
-                        await self._postpone_locked(command.task_id, item, attempt)
-                    case CancelRefused():
-                        reason = (
-                            f"the task {command.task_id} is another requester's, "
-                            f"not {command.sender!r}'s"
-                        )
-                        attempt.refused.append((item, reason))
                     case None:
                         await item[0].ack()
+                    case TaskLocked():
+                        await self._postpone_locked(command.task_id, item, attempt)
+                    case _:
+                        reason = belongs_to_another(command.task_id)
+                        attempt.refused.append((item, reason))
 
     async def _cancel_and_broadcast(
         self, commands: Sequence[CancelCommand]
@@ -370,7 +478,7 @@ class PeerMessages:
             match result:
                 case CancelCommitted(reply=reply, cancels=cancels):
                     # Committed and due: a slow address must not delay the messages after it.
-                    self._spawn(self._settlement.send(self._runtime.database, [reply, *cancels]))
+                    self._spawn(self._settlement.send, self._runtime.database, [reply, *cancels])
                 case CancelRequested():  # by an authorized sender, maybe another one
                     to_broadcast.append(command._replace(sender=None))
                 case CancelBeforeRequest():
@@ -424,55 +532,10 @@ class PeerMessages:
         for command, result in zip(in_process_commands, results, strict=True):
             match result:
                 case CancelCommitted():
-                    self._spawn(
-                        self._settlement.send(
-                            self._runtime.in_process, [result.reply, *result.cancels]
-                        )
-                    )
+                    due: list[OutboxItem] = [result.reply, *result.cancels]
+                    self._spawn(self._settlement.send, self._runtime.in_process, due)
                 case CancelRefused():
                     refused[command] = result
                 case _:
                     pass
         return refused
-
-
-@dataclass(slots=True)
-class _Budget:
-    remaining: float
-    updated_at: datetime
-    dropped: int = 0
-
-
-class Throttle:
-    """Allows `rate` events per second for each task, with bursts of the same size."""
-
-    def __init__(self, rate: int, now: Callable[[], datetime]) -> None:
-        self._rate, self._now = rate, now
-        self._budgets: OrderedDict[TaskId, _Budget] = OrderedDict()
-
-    def try_consume(self, task_id: TaskId) -> bool:
-        """Consume one event from the task's budget. Returns `False` if none is left."""
-        budget, now = self._get_budget(task_id), self._now()
-        elapsed = max(
-            now - budget.updated_at, timedelta()
-        )  # setting the clock back adds no budget
-        budget.remaining = min(self._rate, budget.remaining + self._rate * elapsed.total_seconds())
-        budget.updated_at = now
-        if budget.remaining < 1:
-            return False
-        budget.remaining -= 1
-        return True
-
-    def count_dropped(self, task_id: TaskId) -> int | None:
-        """Count a dropped event. Returns the total if it should be reported: 1, 10, 100, ..."""
-        budget = self._get_budget(task_id)
-        budget.dropped += 1
-        digits = str(budget.dropped)
-        return budget.dropped if digits[0] == "1" and not digits[1:].strip("0") else None
-
-    def _get_budget(self, task_id: TaskId) -> _Budget:
-        budget = self._budgets.pop(task_id, None) or _Budget(self._rate, self._now())
-        self._budgets[task_id] = budget
-        if len(self._budgets) > _MAX_THROTTLED_TASKS:
-            self._budgets.popitem(last=False)
-        return budget

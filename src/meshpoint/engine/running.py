@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any, TypeAlias
 
 from pydantic_core import from_json, to_json
 
-from meshpoint.engine.containment import Origin, is_user_interrupt
+from meshpoint.engine.containment import Origin, current_origin, is_user_interrupt
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment import AgentPaused, Segment, StopReason, Workspace
 from meshpoint.errors import (
@@ -22,8 +23,11 @@ from meshpoint.errors import (
     MemoryLost,
     MemoryUnavailable,
     PeerFailed,
+    WaitTimeout,
 )
+from meshpoint.model.call_attempts import failure_of
 from meshpoint.model.calls import Done, Paused
+from meshpoint.model.current_context import running_context
 from meshpoint.model.error_text import describe_exception, exception_message, type_name
 from meshpoint.model.events import Step
 from meshpoint.model.json_values import copy_containers
@@ -31,6 +35,7 @@ from meshpoint.model.log_context import LogContext, current_log_context
 from meshpoint.model.outcomes import OVERDUE, Failed, FailureKind, Ok, Outcome
 from meshpoint.model.secrets import format_traceback, mask_secrets
 from meshpoint.model.tasks import Resumable
+from meshpoint.model.waits import display_name
 
 log = logging.getLogger("meshpoint.run")
 
@@ -127,11 +132,12 @@ class AgentCode:
         if segment.stop_reason is not None:
             return Stopped(segment.stop_reason)
         with self.runtime.steps.step(Step.SEGMENT, [run.task_id], generation=run.generation):
-            origin = Origin(on_exit)
-            context = origin.make_context()
+            origin, context = Origin(on_exit), copy_context()
+            context.run(current_origin.set, origin)
             code_runtime = self.workspace.context_runtime
             log_context = LogContext(run.task_id, run.agent, run.generation, code_runtime)
             context.run(current_log_context.set, log_context)
+            context.run(running_context.set, self.workspace.context)
             code_task = asyncio.create_task(
                 self._run_guarded(), name=f"segment {run.task_id}", context=context
             )
@@ -177,7 +183,8 @@ class AgentCode:
         # and KeyboardInterrupt, which would otherwise end the replica and all its tasks.
         try:
             result = self._result_from_return(await self.call_agent())
-            return self._find_mismatch() or result
+            mismatch = self.workspace.find_mismatch()
+            return result if mismatch is None else _raised_mismatch(mismatch)
         except asyncio.CancelledError as error:
             self._record_failure(error)
             raise
@@ -187,7 +194,9 @@ class AgentCode:
             ):
                 raise  # Ctrl-C, or the event loop was closed
             try:
-                return self._find_mismatch() or _Raised(self._result_from_error(error))
+                if (mismatch := self.workspace.find_mismatch()) is not None:
+                    return _raised_mismatch(mismatch)
+                return _Raised(self._result_from_error(error))
             except Exception as description_error:  # for example, circular causes
                 log.warning(
                     "task %s: its error cannot be described: %s",
@@ -195,13 +204,6 @@ class AgentCode:
                     describe_exception(description_error),
                 )
                 return _Raised(self._new_failure(describe_exception(error)))
-
-    def _find_mismatch(self) -> _Raised | None:
-        """The result if a record did not fit this code, even if the code caught that error."""
-        mismatch = self.workspace.find_mismatch()
-        if mismatch is None:
-            return None
-        return _Raised(Incompatible.from_error(mismatch, from_checkpoint=True))
 
     def _result_from_error(self, error: BaseException) -> SegmentResult:
         match error:
@@ -215,10 +217,13 @@ class AgentCode:
             return missing_memory
         self._record_failure(error)
         match error:
+            case WaitTimeout():
+                return self._new_failure(exception_message(error), FailureKind.TIMEOUT)
             case PeerFailed():
                 return self._new_failure(exception_message(error), _inherited_kind(error))
             case AgentFailed():
-                return self._new_failure(exception_message(error))
+                usage = self.workspace.context.token_usage.snapshot()
+                return failure_of(error, exception_message(error), FailureKind.ERROR, usage)
             case _:
                 return self._new_failure(describe_exception(error))
 
@@ -265,6 +270,11 @@ class AgentCode:
 
     def _new_failure(self, message: str, kind: FailureKind = FailureKind.ERROR) -> Failed:
         return Failed(kind, message, self.workspace.context.token_usage.snapshot())
+
+
+def _raised_mismatch(mismatch: IncompatibleState) -> _Raised:
+    """The result if a record did not fit this code, even if the code caught that error."""
+    return _Raised(Incompatible.from_error(mismatch, from_checkpoint=True))
 
 
 _INHERITED_KINDS = frozenset({FailureKind.TIMEOUT, FailureKind.UNDELIVERABLE})
@@ -314,7 +324,7 @@ def overdue_outcome(task: Resumable) -> Failed:
     """The outcome of a task whose code does not run because its deadline has passed."""
     silent = sorted(
         {
-            str(peer)
+            display_name(peer)
             for _, peer, outcome in task.outcomes
             if isinstance(outcome, Failed) and outcome.kind is FailureKind.TIMEOUT
         }
@@ -344,7 +354,7 @@ async def run_until_deadline(
         if caller is not None:
             caller.cancel()
 
-    watcher = runtime.background.spawn(enforce())
+    watcher = runtime.background.spawn(enforce)
     try:
         return await code()
     except asyncio.CancelledError:

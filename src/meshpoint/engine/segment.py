@@ -7,8 +7,9 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from enum import Enum, auto
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 from pydantic import JsonValue
 
@@ -18,17 +19,24 @@ from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.senders import Sender
 from meshpoint.engine.step_log import SegmentStepLog
 from meshpoint.engine.task_log import Notes, TaskLog
-from meshpoint.engine.unacked import may_run_elsewhere
 from meshpoint.errors import AgentMisbehaved, IncompatibleState
 from meshpoint.model.calls import Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.error_text import describe_exception
 from meshpoint.model.events import Step
+from meshpoint.model.mailbox import MAX_VALUES, SetValue, TooManyValues
 from meshpoint.model.memory import Owner, make_agent_id
-from meshpoint.model.messages import Message
+from meshpoint.model.messages import Address, Message
 from meshpoint.model.outcomes import Failed
+from meshpoint.model.status_metadata import UpdateKind
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, SaveCommitted
-from meshpoint.model.tasks import L1Snapshot, Requester, Resumable, Run
+from meshpoint.model.tasks import (
+    MAX_REPLY_ADDRESSES,
+    L1Snapshot,
+    Requester,
+    Resumable,
+    Run,
+)
 from meshpoint.model.transitions import (
     BeginCommitted,
     BeginResult,
@@ -41,7 +49,9 @@ from meshpoint.model.usage import TokenUsage
 from meshpoint.ports.agent import DurableAgent, get_plan
 from meshpoint.ports.broker import Delivery
 from meshpoint.subtasks.migrating import migrate_checkpoint
+from meshpoint.subtasks.records import recorded_instant
 from meshpoint.subtasks.runner import AWAIT_HINT, ClosedTools, OperationAttempt, Subtasks
+from meshpoint.subtasks.step_records import StepRecord
 from meshpoint.subtasks.step_runner import StepRunner
 from meshpoint.working_memory.snapshots import MemoryRef
 from meshpoint.working_memory.task_memory import TaskMemory
@@ -60,6 +70,22 @@ class StopReason(Enum):
     LOST = auto()  # another replica owns the task
 
 
+class UpdateSender(Protocol):
+    """Sends the updates of one run to the requester of its task."""
+
+    async def send(self, kind: UpdateKind, content: JsonValue) -> None:
+        """Send an update, or keep it until it can be sent."""
+
+    async def close(self) -> None:
+        """Send all kept updates, and none after that but questions."""
+
+    async def send_question(self, content: JsonValue) -> None:
+        """Send a question of the segment's pause, after `close` and the pause's commit."""
+
+    async def repeat_latest(self, address: Address) -> None:
+        """Send the latest status again, to one address."""
+
+
 @dataclass(eq=False, slots=True)
 class Segment:
     """A task between its trigger and its next pause or end.
@@ -71,6 +97,7 @@ class Segment:
         backend: Where the task is stored, or `None` until the first checkpoint chooses a backend.
         deliveries: The unacked requests of the task, more than one if a request was sent again.
         workspace: What the agent code works with, or `None` before it starts.
+        updates: Sends the updates of the agent code, or `None` if it has sent none yet.
         code: Runs the agent code.
         begin_task: Writes the task's row while its first subtask waits.
         settling: Set when the code has ended.
@@ -82,6 +109,9 @@ class Segment:
         attempt: The attempt number of an isolated segment.
         dead_reason: Set when the task ends because its runs keep killing their process.
         known_usage: The tokens that the row has of a task that ends without running its code.
+        attached: Further addresses that get the status updates of this segment.
+        unrecorded: The attached addresses that no row has. At a pause they are written to the
+            row; at the end they get the reply.
         keep_alive_at: When the next keep-alive of a task without a row is due, in seconds of the
             monotonic clock.
     """
@@ -92,6 +122,7 @@ class Segment:
     backend: Backend | None = None
     deliveries: list[Delivery] = field(default_factory=list)
     workspace: Workspace | None = None
+    updates: UpdateSender | None = None
     code: asyncio.Task[object] | None = None
     begin_task: asyncio.Task[tuple[Backend, BeginResult]] | None = None
     settling: bool = False
@@ -103,6 +134,8 @@ class Segment:
     attempt: int = 1
     dead_reason: str | None = None
     known_usage: TokenUsage | None = None
+    attached: list[Address] = field(default_factory=list)
+    unrecorded: list[Address] = field(default_factory=list)
     keep_alive_at: float | None = None
 
     @property
@@ -118,9 +151,25 @@ class Segment:
             return failure
         return replace(failure, usage=used.snapshot())
 
-    def may_run_elsewhere(self) -> bool:
-        """Whether its request was redelivered or requeued, so another replica may run it too."""
-        return may_run_elsewhere(self.deliveries)
+    def attach(self, address: Address, *, recorded: bool) -> Address | None:
+        """Also send status updates to `address`, and the reply if no row has it.
+
+        Returns the address that gets no reply because this one took its place, or `None`.
+        """
+        if address == self.requester.reply_to:
+            return None
+        if address not in self.attached:
+            self.attached.append(address)
+            del self.attached[:-MAX_REPLY_ADDRESSES]  # the first in the row may be another one
+        if recorded or address in self.unrecorded:
+            return None
+        self.unrecorded.append(address)
+        if len(self.unrecorded) < MAX_REPLY_ADDRESSES:  # with the requester's own
+            return None
+        dropped = self.unrecorded.pop(0)
+        if dropped in self.attached:
+            self.attached.remove(dropped)  # so that it counts as new if it attaches again
+        return dropped
 
     def stop(self, reason: StopReason) -> None:
         """Cancel the code at its next await.
@@ -196,6 +245,8 @@ OpenOperation: TypeAlias = Callable[[Operation | None], Awaitable[BeginResult]]
 _STOP_TIMEOUT = 5.0
 """Seconds to wait for cancelled subtasks and steps that the agent did not await."""
 
+_UNRECORDED = -1
+"""In place of a number of pauses."""
 _BUILDING = threading.RLock()  # agent code may read its context in several threads
 
 
@@ -227,7 +278,6 @@ class Workspace:
         parameters: JsonValue = None,
     ) -> None:
         self.context, self.agent = context, agent
-        self._plan = get_plan(agent)
         self.subtasks: Subtasks | None = None
         self.steps: StepRunner | None = None
         self._step_log: SegmentStepLog | None = None
@@ -238,9 +288,12 @@ class Workspace:
         self._memory: TaskMemory | None = None
         self._memory_ref, self._finished_subtasks = MemoryRef(), tuple[str, ...]()
         self._is_closed = False
+        self._instants: dict[int, datetime] | None = None
         # Kept, because agent code may replace the attribute of its context.
         self.context_runtime = context._runtime
         self.context_runtime.tools = self
+        self.context_runtime.agent = segment.run.agent
+        self.context_runtime.generation = segment.run.generation
 
     @property
     def operation(self) -> Subtasks | None:
@@ -261,7 +314,7 @@ class Workspace:
         checkpoint = await self._load_checkpoint(backend, task.run, seq) if seq else None
         migrated = None
         if checkpoint is not None:
-            plan = self._plan
+            plan = get_plan(self.agent)
             migrated = migrate_checkpoint(checkpoint, plan.version, plan.migrations)
             self._memory_ref = MemoryRef.from_checkpoint(checkpoint)
             self._finished_subtasks = checkpoint.progress.completed
@@ -300,7 +353,7 @@ class Workspace:
         return Subtasks(
             self.context,
             self.context_runtime,
-            self._plan,
+            get_plan(self.agent),
             OperationAttempt(self._segment.run, self._retry_count, seq, self._parameters),
             restored,
             self,
@@ -309,6 +362,33 @@ class Workspace:
             is_operation=is_operation,
             secret_keys=runtime.options.secret_keys,
         )
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of pauses before this segment, and the attempt of the operation."""
+        return self._segment.run.generation, self._retry_count
+
+    def now(self, pauses: int) -> datetime:
+        """The time at which code after `pauses` pauses runs; see `SegmentTools`."""
+        with _BUILDING:
+            if self._instants is None:
+                self._instants = self._load_instants()
+                self._instants[_UNRECORDED] = self._runtime.clock.now()
+            return self._instants.get(pauses) or self._instants[_UNRECORDED]
+
+    def _load_instants(self) -> dict[int, datetime]:
+        """The times that steps and subtasks of this attempt have recorded, by pauses before."""
+        found = dict[int, datetime]()
+        for step in self._segment.log.steps:
+            record = StepRecord.from_bytes(step.record)
+            instant = recorded_instant(record.context)
+            if instant is not None and step.attempt == self._retry_count:
+                found[record.place.generation] = instant
+        for subtask in () if self.subtasks is None else self.subtasks.records:
+            instant = recorded_instant(subtask.context)
+            if instant is not None and subtask.retry == self._retry_count:
+                found.setdefault(subtask.generation, instant)
+        return found
 
     def use_steps(self) -> StepRunner:
         """Return the steps, building them at first use. Any thread may call this.
@@ -352,6 +432,17 @@ class Workspace:
         self._require_open()
         if self._segment.backend is None:
             self._stop_unless_owned(await self._open_operation(None))
+
+    async def set_value(self, key: str, value: bytes) -> None:
+        """Store a value of the task; see `SegmentTools`."""
+        await self._ensure_row()
+        run, store = self._segment.run, self._backend.store
+        with self._runtime.steps.step(Step.SET_VALUE, [run.task_id], key=key):
+            command = SetValue(run, key, value)
+            result = await self._runtime.retry.until_available(lambda: store.set_value(command))
+        if isinstance(result, TooManyValues):
+            raise AgentMisbehaved(f"set_value: {key!r} exceeds the limit of {MAX_VALUES} keys")
+        self._stop_unless_owned(result)
 
     async def cancel_unawaited(self) -> None:
         """Cancel subtasks and steps that the agent's code did not await.
@@ -446,6 +537,11 @@ class Workspace:
         return not await self._runtime.retry.until_available(
             lambda: store.renew([run], self._runtime.replica)
         )
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the segment is being stopped; see `SubtaskLog`."""
+        return self._segment.stop_reason is not None
 
     async def open_operation(self, operation: Operation) -> None:
         """Turn the task into an operation; see `SubtaskLog`."""
@@ -546,18 +642,22 @@ class Workspace:
             await self.use_memory().on_completed()
 
     async def close(self) -> None:
-        """Leave the memory, and break reference cycles.
+        """Leave the memory, and break reference cycles. Errors of the memory are logged.
 
         Code that outlives the segment can use neither subtasks nor memory.
         """
         self._is_closed = True
         subtasks, self.subtasks = self.subtasks, None
         progress = None if subtasks is None else subtasks.progress
-        self.context_runtime.tools = ClosedTools(self._plan, progress)
+        self.context_runtime.tools = ClosedTools(self.agent, progress)
         self.steps = None
         step_log, self._step_log = self._step_log, None
         if step_log is not None:
             await step_log.close()
         memory, self._memory = self._memory, None
         if memory is not None:
-            await memory.close()
+            try:
+                await memory.close()
+            except Exception:
+                task_id = self._segment.run.task_id
+                log.exception("task %s: its working memory could not be left", task_id)

@@ -13,6 +13,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias, assert_never
 
+from pydantic import JsonValue
+
 from meshpoint.engine import claim, parsing, running
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.begin import commit_begin, commit_operation
@@ -37,22 +39,30 @@ from meshpoint.engine.segment import (
     Workspace,
 )
 from meshpoint.engine.settlement import Settlement
+from meshpoint.engine.status_sender import StatusSender
 from meshpoint.engine.task_log import TaskLog
 from meshpoint.errors import IncompatibleState
+from meshpoint.model.call_attempts import final_failure
 from meshpoint.model.calls import Done, Paused
 from meshpoint.model.context import StatusReporter, TaskExecutionContext
 from meshpoint.model.envelopes import decode_request
 from meshpoint.model.events import Step
+from meshpoint.model.ids import TaskId
 from meshpoint.model.json_values import copy_containers
+from meshpoint.model.mailbox import MailAccepted
 from meshpoint.model.outcomes import Failed, FailureKind, Outcomes
+from meshpoint.model.status_metadata import UpdateKind
 from meshpoint.model.subtasks import Operation
 from meshpoint.model.tasks import Resumable, Run
 from meshpoint.model.transitions import (
     BeginCommitted,
     BeginResult,
+    CallRetried,
+    CancelFound,
     Claim,
     ClaimResult,
     DuplicateOutcome,
+    Fenced,
     JoinCompleted,
     Overdue,
     Release,
@@ -63,6 +73,7 @@ from meshpoint.model.transitions import (
     WrongSender,
 )
 from meshpoint.model.usage import TokenUsage, parse_usage
+from meshpoint.model.waits import received_outcome
 from meshpoint.ports.agent import ReadsLog, select_version
 from meshpoint.ports.isolation import Isolation
 
@@ -93,7 +104,7 @@ class SegmentRunner:
         adjust_prefetch: Callable[[], None],
     ) -> None:
         self._runtime = runtime
-        self._agent = agent
+        self._agent, self._newest_version = agent, select_version(agent, "")
         self.tasks = tasks
         self._publisher = dispatcher.publisher
         self._spawn = runtime.background.spawn
@@ -155,11 +166,14 @@ class SegmentRunner:
         if self.tasks.has_released_all and not backend.is_shared:
             self._runtime.release_slots(is_suspect=isolated)
             return
+        if not backend.is_shared:
+            self.tasks.unacked.mark_begun(task.run.task_id)
         segment = Segment(
             run=task.run,
             requester=task.requester,
             digest=task.digest,
             backend=backend,
+            attached=[*reversed(task.followers)],  # the earliest first
         )
         segment.decided.set()
         if earlier := self.tasks.segments.get(task.run.task_id):
@@ -167,7 +181,7 @@ class SegmentRunner:
                 # Its request was redelivered, so it runs in both backends. Let one run at a time.
                 self._runtime.release_slots(is_suspect=isolated)
                 command = Release(task.run, _DUPLICATE_RUN_DELAY)
-                self._spawn(self._release(backend, command, "its other run is at work here"))
+                self._spawn(self._release, backend, command, "its other run is at work here")
                 return
             self.tasks.stop_lost(earlier.run)  # this replica stalled, then rescued its own task
         self.tasks.register(segment)
@@ -208,7 +222,7 @@ class SegmentRunner:
             return Failed(FailureKind.ERROR, task.refusal_reason)
         if exhausted_reason := find_exhausted_reason(task, self._runtime.options):
             segment.dead_reason = exhausted_reason + _resume_advice(task)
-            return Failed(FailureKind.ERROR, segment.dead_reason)
+            return final_failure(FailureKind.ERROR, segment.dead_reason)
         if rescued and task.checkpoint is not None and self._runtime.replica.fails_lost:
             reason = f"the replica that ran it is gone{_resume_advice(task)}"
             self._runtime.steps.emit(Step.OWNER_LOST, task.run.task_id, reason=reason)
@@ -251,7 +265,7 @@ class SegmentRunner:
         request = parsing.parse_request(
             decode_request(stored_request), self._runtime.options
         ).with_requester(task.requester)
-        if failure := find_refusal(request, self._runtime.options, self._runtime.clock.now()):
+        if failure := find_refusal(request, self._runtime):
             return failure
         try:
             segment.log = TaskLog.of(task)
@@ -268,10 +282,12 @@ class SegmentRunner:
         stored: tuple[Backend, Resumable] | None = None,
     ) -> running.SegmentResult:
         """Start the agent. An earlier run may have `stored` an operation."""
-        report = partial(self._publisher.report_status, request.task_id, request.requester)
-        context = request.create_context(report)
-        state_format = "" if stored is None else stored[1].state_format
-        agent = select_version(self._agent, state_format)
+        context = request.create_context(partial(self._report, segment))
+        agent = (
+            self._newest_version
+            if stored is None
+            else select_version(self._agent, stored[1].state_format)
+        )
         workspace = segment.workspace = Workspace(
             segment, context, self._runtime, open_operation, agent, request.input
         )
@@ -293,10 +309,13 @@ class SegmentRunner:
             with self._runtime.steps.step(
                 Step.RESTORE, [task.run.task_id], generation=task.run.generation
             ):
-                report = partial(self._publisher.report_status, task.run.task_id, task.requester)
-                context, outcomes = _restore_context(task, report)
+                context, outcomes = restore_context(task, partial(self._report, segment))
+                if getattr(agent, "merge_artifacts", True):  # `MergesArtifacts`
+                    for outcome in outcomes.values():
+                        if outcome.artifacts:
+                            context.produced_artifacts.extend(outcome.artifacts)
                 segment.log = TaskLog.of(task)
-                call_agent = _resume_call(agent, context, task, segment.log, outcomes)
+                call_agent = resume_call(agent, context, task, segment.log, outcomes)
                 track = partial(_track, segment, backend, self._runtime)
                 workspace = segment.workspace = Workspace(
                     segment, context, self._runtime, track, agent
@@ -305,6 +324,14 @@ class SegmentRunner:
         except IncompatibleState as error:
             return running.Incompatible.from_error(error)
         return await AgentCode(call_agent, segment, workspace, self._runtime).run()
+
+    async def _report(self, segment: Segment, kind: UpdateKind, content: JsonValue) -> None:
+        """Send an update of a segment's code to the requester. Dropped once the code has ended."""
+        if segment.settling or segment.removed.is_set():
+            return
+        if segment.updates is None:
+            segment.updates = StatusSender(segment, self._runtime, self._publisher)
+        await segment.updates.send(kind, content)
 
     async def _open_operation(
         self, segment: RequestedSegment, operation: Operation | None
@@ -325,6 +352,29 @@ class SegmentRunner:
             return BeginCommitted(segment.run)
         return await commit_operation(segment, segment.backend, self._runtime, operation)
 
+    async def ensure_row(self, segment: Segment) -> Backend | None:
+        """Write the row of a task whose first segment runs here, so that it can keep signals.
+
+        Returns its backend. `None` if it has no row: its code has not started or has ended, or
+        another run owns the task.
+        """
+        if segment.backend is None and isinstance(segment, RequestedSegment):
+            if segment.code is None or segment.settling:
+                return None
+            match await self._open_operation(segment, None):
+                case CancelFound():
+                    segment.stop(StopReason.CANCELLED)
+                case Fenced():
+                    segment.stop(StopReason.LOST)
+                case BeginCommitted():
+                    pass
+        return segment.backend
+
+    def handle_mail(self, backend: Backend, task_id: TaskId, accepted: MailAccepted) -> None:
+        """Act on a signal or an answer that may have completed a join."""
+        if accepted.is_ready:
+            self.handle_arrival(backend, TaskReady(task_id, task_id, accepted.cancels))
+
     async def _write_task(
         self, segment: RequestedSegment, operation: Operation | None
     ) -> tuple[Backend, BeginResult]:
@@ -333,6 +383,7 @@ class SegmentRunner:
             segment.run, segment.backend = result.run, backend
             backend.start_renewing(result.run)
             if backend.is_shared:
+                await self.settlement.attaches.settle_unrecorded(segment, backend, None)
                 await self.settlement.ack(segment)
         return backend, result
 
@@ -341,7 +392,7 @@ class SegmentRunner:
             segment.stop(StopReason.DRAINING)
         if segment.backend is not None:
             segment.backend.start_renewing(segment.run)
-        self._spawn(self._run(segment, code))
+        self._spawn(self._run, segment, code)
 
     async def _run(self, segment: Segment, code: _SegmentCode) -> None:
         task_id = segment.run.task_id
@@ -355,9 +406,12 @@ class SegmentRunner:
             await self._reschedule(segment)
         finally:
             self._stop_renewing(segment)
-            await self._close(segment)
+            if segment.begin_task is not None:
+                segment.begin_task.cancel()
+            if segment.workspace is not None:
+                await segment.workspace.close()
         self.tasks.remove(segment)
-        segment.workspace = None
+        segment.workspace = segment.updates = None  # break reference cycles
         if segment.deliveries:  # requests not acked yet
             await self.settlement.requeue(segment)
         if self.tasks.has_released_all:
@@ -377,6 +431,8 @@ class SegmentRunner:
             workspace = segment.workspace
             if workspace is not None and (workspace.subtasks or workspace.steps):
                 await workspace.cancel_unawaited()
+            if segment.updates is not None:
+                await segment.updates.close()
             return result
         except BaseException as error:
             if not is_defect(error):
@@ -399,15 +455,6 @@ class SegmentRunner:
 
     async def _release(self, backend: Backend, command: Release, reason: str) -> None:
         await release(backend, command, reason, self._runtime)
-
-    async def _close(self, segment: Segment) -> None:
-        if segment.begin_task is not None:
-            segment.begin_task.cancel()
-        if segment.workspace is not None:
-            try:
-                await segment.workspace.close()
-            except Exception:
-                log.exception("task %s: its working memory could not be left", segment.run.task_id)
 
     def _stop_renewing(self, segment: Segment) -> None:
         """Stop renewing the lease, unless the code is still running.
@@ -435,6 +482,19 @@ class SegmentRunner:
             self.handle_arrivals(backend, arrivals)
         return arrivals
 
+    def report_retry(self, retried: CallRetried) -> None:
+        """Emit the event of a failed attempt that another attempt follows."""
+        self._runtime.steps.emit(
+            Step.CALL_RETRIED,
+            retried.task_id,
+            sub_task_id=retried.sub_task_id,
+            next_id=retried.next_id,
+            peer=retried.peer,
+            kind=retried.kind.value,
+            attempt=retried.number,
+            seconds=round(retried.wait.total_seconds(), 3),
+        )
+
     def handle_arrivals(self, backend: Backend, arrivals: Sequence[ClaimResult]) -> None:
         """Handle `arrivals`.
 
@@ -454,20 +514,18 @@ class SegmentRunner:
     def handle_arrival(self, backend: Backend, arrival: ClaimResult) -> None:
         """Act on one recorded or refused outcome."""
         match arrival:
-            case JoinCompleted(task=task, cancels=cancels):
+            case JoinCompleted(task=task):
                 if self.tasks.is_running(task.run):
                     # A repeated claim found its own commit after the task had resumed.
                     self._runtime.slots.release()
                 else:
                     self.resume(backend, task)
-                if cancels:
-                    self._spawn(self.settlement.send(backend, cancels))
-            case TaskReady(cancels=cancels):
+            case TaskReady():
                 self.tasks.tasks_ready.set()
                 if backend.is_shared:
-                    self._spawn(self._publisher.wake_others())
-                if cancels:
-                    self._spawn(self.settlement.send(backend, cancels))
+                    self._spawn(self._publisher.wake_others)
+            case CallRetried():
+                self.report_retry(arrival)
             case StillWaiting() | TaskLocked():
                 # The response to a locked task is retried. Unsent messages stay due.
                 pass
@@ -483,6 +541,8 @@ class SegmentRunner:
                 pass  # the delivery is dead-lettered with this as its reason
             case _:
                 assert_never(arrival)
+        if isinstance(arrival, JoinCompleted | TaskReady) and arrival.cancels:
+            self._spawn(self.settlement.send, backend, arrival.cancels)
 
     async def release_all(self) -> None:
         """Stop running code and hand its tasks, and tasks waiting in memory, to other replicas.
@@ -504,7 +564,7 @@ async def _track(
     return await commit_operation(segment, backend, runtime, operation)
 
 
-def _restore_context(
+def restore_context(
     task: Resumable, report: StatusReporter
 ) -> tuple[TaskExecutionContext, Outcomes]:
     """Restore the context of a resumed task and the outcomes it waited for, in call order.
@@ -518,7 +578,9 @@ def _restore_context(
     context = TaskExecutionContext.from_checkpoint_dict(task.context, report=report)
     for _, peer, outcome in task.outcomes:
         context.token_usage.merge(outcome.usage, source=peer)
-    return context, Outcomes({call_id: outcome for call_id, _, outcome in task.outcomes})
+    return context, Outcomes(
+        {call_id: received_outcome(peer, outcome) for call_id, peer, outcome in task.outcomes}
+    )
 
 
 def _restore_usage(context: TaskExecutionContext, task: Resumable) -> None:
@@ -541,7 +603,7 @@ def _known_usage(task: Resumable) -> TokenUsage:
     return usage
 
 
-def _resume_call(
+def resume_call(
     agent: Agent, context: TaskExecutionContext, task: Resumable, log: TaskLog, outcomes: Outcomes
 ) -> Callable[[], Awaitable[Paused | Done[Any]]]:
     """Build the call that resumes `agent` from the task's state and log.

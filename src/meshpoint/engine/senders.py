@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from meshpoint.errors import PoisonMessage
-from meshpoint.model.ids import AgentName
-from meshpoint.model.messages import Header, Message
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.messages import Header, Message, is_valid_name
 from meshpoint.model.options import Options
 from meshpoint.model.tasks import same_input, same_requester
 
@@ -49,6 +49,11 @@ def compare_request(
     if not sender.may_act_for(requester):
         return Relation.OTHER_REQUESTER
     return Relation.SAME_REQUEST if same_input(digest, existing_digest) else Relation.OTHER_INPUT
+
+
+def belongs_to_another(task_id: TaskId) -> str:
+    """Why a message about a task of another requester is refused."""
+    return f"task {task_id} belongs to another requester"
 
 
 def impersonation_error(message: Message, options: Options) -> str | None:
@@ -95,6 +100,45 @@ def identify_canceller(
     if sender.name == agent and not shared:
         on_behalf_of = message.headers.get(Header.ON_BEHALF_OF)
         return None if on_behalf_of is None else str(on_behalf_of)
+    return sender.name or ""
+
+
+def identify_signaller(
+    message: Message, agent: AgentName, options: Options, *, shared: bool
+) -> str | None:
+    """The sender of a signal or a read; `None` if the sender may use every task.
+
+    `shared` is as for `identify_canceller`.
+
+    Raises:
+        PoisonMessage: as for `identify_sender`, or the sender has no valid name, or the address is
+            not the sender's.
+    """
+    if message.app_id == agent and not shared:  # another replica has checked it
+        return identify_canceller(message, agent, options, shared=shared)
+    if not (message.app_id and is_valid_name(message.app_id)):
+        raise PoisonMessage("app_id: must be printable, and 1 to 248 bytes long")
+    if (address_error := reply_address_error(message)) is not None:
+        raise PoisonMessage(address_error)
+    return identify_canceller(message, agent, options, shared=shared)
+
+
+def identify_attacher(
+    message: Message, agent: AgentName, options: Options, *, shared: bool
+) -> str:
+    """The sender of an attach, which may only attach to its own tasks.
+
+    `shared` is as for `identify_canceller`.
+
+    Raises:
+        PoisonMessage: as for `identify_sender`, or the address is not the sender's.
+    """
+    sender = identify_sender(message, agent, options)
+    on_behalf_of = message.headers.get(Header.ON_BEHALF_OF)
+    if sender.name == agent and not shared and on_behalf_of is not None:
+        return str(on_behalf_of)
+    if (address_error := reply_address_error(message)) is not None:
+        raise PoisonMessage(address_error)
     return sender.name or ""
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeAlias, assert_never
 
 from meshpoint.engine import end
+from meshpoint.engine.attaches import Attaches
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.commit import (
     Commits,
@@ -37,10 +38,13 @@ from meshpoint.engine.running import SegmentResult
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment import FinalCheckpoint, RequestedSegment, Segment
 from meshpoint.engine.senders import Relation, Sender, compare_request
+from meshpoint.engine.status_sender import StatusSender
+from meshpoint.engine.unacked import may_run_elsewhere
 from meshpoint.errors import Unavailable
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome
+from meshpoint.model.questions import QuestionCall
 from meshpoint.model.tasks import CancelNotice, OutboxItem, Reply, TaskState
 from meshpoint.model.transitions import Claim, ClaimResult, StoreReply
 from meshpoint.ports.broker import Delivery
@@ -58,6 +62,8 @@ _RecordOutcomes: TypeAlias = Callable[[Backend, Sequence[Claim]], Awaitable[list
 
 class Settlement:
     """Commits, publishes and acks, in this order.
+
+    `attaches` serves the callers that attached during a segment.
 
     `adjust_prefetch` adapts the prefetch to the number of unacked requests. `record_outcomes`
     claims the outcomes of calls that no queue accepted.
@@ -77,6 +83,7 @@ class Settlement:
         self._tasks = tasks
         self._dispatcher = dispatcher
         self._replies = dispatcher.replies
+        self.attaches = Attaches(runtime, tasks, dispatcher.publisher, dispatcher.replies)
         self._adjust_prefetch = adjust_prefetch
         self._record_outcomes = record_outcomes
 
@@ -91,27 +98,32 @@ class Settlement:
             case TaskPaused(backend=backend, workspace=workspace):
                 await self._keep_in_process(segment, backend)
                 # Before a response lets another replica resume the task.
+                await self.attaches.settle_unrecorded(segment, backend, None)
                 await workspace.update_caches(backend, committed.final_checkpoint)
                 await self.send(backend, committed.dispatches)
                 if committed.is_ready:
                     self._tasks.tasks_ready.set()
                 await self.ack(segment)
+                await self._show_questions(segment, committed.questions)
             case TaskEnded(backend=backend, reply=reply, outcome=outcome):
                 self._report_failure(segment, outcome)
                 await self._keep_requests(segment, backend)
                 await self.send(backend, [reply])
                 if reply.task_id in self._tasks.unacked.by_task:  # its reply waits for its address
                     await self._keep_requests(segment, backend)  # if redelivered meanwhile
+                await self.attaches.settle_unrecorded(segment, None, reply)
                 await self.ack(segment)
                 await self._clean_up(segment, backend, reply, committed.final_checkpoint)
             case TaskHasNoRow(reply=reply, outcome=outcome):
                 await self._answer(segment, reply, outcome)
-            case TaskReleased():
+            case TaskReleased(backend=backend):
+                await self.attaches.settle_unrecorded(segment, backend, None)
                 await self._announce_release(segment, committed)
                 await self.ack(segment)
             case TaskRescheduled(may_be_ready=may_be_ready):
                 if may_be_ready:
                     self._tasks.tasks_ready.set()
+                await self.attaches.settle_unrecorded(segment, segment.backend, None)
                 await self.ack(segment)
             case TaskLost():
                 await self._settle_lost(segment)
@@ -119,6 +131,16 @@ class Settlement:
                 await self.requeue(segment)
             case _:
                 assert_never(committed)
+
+    async def _show_questions(self, segment: Segment, questions: Sequence[QuestionCall]) -> None:
+        """Show the questions that the task now waits for to its callers. Advisory."""
+        if not questions:
+            return
+        publisher = self._dispatcher.publisher
+        updates = segment.updates or StatusSender(segment, self._runtime, publisher)
+        for question in questions:
+            agent, task_id = self._runtime.agent, segment.run.task_id
+            await updates.send_question(question.to_update(agent, task_id))
 
     async def _commit(self, segment: Segment, result: SegmentResult) -> Committed:
         try:
@@ -152,26 +174,28 @@ class Settlement:
         """Answer a task without a row: ack its request once its reply is confirmed or stored.
 
         If another replica may be running the same request, only the first run to store its reply
-        answers.
+        answers. The reply is also stored first if its requester, or another caller that attached,
+        wants it to be kept.
         """
         database = self._runtime.database
-        if database is not None and segment.may_run_elsewhere():
+        is_wanted = reply.requester.result_ttl is not None or bool(segment.unrecorded)
+        is_kept = is_wanted and not self._runtime.runs_without_database
+        if database is not None and (is_kept or may_run_elsewhere(segment.deliveries)):
             command = StoreReply(segment.run.id, reply, digest=segment.digest)
             if await self._replies.store_reply(database, command):
                 await self.send(database, [reply])
+                await self.attaches.settle_unrecorded(segment, None, reply)
                 await self.ack(segment)
                 await self._clean_up(segment, database, reply)
             else:
                 return await self._settle_lost(segment)
-        elif await self._replies.publish_reply(
-            reply,
-            segment.run.id,
-            digest=segment.digest,
-            may_run_elsewhere=segment.may_run_elsewhere,
-        ):
-            await self.ack(segment)
         else:
-            await self.keep_unacked(segment)
+            is_published = await self._replies.publish_reply(
+                reply, segment.run.id, digest=segment.digest, requests=segment.deliveries
+            )
+            if segment.unrecorded:
+                await self.attaches.settle_unrecorded(segment, None, reply)
+            await (self.ack(segment) if is_published else self.keep_unacked(segment))
         if isinstance(outcome, Failed):
             self._report_failure(segment, outcome)
         return None
@@ -187,7 +211,9 @@ class Settlement:
             and isinstance(segment, RequestedSegment)
             and await self.is_id_taken(segment)
         ):
-            await self._replies.publish_refusal(end.build_refusal(segment, ID_IN_USE))
+            refusal = end.build_refusal(segment, ID_IN_USE, id_in_use=True)
+            await self._replies.publish_refusal(refusal)
+        await self.attaches.settle_unrecorded(segment, self._runtime.database, None)
         await self.ack(segment)
 
     async def is_id_taken(self, segment: Segment) -> bool:

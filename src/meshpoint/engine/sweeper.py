@@ -176,7 +176,7 @@ class Sweeper:
             return False  # the next sweep is soon enough
         unsent = await backend.store.unsent(self._runtime.agent, self._runtime.options.sweep_batch)
         if unsent:
-            task = self._spawn(self._send_all(backend, unsent))  # must not delay the rest
+            task = self._spawn(self._send_all, backend, unsent)  # must not delay the rest
             self._send_tasks.add(task)
             task.add_done_callback(self._send_tasks.discard)
         return self._is_full(len(unsent))
@@ -222,7 +222,7 @@ class Sweeper:
             for each in keep_alives
         ]
         if envelopes:
-            task = self._spawn(self._publisher.publish_advisory(envelopes))
+            task = self._spawn(self._publisher.publish_advisory, envelopes)
             self._keep_alive_tasks.add(task)
             task.add_done_callback(self._keep_alive_tasks.discard)
 
@@ -260,9 +260,11 @@ class Sweeper:
         arrivals: list[ClaimResult] = []
         expired = await claim.expire_overdue(backend, self._runtime, count)
         for call in expired:
+            for retried in call.retried:
+                self._runner.report_retry(retried)
             if isinstance(call.join_result, StillWaiting):
                 if call.cancels:
-                    self._spawn(self._send_all(backend, call.cancels))
+                    self._spawn(self._send_all, backend, call.cancels)
             else:
                 arrivals.append(replace(call.join_result, cancels=call.cancels))
         self._runner.handle_arrivals(backend, arrivals)

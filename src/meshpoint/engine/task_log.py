@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import overload
 
 from meshpoint.errors import IncompatibleState
 from meshpoint.model.calls import Paused
+from meshpoint.model.log_entries import LogEntries
 from meshpoint.model.tasks import Resumable, has_log
 from meshpoint.model.transitions import LogChange
 
@@ -56,30 +56,6 @@ class StepEntry:
         return _Kind.STEP + self.attempt.to_bytes(4) + self.record
 
 
-class Contents(Sequence[bytes]):
-    """The contents of entries of one kind.
-
-    Each is copied when it is read, since all of them together may take megabytes.
-    """
-
-    __slots__ = ("entries",)
-
-    def __init__(self, entries: Sequence[bytes] = ()) -> None:
-        self.entries = entries
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> Contents: ...
-    def __getitem__(self, index: int | slice) -> bytes | Contents:
-        if isinstance(index, slice):
-            return Contents(self.entries[index])
-        return self.entries[index][1:]
-
-
 @dataclass(frozen=True, slots=True)
 class TaskLog:
     """A task's log as its run found it.
@@ -102,7 +78,7 @@ class TaskLog:
     seq: int = 0
     size: int = 0
     state: bytes | None = None
-    agent: Contents = field(default_factory=Contents)
+    agent: Sequence[bytes] = ()
     notes: tuple[bytes, ...] = ()
     steps: list[StepEntry] = field(default_factory=list)
     has_ended: bool = False
@@ -116,24 +92,25 @@ class TaskLog:
         Raises:
             IncompatibleState: A later version of Meshpoint wrote an entry.
         """
-        size = sum(map(len, task.log))
+        log = LogEntries.of(task.log)
+        size, start = log.size, log.skipped + 1
         if task.run.generation > 0 and not has_log(task.state_format):
             return cls(task.log_seq, size, task.state, is_stale=task.log_seq > 0)
         agent, notes, steps = list[bytes](), list[bytes](), list[StepEntry]()
-        for entry in task.log:
-            match entry[:1]:
+        for entry in log.stored:
+            match entry[log.skipped : start]:
                 case _Kind.AGENT:
                     agent.append(entry)
                 case _Kind.NOTES:
-                    notes.append(entry[1:])
+                    notes.append(entry[start:])
                 case _Kind.AGENT_RESTART:
                     agent = []
                 case _Kind.NOTES_RESTART:
-                    notes = [entry[1:]]
+                    notes = [entry[start:]]
                 case _Kind.STEP:
-                    steps += step_entries(entry)
+                    steps += step_entries(entry[log.skipped :])
                 case _Kind.STEPS_RESTART:
-                    steps = steps[: -int(entry[1:])] if entry[1:] else []
+                    steps = steps[: -int(entry[start:])] if entry[start:] else []
                 case _:
                     raise IncompatibleState("its log has an entry of an unknown kind")
         if task.run.generation == 0:  # an attempt from the beginning
@@ -148,7 +125,7 @@ class TaskLog:
                 has_ended=bool(agent),
                 has_ended_steps=len(own) < len(steps),
             )
-        return cls(task.log_seq, size, task.state, Contents(agent), tuple(notes), steps)
+        return cls(task.log_seq, size, task.state, LogEntries(agent, start), tuple(notes), steps)
 
     def change(
         self, paused: Paused, notes: Notes | None = None, *, keeps_steps: bool = False
@@ -184,7 +161,7 @@ class TaskLog:
     def _live(self, *, agent: bool, notes: bool, steps: bool) -> tuple[bytes, ...]:
         """The entries of these kinds that still count, to be written again."""
         return (
-            *(self.agent.entries if agent else ()),
+            *(_Kind.AGENT + each for each in self.agent if agent),
             *(_Kind.NOTES + each for each in self.notes if notes),
             *(each.entry for each in self.steps if steps),
         )

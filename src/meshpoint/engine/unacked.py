@@ -23,6 +23,7 @@ class UnackedKind(Enum):
     """Why a request is unacked."""
 
     ROOT = auto()  # the task waits; the request came from outside
+    DELAYED = auto()  # delayed, and not yet begun
     NESTED = auto()  # the task waits; the request came from another task
     ENDED = auto()  # the task has ended; the reply waits for its address
 
@@ -37,7 +38,13 @@ class UnackedRequests:
     def __init__(self) -> None:
         self.by_task: dict[TaskId, list[Delivery]] = {}
         self._ended: set[TaskId] = set()
+        self._delayed: set[TaskId] = set()
         self._counts: Counter[tuple[Address, UnackedKind]] = Counter()
+
+    @property
+    def delayed(self) -> int:
+        """Number of delayed tasks that have not begun."""
+        return len(self._delayed)
 
     @property
     def ended(self) -> int:
@@ -85,12 +92,24 @@ class UnackedRequests:
         self._ended.add(task_id)
         self.add(task_id, deliveries)
 
+    def mark_delayed(self, task_id: TaskId) -> None:
+        """Mark the task as delayed."""
+        deliveries = self.remove(task_id)
+        self._delayed.add(task_id)
+        self.add(task_id, deliveries)
+
+    def mark_begun(self, task_id: TaskId) -> None:
+        """Clear the mark of a delayed task that now begins."""
+        if task_id in self._delayed:
+            self.add(task_id, self.remove(task_id))
+
     def remove(self, task_id: TaskId) -> list[Delivery]:
         """Remove and return the deliveries held for the task, for the caller to settle."""
         removed = self.by_task.pop(task_id, [])
         for delivery in removed:
             self._counts[self._key(task_id, delivery)] -= 1
         self._ended.discard(task_id)
+        self._delayed.discard(task_id)
         return removed
 
     def remove_requests(self, task_id: TaskId) -> list[Delivery]:
@@ -121,6 +140,8 @@ class UnackedRequests:
     def _key(self, task_id: TaskId, delivery: Delivery) -> tuple[Address, UnackedKind]:
         if task_id in self._ended:
             return delivery.address, UnackedKind.ENDED
+        if task_id in self._delayed:
+            return delivery.address, UnackedKind.DELAYED
         return (
             delivery.address,
             UnackedKind.NESTED if delivery.message.nested else UnackedKind.ROOT,

@@ -75,6 +75,7 @@ class Worker:
             runtime,
             self.runner,
             dispatcher.publisher,
+            self.runner.settlement.attaches,
             self._refusals,
             self._adjust_response_prefetch,
         )
@@ -128,7 +129,7 @@ class Worker:
                     governors.append(self._serve("the database marker", self._watch_marker))
                 self._serve("private peer messages", serve_private)
                 if self._is_private_queue_missing:
-                    self._spawn(self._retry_attaching_private_queue())
+                    self._spawn(self._retry_attaching_private_queue)
                 await stop.wait()
                 for governor in governors:
                     governor.cancel()
@@ -218,8 +219,8 @@ class Worker:
         self.runtime.slots.release(-1)  # for this segment only
         self.runner.resume(backend, task)
         watchers = [
-            self._spawn(_run_after(stop, self.runner.release_all)),
-            self._spawn(_run_after(cancel, partial(self._cancel, task.run.task_id))),
+            self._spawn(_run_after, stop, self.runner.release_all),
+            self._spawn(_run_after, cancel, partial(self._cancel, task.run.task_id)),
         ]
         await self.tasks.wait_until_idle()
         for watcher in watchers:
@@ -268,7 +269,7 @@ class Worker:
             )
 
     def _serve(self, name: str, serve: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        return self._spawn(self._keep_serving(name, serve))
+        return self._spawn(self._keep_serving, name, serve)
 
     async def _keep_serving(self, name: str, serve: Callable[[], Awaitable[None]]) -> None:
         """Run `serve` until it returns. Report any exception and restart it after a delay."""
@@ -383,7 +384,7 @@ class Worker:
     def _adjust_response_prefetch(self, capacity: int) -> None:
         if capacity != self._response_capacity:
             self._response_capacity = capacity
-            self._spawn(self._resize_response_prefetch())
+            self._spawn(self._resize_response_prefetch)
 
     async def _resize_response_prefetch(self) -> None:
         try:
@@ -405,7 +406,7 @@ class Worker:
             unacked=len(self.tasks.unacked.by_task),
             **({"reason": reason} if isinstance(reason, str) else {}),
         )
-        closing = self._spawn(self._stop_consuming())
+        closing = self._spawn(self._stop_consuming)
         if not await _finish_within(
             options.drain_timeout.total_seconds(), self._finish_tasks(closing, consumers)
         ):

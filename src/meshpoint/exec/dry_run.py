@@ -48,7 +48,8 @@ class StepForecast(BaseModel, extra="forbid", frozen=True):
 
     Attributes:
         again: Whether the step would run although it has a result.
-        certain: Whether only time, chance or the environment can make the attempt differ.
+        certain: Whether only the time, random values or the environment can make the attempt
+            differ.
         why: The reason, or what the forecast depends on.
     """
 

@@ -173,12 +173,12 @@ class AgentMemory:
         try:
             encoded = to_json(_typed_for_key(key, type(value)).write(value, round_trip=True))
         except TypeMismatch as error:
-            raise _refusal(key, str(error)) from error
-        except UnicodeDecodeError as error:
-            problem = (
-                f"{_type_name(value)} contains bytes that are not UTF-8; "
-                "store them with set, or as base64"
-            )
+            problem = str(error)
+            if isinstance(error.__cause__, UnicodeDecodeError):
+                problem = (
+                    f"{_type_name(value)} contains bytes that are not UTF-8; "
+                    "store them with set, or as base64"
+                )
             raise _refusal(key, problem) from error
         await self.set(key, encoded, ttl=ttl)
 

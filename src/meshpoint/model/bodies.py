@@ -20,6 +20,8 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.model.usage import TokenUsage
 
 _MAX_PARTS = 1000
+MAX_RETRY_AFTER = 365.25 * 86_400
+"""In seconds. Larger values are ignored, as durations beyond a year are elsewhere."""
 _MAX_USAGE_BYTES = 128 * 1024
 """In bytes. Bounded because pydantic creates an error object for every invalid entry."""
 
@@ -144,7 +146,8 @@ class ResponseBody(Body):
 
     A failure has its kind in `task.metadata.failure` and its message in the text of that part.
     Token usage is in `task.metadata.usage`, for attempt `task.metadata.retry` of a resumed
-    requester. A response that refuses a request names it in `task.metadata.refuses`.
+    requester. A response that refuses a request names it in `task.metadata.refuses`. A failure may
+    have `task.metadata.retryable` and `task.metadata.retryAfter`, in seconds.
     """
 
     task: TaskBody
@@ -158,6 +161,27 @@ class ResponseBody(Body):
         """The fingerprint of the refused request, if any."""
         value = self.task.metadata.get("refuses")
         return None if value is None else str(value)
+
+    @property
+    def is_id_in_use(self) -> bool:
+        """Whether the request was refused because a task with its id exists."""
+        return self.task.metadata.get("idInUse") is True
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the sender allows another attempt. Only the JSON value `false` forbids it."""
+        return self.task.metadata.get("retryable") is not False
+
+    @property
+    def retry_after(self) -> float | None:
+        """Minimum seconds before another attempt, as the sender asks.
+
+        `None` if missing, or if the value is not a number of seconds up to a year.
+        """
+        value = self.task.metadata.get("retryAfter")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return float(value) if 0 <= value <= MAX_RETRY_AFTER else None
 
     def for_attempt(self, retry: int) -> Self:
         """The response to repeat to attempt `retry` of a resumed requester.
@@ -221,6 +245,62 @@ class CancelBody(Body):
 
     id: str
     reason: str | None = None
+
+
+class AttachBody(Body):
+    """A request for the outcome of the task `id`."""
+
+    id: str
+
+
+class CompleteBody(Body):
+    """An answer to the question with the id `question`, or a rejection of `rejects`.
+
+    A rejection has no `question`: a replica of an earlier release must not take it for an answer.
+    """
+
+    question: str | None = None
+    value: JsonValue = None
+    rejects: str | None = None
+    reason: str | None = None
+
+    def untyped_values(self) -> list[JsonValue]:
+        return [self.value]
+
+
+class SignalBody(Body):
+    """A value for the task `id`, which receives its signals named `signal` in order."""
+
+    id: str
+    signal: str
+    signal_id: str
+    value: JsonValue = None
+
+    def untyped_values(self) -> list[JsonValue]:
+        return [self.value]
+
+
+class ReadBody(Body):
+    """Asks for the value of the task `id` under `key`."""
+
+    id: str
+    key: str
+
+
+class CompletedBody(Body):
+    """The result of an answer, a signal or a read. `text` says why it was not recorded.
+
+    The result of a read has the `value`, if one `is_set`. A refusal because the task belongs to
+    another requester names the `requester`.
+    """
+
+    text: str = ""
+    value: JsonValue = None
+    is_set: bool | None = None
+    requester: str | None = None
+
+    def untyped_values(self) -> list[JsonValue]:
+        return [self.value]
 
 
 _BodyT = TypeVar("_BodyT", bound=Body)

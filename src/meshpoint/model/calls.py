@@ -11,12 +11,29 @@ from pydantic import JsonValue
 
 from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.error_text import quantity
+from meshpoint.model.retry_policy import (
+    Duration,
+    RetryPolicy,
+    call_policy_problem,
+    duration_seconds,
+)
 
 _T_co = TypeVar("_T_co", covariant=True)
 
 
 MAX_DURATION = timedelta(days=3650)
 """Maximum timeout or deadline. The resulting instant can still be stored and read back."""
+
+
+def to_timedelta(duration: Duration, name: str) -> timedelta:
+    """Convert a `timedelta` or a number of seconds. Errors call it `name`.
+
+    Raises:
+        AgentMisbehaved: it is not a duration, or a number above a year.
+    """
+    if isinstance(duration, timedelta):
+        return duration
+    return timedelta(seconds=duration_seconds(duration, name))
 
 
 def _check_duration(duration: object, name: str) -> None:
@@ -50,9 +67,9 @@ class Join:
         if self.deadline is not None:
             _check_duration(self.deadline, "a join deadline")
 
-    def within(self, deadline: timedelta) -> Join:
+    def within(self, deadline: Duration) -> Join:
         """The same join with a deadline, after which the task resumes with partial results."""
-        return replace(self, deadline=deadline)
+        return replace(self, deadline=to_timedelta(deadline, "a join deadline"))
 
     def met(self, *, total: int, completed: int, succeeded: int) -> bool:
         """Whether a task that waits for `total` calls can resume."""
@@ -81,6 +98,8 @@ class Call:
         timeout: absolute, measured from the checkpoint's commit. `None` is no limit.
         idle_timeout: fail the call if the peer gives no sign of life for this long. `None` without
             a `timeout` is the agent's `peer_timeout`, else no limit.
+        retry: how to retry after a failure. Each attempt is a separate task of the peer, with the
+            full timeouts. `None` is one attempt.
     """
 
     id: str
@@ -88,11 +107,14 @@ class Call:
     input: JsonValue
     timeout: timedelta | None = None
     idle_timeout: timedelta | None = None
+    retry: RetryPolicy | None = None
 
     def __post_init__(self) -> None:
         for name in ("timeout", "idle_timeout"):
             if (duration := getattr(self, name)) is not None:
                 _check_duration(duration, f"call {self.id!r}: {name}")
+        if self.retry is not None and (problem := call_policy_problem(self.retry)) is not None:
+            raise AgentMisbehaved(f"call {self.id!r}: {'; '.join(problem)}")
 
 
 @dataclass(frozen=True, slots=True)

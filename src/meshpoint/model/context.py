@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -22,22 +22,26 @@ from pydantic import (
 from meshpoint.errors import IncompatibleState, NotJson
 from meshpoint.model.agent_memory import MemoryMixin
 from meshpoint.model.context_runtime import ContextRuntime
+from meshpoint.model.declared_type import first_problem
 from meshpoint.model.error_text import make_storable
+from meshpoint.model.fixed_values import FixedValuesMixin
 from meshpoint.model.ids import TaskId
 from meshpoint.model.json_values import JsonDict, JsonList, check_json
 from meshpoint.model.messages import Address
 from meshpoint.model.peer_calls_mixin import PeerCallsMixin
 from meshpoint.model.recorded_work import RecordedWorkMixin
+from meshpoint.model.status_metadata import UpdateKind
 from meshpoint.model.tasks import CheckpointDict
 from meshpoint.model.usage import TokenUsage
+from meshpoint.model.waits_mixin import WaitsMixin
 
 _Value = TypeVar("_Value")
 _Assigned = TypeVar("_Assigned")
 _Value_co = TypeVar("_Value_co", covariant=True)
 _Assigned_contra = TypeVar("_Assigned_contra", contravariant=True)
 
-StatusReporter = Callable[[JsonValue], Awaitable[None]]
-"""Sends a status update to the requester."""
+StatusReporter = Callable[[UpdateKind, JsonValue], Awaitable[None]]
+"""Sends an update to the requester."""
 
 
 _UtcDatetime = Annotated[AwareDatetime, AfterValidator(lambda instant: instant.astimezone(UTC))]
@@ -108,7 +112,16 @@ def _to_storable(text: str | None, *, name: str) -> str | None:
     return None if text is None else make_storable(text)
 
 
-class TaskExecutionContext(PeerCallsMixin, RecordedWorkMixin, MemoryMixin):
+class _CancelEvent(asyncio.Event):
+    """An event that is falsy until it is set, so that `if ctx.cancelled:` works."""
+
+    def __bool__(self) -> bool:
+        return self.is_set()
+
+
+class TaskExecutionContext(
+    PeerCallsMixin, WaitsMixin, RecordedWorkMixin, FixedValuesMixin, MemoryMixin
+):
     """One task's execution context.
 
     A pause keeps what `to_checkpoint_dict` returns. `cancelled` and the status reporter are
@@ -157,7 +170,7 @@ class TaskExecutionContext(PeerCallsMixin, RecordedWorkMixin, MemoryMixin):
         self.token_usage = token_usage if token_usage is not None else TokenUsage()
         self.trace_context = trace_context
         self.subject = subject
-        self._cancelled = asyncio.Event()
+        self._cancelled = _CancelEvent()
         self._report = report
         self._runtime = ContextRuntime()
 
@@ -176,21 +189,71 @@ class TaskExecutionContext(PeerCallsMixin, RecordedWorkMixin, MemoryMixin):
 
     @property
     def cancelled(self) -> asyncio.Event:
-        """Set when the task should stop."""
+        """Set when the task should stop. Falsy until it is set."""
         return self._cancelled
 
-    async def status(self, data: JsonValue) -> None:
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the task should stop."""
+        return self._cancelled.is_set()
+
+    async def wait_cancelled(self) -> None:
+        """Wait until the task should stop."""
+        await self._cancelled.wait()
+
+    async def update_status(self, message: JsonValue) -> None:
         """Send a progress update to the requester.
 
-        Advisory: it may be lost or duplicated, or have no receiver. Updates of more than 64 KiB
-        are dropped and logged.
+        Advisory: it may be lost, or have no receiver. A function that runs again is silent until
+        it has passed its recorded calls; code that runs again after a crash sends its updates
+        again. At most 20 updates a second are sent; of the others, only the latest. Updates of
+        more than 64 KiB are dropped and logged.
 
         Raises:
-            NotJson: `data` is not JSON.
+            NotJson: `message` is not JSON.
         """
-        checked = check_json(data, "status")
-        if self._report is not None:
-            await self._report(checked)
+        await self._report_update(UpdateKind.STATUS, check_json(message, "status"))
+
+    async def add_text(self, delta: str) -> None:
+        """Send the next piece of the response to the requester, as it is written.
+
+        Advisory, like `update_status`. Pieces are joined and sent up to 20 times a second, the
+        last ones when the task pauses or ends. The task's output must repeat the whole text.
+
+        Raises:
+            NotJson: `delta` is not a string, or not valid Unicode.
+        """
+        await self._report_update(UpdateKind.TEXT, _check_text(delta, name="text"))
+
+    async def add_artifact(self, artifact: Mapping[str, Any]) -> None:
+        """Add an artifact in A2A form to the task's outcome, and send it to the requester now.
+
+        It replaces an earlier artifact with the same `artifactId`. The outcome has all artifacts,
+        `produced_artifacts`; sending them earlier is advisory.
+
+        Raises:
+            NotJson: `artifact` is not a JSON object.
+        """
+        if not isinstance(artifact, Mapping):
+            raise NotJson(f"artifact: {type(artifact).__name__} is not a mapping")
+        checked = JsonDict(artifact, name="artifact").to_plain()
+        artifact_id, artifacts = checked.get("artifactId"), self.produced_artifacts
+        places = [
+            index
+            for index, known in enumerate(artifacts)
+            if artifact_id is not None
+            and isinstance(known, Mapping)
+            and known.get("artifactId") == artifact_id
+        ]
+        if places:
+            artifacts[places[-1]] = checked
+        else:
+            artifacts.append(checked)
+        await self._report_update(UpdateKind.ARTIFACT, checked)
+
+    async def _report_update(self, kind: UpdateKind, content: JsonValue) -> None:
+        if self._report is not None and not self.replaying:
+            await self._report(kind, content)
 
     def to_checkpoint_dict(self) -> CheckpointDict:
         """A copy of everything that survives a pause, independent of later changes."""
@@ -225,7 +288,12 @@ class TaskExecutionContext(PeerCallsMixin, RecordedWorkMixin, MemoryMixin):
             values["a2a_context"] = A2AContext.model_validate(values.get("a2a_context", {}))
             values["token_usage"] = TokenUsage.model_validate(values.get("token_usage", {}))
             return cls(**values, report=report)
-        except (ValidationError, NotJson, TypeError) as error:
+        except (ValueError, NotJson, TypeError) as error:
+            problem = first_problem(error) if isinstance(error, ValidationError) else error
             raise IncompatibleState(
-                f"the checkpoint's context cannot be read here: {error}"
+                f"the checkpoint's context cannot be read here: {problem}"
             ) from error
+
+
+Context: TypeAlias = TaskExecutionContext
+"""Short for `TaskExecutionContext`, for annotations."""

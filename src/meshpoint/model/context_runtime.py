@@ -6,13 +6,16 @@ calls and subtasks, and hold the working memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Protocol, TypeVar
 
 from pydantic import JsonValue
 
 from meshpoint.model.calls import Call, Join
+from meshpoint.model.json_values import json_digest
 from meshpoint.model.memory import Answer, Command, MemoryRecovery
 from meshpoint.model.outcomes import Failed, Ok, Outcome
 from meshpoint.model.subtasks import SubtaskProgress
@@ -31,7 +34,7 @@ class UnsentCall(Protocol[_T_co]):
     def as_call(self, call_id: str) -> Call:
         """The request as a `Call` of a pause."""
 
-    def read(self, outcome: Outcome) -> Ok[_T_co] | Failed:
+    def read(self, outcome: Outcome, /) -> Ok[_T_co] | Failed:
         """Convert the outcome's value to the declared type, or `Failed(INVALID)` on mismatch."""
 
 
@@ -50,14 +53,30 @@ class CallRecorder(Protocol):
         """Number of recorded pauses the run has passed."""
 
     @property
+    def is_pausing(self) -> bool:
+        """Whether the segment ends with a pause."""
+
+    @property
     def is_own_task(self) -> bool:
         """Whether the caller runs in the function's own asyncio task."""
 
-    async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
+    @property
+    def has_waited(self) -> bool:
+        """Whether the run has passed or reached a wait that no peer answers, such as a sleep."""
+
+    def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
         """Return one outcome per call, in call order.
 
         Does not return if outcomes are missing: the task pauses.
         """
+
+    @property
+    def attempt(self) -> int:
+        """The attempt of the operation in which the function first started."""
+
+    @property
+    def recorded_now(self) -> datetime | None:
+        """What `ctx.now()` returned before the recorded pause that comes next, if it was used."""
 
     def skip_subtask(self, subtask: str) -> None:
         """Skip the calls recorded inside a subtask whose deliverable is known."""
@@ -117,6 +136,16 @@ class MemoryRunner(Protocol):
 class SegmentTools(Protocol):
     """What a replica gives to the code of a segment. It is built when the code first uses it."""
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of pauses before the segment, and the attempt of the operation."""
+
+    def now(self, pauses: int) -> datetime:
+        """The time at which code after `pauses` pauses runs, the same at each call.
+
+        A segment that ran before a crash may have recorded it.
+        """
+
     def use_subtasks(self) -> SubtaskRunner:
         """The runner of the segment's subtasks."""
 
@@ -125,6 +154,13 @@ class SegmentTools(Protocol):
 
     def use_memory(self) -> MemoryRunner | None:
         """The working memory, or `None` once the segment has ended."""
+
+    async def set_value(self, key: str, value: bytes) -> None:
+        """Store a value of the task, as JSON.
+
+        Raises:
+            AgentMisbehaved: The task has too many values, or the segment has ended.
+        """
 
 
 def _find_none() -> None:
@@ -142,11 +178,21 @@ class ContextRuntime:
         recorder: Answers peer calls. `None` unless the agent is a function agent.
         tools: Builds the subtasks, the steps and the working memory. `None` outside a replica.
         find_open_step: Returns the name of a step that was called and has not ended, or `None`.
+        instant: What `ctx.now()` has returned since the last pause, or `None`.
+        draws: How many random values were drawn so far, by place. `None` before the first.
+        agent: The name of the agent. Empty outside a replica.
+        generation: Number of the task's pauses before the segment.
+        question_counts: How often the segment has used each name of a question, by subtask.
     """
 
     recorder: CallRecorder | None = None
     tools: SegmentTools | None = None
     find_open_step: Callable[[], str | None] = _find_none
+    instant: datetime | None = None
+    draws: dict[tuple[object, ...], int] | None = None
+    agent: str = ""
+    generation: int = 0
+    question_counts: Counter[tuple[str | None, str]] = field(default_factory=Counter)
 
     @property
     def subtasks(self) -> SubtaskRunner | None:
@@ -162,6 +208,18 @@ class ContextRuntime:
     def memory(self) -> MemoryRunner | None:
         """The working memory. `None` outside a running segment."""
         return None if self.tools is None else self.tools.use_memory()
+
+    def next_question(self, name: str, subtask: str | None) -> str:
+        """The place of the next question with this name in the task, the same in every run.
+
+        In a function agent, how often the name was used so far, in `subtask` if any. In other
+        agents, also the segment.
+        """
+        self.question_counts[subtask, name] += 1
+        scope = [] if subtask is None else [json_digest(subtask)[:12]]
+        if self.recorder is None:
+            scope.append(f"g{self.generation}")
+        return ".".join([str(self.question_counts[subtask, name]), *scope])
 
     def prior_pause_count(self, generation: int) -> int:
         """Number of the task's pauses before the current code.

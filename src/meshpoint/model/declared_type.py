@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import JsonValue, PydanticUserError, TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
+from pydantic.errors import (
+    PydanticInvalidForJsonSchema,
+    PydanticSchemaGenerationError,
+    PydanticUndefinedAnnotation,
+)
 from pydantic_core import PydanticSerializationError, to_json
 
 from meshpoint.errors import ConfigurationError, MeshpointError, NotJson
@@ -16,6 +20,8 @@ _T = TypeVar("_T")
 
 
 _MAX_ERRORS = 1000
+_MAX_PATH_LENGTH = 300
+"""Maximum characters of a field's path in an error. Nested lists make it long."""
 
 
 class TypeMismatch(MeshpointError):
@@ -59,6 +65,19 @@ class DeclaredType(Generic[_T]):
             if isinstance(value, str)
             else isinstance(value, int) and abs(value) < _MAX_PLAIN_INT
         )
+
+    def json_schema(self, mode: Literal["validation", "serialization"]) -> dict[str, Any]:
+        """The JSON schema of what is read ("validation") or written ("serialization").
+
+        Raises:
+            ConfigurationError: The type has no JSON schema.
+        """
+        try:
+            return self._adapter.json_schema(mode=mode)
+        except PydanticInvalidForJsonSchema as error:
+            raise ConfigurationError(
+                self.name, f"it has no JSON schema: {error.message}", "declare a JSON type"
+            ) from error
 
     def read(self, value: object) -> _T:
         """Convert JSON data to the declared type.
@@ -109,7 +128,7 @@ class DeclaredType(Generic[_T]):
                 validated, by_alias=True, warnings=False, round_trip=round_trip
             )
             return check_json(_make_deterministic(dumped, python_value), self.name)
-        except (PydanticSerializationError, NotJson) as error:
+        except (PydanticSerializationError, UnicodeDecodeError, NotJson) as error:
             raise TypeMismatch(f"{self.name}: {str(error).splitlines()[-1].strip()}") from error
 
 
@@ -119,6 +138,8 @@ def first_problem(error: ValidationError) -> str:
         return f"{error.error_count():,} errors, too many to list"
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     field_path = ".".join(str(part) for part in first["loc"])
+    if len(field_path) > _MAX_PATH_LENGTH:
+        field_path = f"{field_path[: _MAX_PATH_LENGTH - 1]}…"
     return f"{field_path}: {first['msg']}" if field_path else first["msg"]
 
 

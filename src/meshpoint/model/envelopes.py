@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from pydantic import JsonValue
@@ -14,9 +15,15 @@ from pydantic import JsonValue
 from meshpoint.model.bodies import (
     A2AMessage,
     A2ATaskState,
+    AttachBody,
+    Body,
     CancelBody,
+    CompleteBody,
+    CompletedBody,
     Part,
+    ReadBody,
     ResponseBody,
+    SignalBody,
     StatusBody,
     StatusUpdate,
     TaskBody,
@@ -25,6 +32,8 @@ from meshpoint.model.bodies import (
 from meshpoint.model.ids import AgentName, TaskId, new_id, resumed_id, split_resumed_id
 from meshpoint.model.messages import (
     Address,
+    AttachStatus,
+    CompletionStatus,
     Header,
     HeaderValue,
     Message,
@@ -32,7 +41,8 @@ from meshpoint.model.messages import (
     nested_queue,
     response_queue,
 )
-from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.outcomes import AdvisedFailure, Failed, FailureKind, Ok, Outcome
+from meshpoint.model.status_metadata import NO_METADATA, StatusMetadata
 from meshpoint.model.tasks import NO_DEADLINE, CancelNotice, Dispatch, Reply, Requester
 
 Envelope = tuple[Address, Message]
@@ -104,6 +114,166 @@ def cancel_message(
     )
 
 
+def attach_message(
+    sender: AgentName,
+    task_id: TaskId,
+    reply_to: Address,
+    *,
+    on_behalf_of: str | None = None,
+    query: str | None = None,
+    wants_snapshot: bool = False,
+) -> Message:
+    """Build an attach, which asks for the outcome of `task_id` at `reply_to`.
+
+    A replica that forwards it to other replicas sets `on_behalf_of` to the original sender. With
+    `query`, a token that the reply repeats, it asks for the status only. With `wants_snapshot`, it
+    also asks for the latest status and the open questions.
+    """
+    headers: dict[str, HeaderValue] = {}
+    if on_behalf_of is not None:
+        headers[Header.ON_BEHALF_OF.value] = on_behalf_of
+    if query is not None:
+        headers[Header.QUERY.value] = query
+    if wants_snapshot:
+        headers[Header.SNAPSHOT.value] = 1
+    return Message(
+        type=MessageType.ATTACH,
+        body=AttachBody(id=task_id).to_bytes(),
+        message_id=f"{task_id}.attach",
+        correlation_id=task_id,
+        app_id=sender,
+        reply_to=reply_to,
+        headers=headers,
+    )
+
+
+def complete_message(
+    sender: AgentName, question_id: str, task_id: TaskId, value: JsonValue, reply_to: Address
+) -> Message:
+    """Build an answer to a question. The result is sent to `reply_to`."""
+    body = CompleteBody(question=question_id, value=value)
+    return _completion_message(sender, task_id, body, reply_to)
+
+
+def reject_message(
+    sender: AgentName, question_id: str, task_id: TaskId, reason: str, reply_to: Address
+) -> Message:
+    """Build a rejection of a question. The result is sent to `reply_to`."""
+    body = CompleteBody(rejects=question_id, reason=reason)
+    return _completion_message(sender, task_id, body, reply_to)
+
+
+def _completion_message(
+    sender: AgentName, task_id: TaskId, body: CompleteBody, reply_to: Address
+) -> Message:
+    return Message(
+        type=MessageType.COMPLETE,
+        body=body.to_bytes(),
+        message_id=new_id(),
+        correlation_id=task_id,
+        app_id=sender,
+        reply_to=reply_to,
+    )
+
+
+def signal_message(
+    sender: AgentName,
+    task_id: TaskId,
+    signal: str,
+    signal_id: str,
+    value: JsonValue,
+    reply_to: Address,
+) -> Message:
+    """Build a signal to a task. The result is sent to `reply_to`."""
+    body = SignalBody(id=task_id, signal=signal, signal_id=signal_id, value=value)
+    return _message_to_task(MessageType.SIGNAL, sender, task_id, body, reply_to)
+
+
+def read_message(sender: AgentName, task_id: TaskId, key: str, reply_to: Address) -> Message:
+    """Build a request for a value of a task. The value is sent to `reply_to`."""
+    body = ReadBody(id=task_id, key=key)
+    return _message_to_task(MessageType.READ, sender, task_id, body, reply_to)
+
+
+def _message_to_task(
+    message_type: MessageType, sender: AgentName, task_id: TaskId, body: Body, reply_to: Address
+) -> Message:
+    return Message(
+        type=message_type,
+        body=body.to_bytes(),
+        message_id=new_id(),
+        correlation_id=task_id,
+        app_id=sender,
+        reply_to=reply_to,
+    )
+
+
+def forwarded_message(agent: AgentName, message: Message, on_behalf_of: str | None) -> Message:
+    """Build the copy of a message that a replica broadcasts to the others.
+
+    `on_behalf_of` is its sender; `None` if the sender may use every task.
+    """
+    headers: dict[str, HeaderValue] = {}
+    if on_behalf_of is not None:
+        headers[Header.ON_BEHALF_OF.value] = on_behalf_of
+        if message.user_id is not None:
+            headers[Header.ON_BEHALF_OF_LOGIN.value] = message.user_id
+    return replace(message, app_id=agent, user_id=None, headers=headers)
+
+
+def completion_reply(
+    agent: AgentName, message: Message, status: CompletionStatus, body: CompletedBody
+) -> Envelope | None:
+    """Build the reply to an answer, a signal or a read. `None` without a reply address."""
+    if message.reply_to is None:
+        return None
+    return message.reply_to, Message(
+        type=message.type,
+        body=body.to_bytes(),
+        message_id=f"{message.message_id}.answer",
+        correlation_id=message.message_id,
+        app_id=agent,
+        headers={Header.COMPLETED.value: status.value},
+    )
+
+
+def attach_status(
+    agent: AgentName,
+    task_id: TaskId,
+    reply_to: Address,
+    status: AttachStatus,
+    requester: str | None = None,
+    *,
+    query: str | None = None,
+    data: JsonValue = None,
+) -> Envelope | None:
+    """Build the reply to an attach, a status update. A refusal names the task's `requester`.
+
+    The reply to a query repeats its token and, in `data`, has a `TaskStatus`.
+    """
+    if requester is not None:
+        data = {"requester": requester}
+    envelope = status_envelope(agent, task_id, Requester(reply_to), data)
+    if envelope is None:
+        return None
+    address, message = envelope
+    headers: dict[str, HeaderValue] = {Header.ATTACH.value: status.value}
+    if query is not None:
+        headers[Header.QUERY.value] = query
+    return address, replace(message, headers=headers)
+
+
+def accepted_status(
+    agent: AgentName, task_id: TaskId, reply_to: Address, token: str
+) -> Envelope | None:
+    """Build the status update that accepts the start of a task that must not exist yet."""
+    envelope = status_envelope(agent, task_id, Requester(reply_to), None)
+    if envelope is None:
+        return None
+    address, message = envelope
+    return address, replace(message, headers={Header.START.value: token})
+
+
 def reply_envelope(reply: Reply) -> Envelope | None:
     """Build the response to a request, or `None` if the requester wants no reply."""
     if reply.requester.reply_to is None:
@@ -159,7 +329,11 @@ def _canonical_value(header: Header, value: HeaderValue | None) -> str:
 
 
 def status_envelope(
-    agent: AgentName, task_id: TaskId, requester: Requester, data: JsonValue
+    agent: AgentName,
+    task_id: TaskId,
+    requester: Requester,
+    data: JsonValue,
+    metadata: StatusMetadata = NO_METADATA,
 ) -> Envelope | None:
     """Build a status update for the requester of `task_id`, or `None` without a reply address."""
     if requester.reply_to is None:
@@ -170,7 +344,8 @@ def status_envelope(
     status = TaskStatus(
         state=A2ATaskState.WORKING, message=a2a_message, timestamp=datetime.now(UTC).isoformat()
     )
-    body = StatusBody(status_update=StatusUpdate(task_id=task_id, status=status))
+    update = StatusUpdate(task_id=task_id, status=status, metadata=metadata.to_json())
+    body = StatusBody(status_update=update)
     message = Message(
         type=MessageType.STATUS,
         body=body.to_bytes(),
@@ -197,6 +372,7 @@ def encode_reply(
     *,
     refused_fingerprint: str | None = None,
     retry: int | None = None,
+    id_in_use: bool = False,
 ) -> bytes:
     """Encode the reply for `outcome`.
 
@@ -206,10 +382,13 @@ def encode_reply(
         outcome: Its outcome.
         refused_fingerprint: The fingerprint of a request that was refused without running.
         retry: The attempt of a resumed requester, which counts the outcome's tokens.
+        id_in_use: Whether the request was refused because a task with its id exists.
     """
     metadata: dict[str, JsonValue] = (
         {} if refused_fingerprint is None else {"refuses": refused_fingerprint}
     )
+    if id_in_use:
+        metadata["idInUse"] = True
     if retry is not None:
         metadata["retry"] = retry
     if not outcome.usage.is_empty:
@@ -222,6 +401,8 @@ def encode_reply(
         case Failed(kind=kind, message=text):
             state, part = A2ATaskState.FAILED, Part(text=text)
             metadata["failure"] = kind.value
+            if isinstance(outcome, AdvisedFailure):
+                metadata |= _retry_advice(outcome)
     message = A2AMessage(
         message_id=new_id(),
         role="ROLE_AGENT",
@@ -239,6 +420,11 @@ def encode_reply(
             metadata=metadata,
         )
     ).to_bytes()
+
+
+def _retry_advice(failed: AdvisedFailure) -> dict[str, JsonValue]:
+    advice: dict[str, JsonValue] = {} if failed.retryable else {"retryable": False}
+    return advice if failed.retry_after is None else advice | {"retryAfter": failed.retry_after}
 
 
 def _parent_header(requester: Requester) -> dict[str, str | int | float]:

@@ -55,6 +55,8 @@ class Step(StrEnum):
     CONFIRM_SENT = "confirm_sent", _EFFECT  # messages are recorded as sent
     ACK = "ack", _EFFECT  # a delivery is acked
     CLAIM = "claim", _EFFECT  # outcomes are recorded
+    SIGNAL = "signal", _EFFECT  # a signal is kept for its task, or delivered to it
+    SET_VALUE = "set_value", _EFFECT  # a value of a running task commits
     RESTORE = "restore", _EFFECT  # a context is rebuilt
     SUBTASK = "subtask", _EFFECT  # the code of a subtask runs
     STEP = "step", _EFFECT  # the code of a step runs
@@ -100,6 +102,10 @@ class Step(StrEnum):
     )  # a status update was too large or over the rate limit
     REPLY_DROPPED = "reply_dropped", _INFO  # a reply could be neither delivered nor kept
     PEER_MISSING = "peer_missing", _INFO  # a called peer has no queue yet; its calls wait for one
+    CALL_RETRIED = (
+        "call_retried",
+        _INFO,
+    )  # an attempt at a call failed; the next one has a due time
     UNDELIVERABLE = "undeliverable", _INFO  # a called peer's queue was not declared in time
     MESSAGE_REJECTED = "message_rejected", _INFO  # a message is too large or not encodable
     CODE_CANCELLED = "code_cancelled", _INFO  # running agent code was cancelled

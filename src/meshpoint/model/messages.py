@@ -22,9 +22,9 @@ Address = NewType("Address", str)
 _AGENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 
-def is_agent_name(name: str) -> bool:
+def is_agent_name(name: object) -> bool:
     """Whether an agent can have this name."""
-    return _AGENT_NAME.fullmatch(name) is not None
+    return isinstance(name, str) and _AGENT_NAME.fullmatch(name) is not None
 
 
 def validate_agent_name(name: str) -> AgentName:
@@ -124,14 +124,28 @@ def truncate_reason(reason: str) -> str:
 class MessageType(StrEnum):
     """The purpose of a message.
 
-    WAKE is a broadcast within one agent: a ready task waits for a free slot.
+    ATTACH asks for the outcome of a task. COMPLETE answers a question of a task, SIGNAL sends a
+    value to a task, and READ asks for a value that a task has set. Replies to these three have the
+    type of the message. WAKE is a broadcast within one agent: a ready task waits for a free slot.
     """
 
     REQUEST = "request"
     RESPONSE = "response"
     STATUS = "status"
     CANCEL = "cancel"
+    ATTACH = "attach"
+    COMPLETE = "complete"
+    SIGNAL = "signal"
+    READ = "read"
     WAKE = "wake"
+
+
+class CompletionStatus(StrEnum):
+    """The result of an answer, a signal or a read."""
+
+    RECORDED = "recorded"
+    REFUSED = "refused"
+    NOT_OPEN = "not-open"  # the question or the task is unknown here
 
 
 class Header(StrEnum):
@@ -139,13 +153,36 @@ class Header(StrEnum):
 
     CALL_DEPTH = "x-call-depth"
     DEADLINE = "x-deadline"  # seconds since the epoch
+    START_AT = "x-start-at"  # seconds since the epoch; the task begins then, or at once
     ATTEMPT = "x-attempt"
     PARENT_TASK = "x-parent-task-id"  # the requester's own task, echoed in the response
     IDLE_TIMEOUT = "x-idle-timeout"  # seconds; maximum interval between status updates
     RESUME = "x-resume"  # resume the failed or cancelled task; increases with each attempt
+    START = "x-start"  # a token: the task must not exist; repeated in the reply that accepts it
+    COMPLETED = "x-completed"  # a `CompletionStatus`
     TRACEPARENT = "traceparent"
     DEAD_REASON = "x-dead-reason"
-    ON_BEHALF_OF = "x-on-behalf-of"  # the original sender of a cancel that a replica forwards
+    # the original sender of a cancel or an attach that a replica forwards
+    ON_BEHALF_OF = "x-on-behalf-of"
+    ON_BEHALF_OF_LOGIN = "x-on-behalf-of-login"  # the login of that sender
+    ATTACH = "x-attach"  # in the status update that replies to an attach: an `AttachStatus`
+    QUERY = "x-query"  # a token, in an attach that asks only for the status; repeated in the reply
+    SNAPSHOT = "x-snapshot"  # 1 in an attach: also send the latest status and the open questions
+    KEEP_RESULT = "x-keep-result"  # seconds; keep the outcome at least this long after the end
+
+
+class AttachStatus(StrEnum):
+    """What a replica knows about a task that a caller attaches to.
+
+    If the task has ended, the replica sends the task's response instead.
+    """
+
+    RECORDED = "recorded"  # its response will be sent, even if replicas die
+    RUNNING = "running"  # its response will be sent unless this replica dies: ask again
+    QUEUED = "queued"  # unknown, but requests wait in the queue: ask again
+    UNKNOWN = "unknown"  # unknown to the replica that answers: ask again, as others may know it
+    REFUSED = "refused"  # it belongs to another requester
+    DETACHED = "detached"  # newer addresses took the place of this one: it gets nothing more
 
 
 HeaderValue = str | int | float

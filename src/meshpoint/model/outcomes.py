@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
@@ -13,6 +13,7 @@ from pydantic_core import from_json, to_json
 from meshpoint.model.error_text import make_storable
 from meshpoint.model.usage import TokenUsage
 
+_T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
 
@@ -34,21 +35,56 @@ class Ok(Generic[_T_co]):
     artifacts: tuple[dict[str, JsonValue], ...] = ()
     usage: TokenUsage = field(default_factory=TokenUsage)
 
+    @classmethod
+    def without_usage(cls, value: _T, artifacts: tuple[dict[str, JsonValue], ...] = ()) -> Ok[_T]:
+        """Build a result that used no tokens. Its `usage` is created when it is first read.
+
+        For replays: they build hundreds of results whose usage is never read, and creating it
+        would take most of the time.
+        """
+        outcome: Ok[Any] = object.__new__(cls)
+        outcome.__dict__["value"], outcome.__dict__["artifacts"] = value, artifacts
+        return outcome
+
+    if not TYPE_CHECKING:  # it would let type checkers accept every attribute
+
+        def __getattr__(self, name: str) -> TokenUsage:
+            if name != "usage":
+                raise AttributeError(f"'Ok' object has no attribute {name!r}")
+            return self.__dict__.setdefault("usage", TokenUsage())
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     """A call without a result: `kind` is for code, `message` for people.
 
-    Messages longer than `MAX_ERROR_TEXT_LENGTH` are cut, with a note.
+    Messages longer than `MAX_ERROR_TEXT_LENGTH` are cut, with a note. `artifacts` is empty, except
+    in the row of a rejected question.
     """
 
     kind: FailureKind
     message: str = ""
     usage: TokenUsage = field(default_factory=TokenUsage)
+    artifacts: tuple[dict[str, JsonValue], ...] = field(default=(), kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if (message := make_storable(self.message)) is not self.message:
             object.__setattr__(self, "message", message)
+
+
+@dataclass(frozen=True, slots=True)
+class AdvisedFailure(Failed):
+    """A task's failure, with advice for a requester that retries the call.
+
+    The advice is part of the response. Requesters do not record it with the outcome.
+
+    Attributes:
+        retryable: `False` if another attempt cannot succeed.
+        retry_after: seconds that must pass before another attempt, `None` for no minimum.
+    """
+
+    retryable: bool = True
+    retry_after: float | None = None
 
 
 OVERDUE = Failed(FailureKind.TIMEOUT, "the task's deadline has passed")
@@ -78,7 +114,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
         if isinstance(outcome, Ok)
         else {"kind": outcome.kind, "message": outcome.message}
     )
-    if isinstance(outcome, Ok) and outcome.artifacts:
+    if outcome.artifacts:
         fields["artifacts"] = outcome.artifacts
     if not outcome.usage.is_empty:
         fields["usage"] = outcome.usage
@@ -89,9 +125,11 @@ def decode_outcome(encoded: bytes) -> Outcome:
     """Decode an outcome written by `encode_outcome`."""
     fields = from_json(encoded)
     usage = TokenUsage.model_validate(fields["usage"]) if fields.get("usage") else TokenUsage()
+    artifacts = tuple(fields.get("artifacts", ()))
     if "kind" in fields:
-        return Failed(FailureKind(fields["kind"]), fields.get("message", ""), usage)
-    return Ok(fields["value"], tuple(fields.get("artifacts", ())), usage)
+        kind, message = FailureKind(fields["kind"]), fields.get("message", "")
+        return Failed(kind, message, usage, artifacts=artifacts)
+    return Ok(fields["value"], artifacts, usage)
 
 
 class Outcomes(Mapping[str, Outcome]):

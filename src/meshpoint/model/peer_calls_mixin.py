@@ -1,4 +1,4 @@
-"""`ctx.call`, `ctx.gather` and their variants with outcomes: peer calls of function agents.
+"""`ctx.gather`, `ctx.first` and the variants that return outcomes, for function agents.
 
 A `CallRecorder` decides whether an answer was recorded in an earlier run of the function or the
 task must pause for it.
@@ -6,13 +6,18 @@ task must pause for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
-from meshpoint.errors import AgentMisbehaved, PeerFailed
-from meshpoint.model.calls import ALL, Join
-from meshpoint.model.context_runtime import ContextRuntime, UnsentCall
-from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.errors import AgentMisbehaved
+from meshpoint.model.calls import ALL, FIRST, Join
+from meshpoint.model.context_runtime import ContextRuntime
+from meshpoint.model.outcomes import Failed, Ok
+from meshpoint.model.waitable import (
+    Waitable,
+    first_failure,
+    results,
+    wait_for_outcomes,
+)
 
 _T = TypeVar("_T")
 _A = TypeVar("_A")
@@ -34,90 +39,73 @@ class PeerCallsMixin:
         recorder = self._runtime.recorder
         return recorder is not None and recorder.replaying
 
-    async def call(self, call: UnsentCall[_T], /) -> _T:
-        """The peer's answer. The task pauses until it arrives.
-
-        Args:
-            call: created by calling a `Peer`: `await ctx.call(flights(trip))`.
+    async def outcome(self, wait: Waitable[_T], /) -> Ok[_T] | Failed:
+        """The outcome of `wait`. Like awaiting it, but a failure is a value, not an exception.
 
         Raises:
-            PeerFailed: the call has no result.
-            ReplayMismatch: an earlier run of the function made a different call at this point.
+            ReplayMismatch: an earlier run of the function waited for something else here.
         """
-        [outcome] = await self._ask((call,), ALL, "ctx.call")
-        if isinstance(outcome, Failed):
-            raise PeerFailed(call.peer, outcome)
-        return cast(_T, outcome.value)
-
-    async def outcome(self, call: UnsentCall[_T], /) -> Ok[_T] | Failed:
-        """The outcome of a call. Like `call`, but a failed call is a value, not an exception.
-
-        Raises:
-            ReplayMismatch: an earlier run of the function made a different call at this point.
-        """
-        [outcome] = await self._ask((call,), ALL, "ctx.outcome")
+        [outcome] = await wait_for_outcomes(self._runtime, (wait,), ALL, "ctx.outcome")
         return outcome
 
     @overload
-    async def gather(self, a: UnsentCall[_A], b: UnsentCall[_B], /) -> tuple[_A, _B]: ...
+    async def gather(self, a: Waitable[_A], b: Waitable[_B], /) -> tuple[_A, _B]: ...
     @overload
     async def gather(
-        self, a: UnsentCall[_A], b: UnsentCall[_B], c: UnsentCall[_C], /
+        self, a: Waitable[_A], b: Waitable[_B], c: Waitable[_C], /
     ) -> tuple[_A, _B, _C]: ...
     @overload
     async def gather(
-        self, a: UnsentCall[_A], b: UnsentCall[_B], c: UnsentCall[_C], d: UnsentCall[_D], /
+        self, a: Waitable[_A], b: Waitable[_B], c: Waitable[_C], d: Waitable[_D], /
     ) -> tuple[_A, _B, _C, _D]: ...
     @overload
     async def gather(
         self,
-        a: UnsentCall[_A],
-        b: UnsentCall[_B],
-        c: UnsentCall[_C],
-        d: UnsentCall[_D],
-        e: UnsentCall[_E],
+        a: Waitable[_A],
+        b: Waitable[_B],
+        c: Waitable[_C],
+        d: Waitable[_D],
+        e: Waitable[_E],
         /,
     ) -> tuple[_A, _B, _C, _D, _E]: ...
     @overload
     async def gather(
         self,
-        a: UnsentCall[_A],
-        b: UnsentCall[_B],
-        c: UnsentCall[_C],
-        d: UnsentCall[_D],
-        e: UnsentCall[_E],
-        f: UnsentCall[_F],
+        a: Waitable[_A],
+        b: Waitable[_B],
+        c: Waitable[_C],
+        d: Waitable[_D],
+        e: Waitable[_E],
+        f: Waitable[_F],
         /,
     ) -> tuple[_A, _B, _C, _D, _E, _F]: ...
     @overload
-    async def gather(self, *calls: UnsentCall[_T]) -> tuple[_T, ...]: ...
-    async def gather(self, *calls: UnsentCall[Any]) -> tuple[Any, ...]:
-        """The peers' answers in call order. The calls run concurrently and the task pauses once.
-
-        The task resumes when every call has an outcome.
+    async def gather(self, *waits: Waitable[_T]) -> tuple[_T, ...]: ...
+    async def gather(self, *waits: Waitable[Any]) -> tuple[Any, ...]:
+        """The results, in order. The task pauses once, until every wait has an outcome.
 
         Raises:
             PeerFailed: a call has no result. Names the first failed call, and cancelled calls
                 last. Use `gather_outcomes` to get the other results.
-            ReplayMismatch: an earlier run of the function made a different call at this point.
+            ReplayMismatch: an earlier run of the function waited for something else here.
         """
-        return _results(calls, await self._ask(calls, ALL, "ctx.gather"))
+        return results(waits, await wait_for_outcomes(self._runtime, waits, ALL, "ctx.gather"))
 
     @overload
     async def gather_outcomes(
-        self, a: UnsentCall[_A], b: UnsentCall[_B], /, *, join: Join = ALL
+        self, a: Waitable[_A], b: Waitable[_B], /, *, join: Join = ALL
     ) -> tuple[Ok[_A] | Failed, Ok[_B] | Failed]: ...
     @overload
     async def gather_outcomes(
-        self, a: UnsentCall[_A], b: UnsentCall[_B], c: UnsentCall[_C], /, *, join: Join = ALL
+        self, a: Waitable[_A], b: Waitable[_B], c: Waitable[_C], /, *, join: Join = ALL
     ) -> tuple[Ok[_A] | Failed, Ok[_B] | Failed, Ok[_C] | Failed]: ...
     @overload
     async def gather_outcomes(
         self,
-        a: UnsentCall[_A],
-        b: UnsentCall[_B],
-        c: UnsentCall[_C],
-        d: UnsentCall[_D],
+        a: Waitable[_A],
+        b: Waitable[_B],
+        c: Waitable[_C],
+        d: Waitable[_D],
         /,
         *,
         join: Join = ALL,
@@ -125,11 +113,11 @@ class PeerCallsMixin:
     @overload
     async def gather_outcomes(
         self,
-        a: UnsentCall[_A],
-        b: UnsentCall[_B],
-        c: UnsentCall[_C],
-        d: UnsentCall[_D],
-        e: UnsentCall[_E],
+        a: Waitable[_A],
+        b: Waitable[_B],
+        c: Waitable[_C],
+        d: Waitable[_D],
+        e: Waitable[_E],
         /,
         *,
         join: Join = ALL,
@@ -139,12 +127,12 @@ class PeerCallsMixin:
     @overload
     async def gather_outcomes(
         self,
-        a: UnsentCall[_A],
-        b: UnsentCall[_B],
-        c: UnsentCall[_C],
-        d: UnsentCall[_D],
-        e: UnsentCall[_E],
-        f: UnsentCall[_F],
+        a: Waitable[_A],
+        b: Waitable[_B],
+        c: Waitable[_C],
+        d: Waitable[_D],
+        e: Waitable[_E],
+        f: Waitable[_F],
         /,
         *,
         join: Join = ALL,
@@ -158,61 +146,51 @@ class PeerCallsMixin:
     ]: ...
     @overload
     async def gather_outcomes(
-        self, *calls: UnsentCall[_T], join: Join = ALL
+        self, *waits: Waitable[_T], join: Join = ALL
     ) -> tuple[Ok[_T] | Failed, ...]: ...
     async def gather_outcomes(
-        self, *calls: UnsentCall[Any], join: Join = ALL
+        self, *waits: Waitable[Any], join: Join = ALL
     ) -> tuple[Ok[Any] | Failed, ...]:
-        """The outcomes of calls in call order. A failed call is a value, not an exception.
-
-        The calls run concurrently and the task pauses once.
+        """The outcomes, in order. A failure is a value, not an exception. The task pauses once.
 
         Args:
-            calls: created by calling a `Peer`.
-            join: how many results end the pause. The other calls are then cancelled, and have a
-                `Failed` of kind `CANCELLED`. There are fewer results if too many calls fail, or
-                the join's deadline passes first.
+            waits: peer calls, sleeps or questions.
+            join: how many results end the pause. The others are then cancelled, and have a
+                `Failed` of kind `CANCELLED`. There are fewer results if too many fail, or the
+                join's deadline passes first.
 
         Raises:
-            AgentMisbehaved: the join needs more results than there are calls.
-            ReplayMismatch: an earlier run of the function made a different call at this point.
+            AgentMisbehaved: the join needs more results than there are waits.
+            ReplayMismatch: an earlier run of the function waited for something else here.
         """
-        return tuple(await self._ask(calls, join, "ctx.gather_outcomes"))
+        return tuple(await wait_for_outcomes(self._runtime, waits, join, "ctx.gather_outcomes"))
 
-    async def _ask(
-        self, calls: Sequence[UnsentCall[Any]], join: Join, caller: str
-    ) -> list[Ok[Any] | Failed]:
-        recorder = self._runtime.recorder
-        if recorder is None:
-            raise AgentMisbehaved(
-                f"{caller} is for function agents (@agent), whose calls are recorded; "
-                "in a StatefulAgent return self.ask(...), in any other agent return Paused(...)"
-            )
-        for call in calls:
-            if not hasattr(call, "as_call"):
-                problem = f"{type(call).__name__} is not a call"
-                raise AgentMisbehaved(
-                    f"{caller}: {problem}; call a Peer with its input, as in flights(trip)"
-                )
-        return await recorder.ask(calls, join) if calls else []
+    @overload
+    async def first(self, a: Waitable[_A], b: Waitable[_B], /) -> _A | _B: ...
+    @overload
+    async def first(
+        self, a: Waitable[_A], b: Waitable[_B], c: Waitable[_C], /
+    ) -> _A | _B | _C: ...
+    @overload
+    async def first(
+        self, a: Waitable[_A], b: Waitable[_B], c: Waitable[_C], d: Waitable[_D], /
+    ) -> _A | _B | _C | _D: ...
+    @overload
+    async def first(self, *waits: Waitable[_T]) -> _T: ...
+    async def first(self, *waits: Waitable[Any]) -> Any:
+        """The first result. The task pauses once, and the other waits are cancelled.
 
+        If the task resumes with several results, returns the first in the order of the arguments.
 
-def _results(
-    calls: Sequence[UnsentCall[Any]], outcomes: Sequence[Ok[Any] | Failed]
-) -> tuple[Any, ...]:
-    """The values of `outcomes`.
-
-    Raises:
-        PeerFailed: a call failed. A cancelled call says least about the cause, so it comes last.
-    """
-    values = tuple([outcome.value for outcome in outcomes if isinstance(outcome, Ok)])
-    if len(values) == len(calls):
-        return values
-    failures = [
-        (call, outcome)
-        for call, outcome in zip(calls, outcomes, strict=True)
-        if isinstance(outcome, Failed)
-    ]
-    failures.sort(key=lambda failure: failure[1].kind is FailureKind.CANCELLED)
-    call, failed = failures[0]
-    raise PeerFailed(call.peer, failed)
+        Raises:
+            PeerFailed: every call failed. Names the first one.
+            AgentMisbehaved: there is nothing to wait for.
+            ReplayMismatch: an earlier run of the function waited for something else here.
+        """
+        if not waits:
+            raise AgentMisbehaved("ctx.first needs at least one call, as in ctx.first(a(x), b(x))")
+        outcomes = await wait_for_outcomes(self._runtime, waits, FIRST, "ctx.first")
+        for outcome in outcomes:
+            if isinstance(outcome, Ok):
+                return outcome.value
+        raise first_failure(waits, outcomes)

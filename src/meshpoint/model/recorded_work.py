@@ -37,19 +37,20 @@ _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _OPTIONS_ATTRIBUTE = "__meshpoint_step__"
-_current_step: ContextVar[str | None] = ContextVar("meshpoint_step", default=None)
+_current_step: ContextVar[tuple[str, int] | None] = ContextVar("meshpoint_step", default=None)
 _current_subtask: ContextVar[str | None] = ContextVar("meshpoint_subtask", default=None)
 
 
 def current_step() -> str | None:
     """The step of the calling code and its asyncio tasks. `None` outside steps."""
-    return _current_step.get()
+    step = _current_step.get()
+    return None if step is None else step[0]
 
 
 @contextmanager
-def step_scope(name: str) -> Iterator[None]:
-    """Mark the code in the block as part of step `name`."""
-    token = _current_step.set(name)
+def step_scope(name: str, use: int = 0) -> Iterator[None]:
+    """Mark the code in the block as part of step `name`, in its `use` of the name."""
+    token = _current_step.set((name, use))
     try:
         yield
     finally:
@@ -69,6 +70,11 @@ def subtask_scope(subtask: str) -> Iterator[None]:
         yield
     finally:
         _current_subtask.reset(token)
+
+
+def current_place() -> tuple[str | None, tuple[str, int] | None]:
+    """The subtask of the calling code, and its step with the use of the name."""
+    return _current_subtask.get(), _current_step.get()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,18 @@ Instants are aware datetimes of the store's clock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from pydantic import JsonValue
 
-from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId, new_id
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Outcome
+from meshpoint.model.retry_policy import RetryPolicy
 from meshpoint.model.usage import TokenUsage
 
 CheckpointDict: TypeAlias = dict[str, JsonValue]
@@ -33,6 +35,12 @@ LOG_SUFFIX = "+log"
 """Marks the stored state format of a task with a log.
 
 A release that cannot read logs therefore does not resume the task without its history.
+"""
+
+WAITS_SUFFIX = "+waits"
+"""Marks the stored state format of a task that has slept.
+
+So a release that knows only peer calls does not resume it. `LOG_SUFFIX` follows it.
 """
 
 _MAX_CANCELLERS = 8
@@ -90,6 +98,11 @@ class Replica:
     version: str = ""
     fails_lost: bool = False
 
+    @classmethod
+    def onlooker(cls, agent: AgentName) -> Replica:
+        """A replica that acquires no task, for changes by others than replicas."""
+        return cls(ReplicaId(new_id()), agent, frozenset(), timedelta(seconds=1))
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -104,13 +117,17 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Requester:
-    """The requester of a task and how to reply, in columns readable without the context."""
+    """The requester of a task and how to reply, in columns readable without the context.
+
+    `result_ttl` is the minimum time for which it wants the outcome kept after the end.
+    """
 
     reply_to: Address | None = None
     app_id: str | None = None
     parent_task_id: str | None = None
     deadline: datetime | None = None
     idle_timeout: timedelta | None = None
+    result_ttl: timedelta | None = None
 
     def is_overdue(self, now: datetime) -> bool:
         """Whether the deadline has passed. `False` without one."""
@@ -137,7 +154,8 @@ class PlannedCall:
     `outcome` is set if the call is not to be sent: it failed before that, or an earlier attempt of
     the operation has its result.
 
-    It has a `timeout`, an `idle_timeout`, or both.
+    It has a `timeout`, an `idle_timeout`, or both, unless it is a wait (`meshpoint.model.waits`).
+    A wait is stored as sent, and a sleep ends with the result `Ok(None)` as its headers say.
     """
 
     sub_task_id: TaskId
@@ -148,6 +166,7 @@ class PlannedCall:
     idle_timeout: timedelta | None = None
     headers: dict[str, str | int | float] = field(default_factory=dict)
     outcome: Outcome | None = None
+    retry: RetryPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +188,7 @@ class Resumable:
         log_seq: number of the last entry ever written, 0 if there was none.
         refused: why `outcomes` is empty although outcomes exist: they are too large for one
             replica, so the task must fail.
+        followers: further addresses that get its status updates and its reply.
     """
 
     run: Run
@@ -186,8 +206,9 @@ class Resumable:
     crash_reason: str | None = None
     refusal_reason: str | None = None
     digest: str | None = field(default=None, compare=False)
-    log: tuple[bytes, ...] = field(default=(), repr=False)
+    log: Sequence[bytes] = field(default=(), repr=False)
     log_seq: int = 0
+    followers: tuple[Address, ...] = ()
 
     @property
     def is_suspect(self) -> bool:
@@ -206,7 +227,34 @@ class Resumable:
             refusal_reason=None,
             log=(),
             log_seq=0,
+            followers=(),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCall:
+    """A call of a task's last pause. `outcome` is `None` while it is open."""
+
+    call_id: str
+    peer: AgentName
+    body: bytes
+    outcome: Outcome | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTask:
+    """A stored task, read without acquiring it.
+
+    Attributes:
+        resumable: the input of its next segment, except for outcomes.
+        calls: the calls of its last pause, in call order. Empty in generation 0.
+        app_version: the version of the agent's code that paused it; `None` if unknown.
+    """
+
+    resumable: Resumable
+    state: TaskState
+    calls: tuple[StoredCall, ...]
+    app_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +274,7 @@ class Dispatch:
         deadline: the call's own, or `NO_DEADLINE`; the peer's is earlier by a margin.
         unroutable_for: time since the broker first returned it because its peer has no queue;
             `None` if it never did, or if this attempt comes more than `MAX_SWEEP_DELAY` too late.
+        is_retry: whether it is a later attempt at its call, with its own due time.
     """
 
     agent: AgentName
@@ -238,6 +287,7 @@ class Dispatch:
     deadline: datetime
     attempt: int = 1
     unroutable_for: timedelta | None = field(default=None, compare=False, kw_only=True)
+    is_retry: bool = field(default=False, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,16 +345,20 @@ class DueCounts:
 
 @dataclass(frozen=True, slots=True)
 class CallSummary:
-    """One call of a task, as printed by `tasks show`.
+    """One call of a task, or one attempt at it, as printed by `tasks show`.
 
     Attributes:
         outcome: "ok" or the kind of the failure; `None` while the call is open.
         deadline: the earlier of its idle and its absolute deadline.
         message: why it failed.
         since: when the task paused for it.
-        attempts: how often its request was sent.
+        sends: number of times that its request was sent.
         absolute_deadline: later than `deadline` if status updates of the peer extend that; `None`
             if they extend it without limit.
+        attempt: number of this attempt at the call.
+        max_attempts: `None` if the call is not retried.
+        is_superseded: whether another attempt has followed, or has the result.
+        due_at: when this attempt begins, if it has not begun.
     """
 
     sub_task_id: TaskId
@@ -317,8 +371,19 @@ class CallSummary:
     deadline: datetime
     message: str | None = field(default=None, compare=False)
     since: datetime | None = field(default=None, compare=False)
-    attempts: int = field(default=0, compare=False)
+    sends: int = field(default=0, compare=False)
     absolute_deadline: datetime | None = field(default=None, compare=False)
+    attempt: int = 1
+    max_attempts: int | None = None
+    is_superseded: bool = False
+    due_at: datetime | None = field(default=None, compare=False)
+
+
+class ListPosition(NamedTuple):
+    """Where a listing had a task when it was read. `at` is exact, unlike a `datetime`."""
+
+    at: float
+    task_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +395,7 @@ class TaskSummary:
             one, when it fails.
         dead_reason: why it is dead, or how its own process last died.
         subject: of an operation.
+        needed: results that complete the join; `None` if it needs the outcomes of all calls.
         requester: the name in `app_id` of its request.
         user_id, session_id: until the task ends.
         waiting_for: the peers that have not answered yet.
@@ -339,6 +405,7 @@ class TaskSummary:
         parked_reason: why the task was last parked, until it pauses again.
         tried_versions: versions of the agent's code that could not continue it, oldest first.
         suspended_at: since when a person has suspended it. A running one runs to its next pause.
+        position: for the next page of a listing.
     """
 
     task_id: TaskId
@@ -371,6 +438,8 @@ class TaskSummary:
     parked_reason: str | None = None
     tried_versions: tuple[str, ...] = ()
     suspended_at: datetime | None = None
+    position: ListPosition | None = field(default=None, compare=False, repr=False)
+    needed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,9 +472,14 @@ def logged_format(state_format: str) -> str:
     return state_format + LOG_SUFFIX
 
 
+def waits_format(state_format: str) -> str:
+    """The stored format of a state in `state_format` of a task that has slept."""
+    return state_format + WAITS_SUFFIX
+
+
 def plain_format(stored_format: str) -> str:
     """The agent's own format of a state that is stored in this format."""
-    return stored_format.removesuffix(LOG_SUFFIX)
+    return stored_format.removesuffix(LOG_SUFFIX).removesuffix(WAITS_SUFFIX)
 
 
 def has_log(stored_format: str) -> bool:
@@ -416,6 +490,30 @@ def has_log(stored_format: str) -> bool:
 def same_requester(known: str | None, other: str | None) -> bool:
     """Whether two requesters are the same. `None` is unknown and matches any."""
     return None in (known, other) or known == other
+
+
+MAX_REPLY_ADDRESSES = 4
+"""Maximum addresses that get the reply of one task."""
+
+
+def add_reply_address(
+    addresses: Sequence[Address], address: Address, *, keeps_first: bool
+) -> tuple[Address, ...]:
+    """Add `address` as the first of a task's reply addresses, or second with `keeps_first`.
+
+    If there are too many, the address that was attached first is dropped.
+    """
+    if keeps_first and addresses:
+        first, *others = addresses
+        return (first, *add_reply_address(others, address, keeps_first=False))[
+            :MAX_REPLY_ADDRESSES
+        ]
+    return (address, *(each for each in addresses if each != address))[:MAX_REPLY_ADDRESSES]
+
+
+def dropped_address(before: Sequence[Address], after: Sequence[Address]) -> Address | None:
+    """The reply address that `add_reply_address` has dropped, or `None`."""
+    return next((each for each in before if each not in after), None)
 
 
 def same_input(known: str | None, other: str | None) -> bool:

@@ -7,12 +7,13 @@ Instants are aware datetimes of the store's clock. `context` is always
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TypeAlias
 
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
-from meshpoint.model.outcomes import Outcome
+from meshpoint.model.messages import Address
+from meshpoint.model.outcomes import FailureKind, Outcome
 from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation, SaveCommitted
 from meshpoint.model.tasks import (
     CancelNotice,
@@ -35,7 +36,8 @@ class ExistingTask:
 
     `reply` is set once the task has ended. `requester` and the input's `digest` are `None` if
     unknown. `is_early_cancel` marks the tombstone of a cancel that arrived before its request;
-    `requester` is then the canceller.
+    `requester` is then the canceller. `reply_to` is where its reply goes first. `order` is the one
+    of its latest request that had an order, see `Begin`.
     """
 
     task_id: TaskId
@@ -45,6 +47,8 @@ class ExistingTask:
     requester: str | None = field(default=None, compare=False, kw_only=True)
     digest: str | None = field(default=None, compare=False, kw_only=True)
     is_early_cancel: bool = field(default=False, compare=False, kw_only=True)
+    reply_to: Address | None = field(default=None, compare=False, kw_only=True)
+    order: str | None = field(default=None, compare=False, kw_only=True)
 
     @property
     def is_reply_discarded(self) -> bool:
@@ -60,8 +64,10 @@ class Begin:
 
     Attributes:
         operation: written with the task when a subtask is about to run.
-        order: the `Revive.order` of a requester that retries a task without a row.
+        order: the `Revive.order` of a requester that retries a task without a row, or the token of
+            a request whose task must not exist yet.
         queued: write the task as `ready` instead, for any replica with a slot.
+        start_at: a queued task is not acquired earlier.
         state_format: the format of the version that begins the task. A replica that serves
             several versions restarts the task with the same one.
     """
@@ -74,6 +80,7 @@ class Begin:
     order: str | None = field(default=None, kw_only=True)
     digest: str | None = field(default=None, kw_only=True)  # of the request's input
     queued: bool = field(default=False, kw_only=True)
+    start_at: datetime | None = field(default=None, kw_only=True)
     state_format: str | None = field(default=None, kw_only=True)
 
 
@@ -151,7 +158,10 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Record one outcome. Repeating a claim with the same `id` returns the first result again.
+    """Record one outcome, or retry its call.
+
+    Repeating a claim with the same `id` returns the first result again, but `StillWaiting` for a
+    retry.
 
     `sender` must be the called peer; `None` is the mesh itself (undeliverable).
     """
@@ -164,6 +174,8 @@ class Claim:
     refused_fingerprint: str | None = field(
         default=None, kw_only=True
     )  # fingerprint of the refused request
+    retryable: bool = field(default=True, kw_only=True)  # whether the sender allows a retry
+    retry_after: float | None = field(default=None, kw_only=True)  # seconds, if it asks to wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +370,19 @@ class StillWaiting:
 
 
 @dataclass(frozen=True, slots=True)
+class CallRetried:
+    """An attempt failed and does not count: attempt `number`, `next_id`, begins after `wait`."""
+
+    task_id: TaskId
+    sub_task_id: TaskId
+    next_id: TaskId
+    peer: AgentName
+    number: int
+    wait: timedelta
+    kind: FailureKind
+
+
+@dataclass(frozen=True, slots=True)
 class TaskReady:
     """The outcome completed the join, but no slot is free here; any replica may acquire it."""
 
@@ -410,6 +435,7 @@ ClaimResult: TypeAlias = (
     | DuplicateOutcome
     | WrongSender
     | StillWaiting
+    | CallRetried
     | TaskReady
     | JoinCompleted
     | TaskLocked
@@ -418,12 +444,17 @@ ClaimResult: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class ExpiryResult:
-    """The effect of passed deadlines on one waiting task: the timed-out calls and the result."""
+    """The effect of passed time on one waiting task: the calls that it ended and the result.
+
+    `timed_out` includes the attempts in `retried`, whose calls are still open. `cancels` has all
+    cancels, and `join_result` none.
+    """
 
     task_id: TaskId
     timed_out: tuple[TaskId, ...]
     join_result: StillWaiting | TaskReady | JoinCompleted
     cancels: tuple[CancelNotice, ...] = ()
+    retried: tuple[CallRetried, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,6 +495,53 @@ class CancelStale:
 @dataclass(frozen=True, slots=True)
 class CancelRefused:
     """The task belongs to another requester. Nothing changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Also send the reply of a task to another address of its requester, `sender`."""
+
+    task_id: TaskId
+    agent: AgentName
+    sender: str
+    reply_to: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The reply of the task, which is in `state`, will also be sent to this address.
+
+    It is sent to the address that attached last, and then to up to three others. `dropped` is the
+    address whose place it took: it gets neither updates nor the reply.
+    """
+
+    state: TaskState
+    dropped: Address | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AttachEnded:
+    """The task has ended with `reply`, addressed to its requester. Nothing changed.
+
+    An early cancel of the same sender is the outcome of its request, even before that arrives.
+    """
+
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRefused:
+    """The task belongs to `requester`. Nothing changed."""
+
+    requester: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttachUnknown:
+    """The agent has no row of this task, or only the tombstone of another's early cancel."""
+
+
+AttachResult: TypeAlias = Attached | AttachEnded | AttachRefused | AttachUnknown | TaskLocked
 
 
 CancelResult: TypeAlias = (
@@ -508,7 +586,12 @@ SuspendResult: TypeAlias = TaskSuspended | SuspendRefused
 
 @dataclass(frozen=True, slots=True)
 class ProgressRecorded:
-    """Forward the status update to this requester of the waiting task."""
+    """Forward the status update to this requester of the waiting task, and to `followers`.
+
+    `idle_timeout` is the call's.
+    """
 
     task_id: TaskId
     requester: Requester
+    idle_timeout: timedelta | None = field(default=None, compare=False)
+    followers: tuple[Address, ...] = ()

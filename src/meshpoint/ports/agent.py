@@ -12,7 +12,7 @@ from meshpoint.model.calls import Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Outcomes
 from meshpoint.model.subtasks import Migration
-from meshpoint.model.tasks import has_log, logged_format
+from meshpoint.model.tasks import WAITS_SUFFIX, has_log, logged_format, waits_format
 
 _In_contra = TypeVar("_In_contra", contravariant=True)
 _Out_co = TypeVar("_Out_co", covariant=True)
@@ -80,6 +80,15 @@ class DurableAgent(Protocol[_In_contra, _Out_co]):
             IncompatibleState: this version cannot continue the task. It is parked until another
                 version tries it, or a person offers it again.
         """
+
+
+@runtime_checkable
+class MergesArtifacts(Protocol):
+    """Optional protocol for agents that may leave out the artifacts of their peers' results."""
+
+    @property
+    def merge_artifacts(self) -> bool:
+        """Whether they are added to the agent's own outcome. Default: yes."""
 
 
 @runtime_checkable
@@ -199,8 +208,10 @@ def get_plan(agent: DurableAgent[Any, Any]) -> Plan:
 def readable_formats(agent: DurableAgent[Any, Any]) -> frozenset[str]:
     """All stored formats that `agent` can resume from.
 
-    These are its own and the older ones it declares, and each of them with a log.
+    These are its own and the older ones it declares, and each of them with waits, and with a log.
     """
     declared = agent.readable_formats if isinstance(agent, ReadsOlderStates) else frozenset[str]()
     formats = declared | {agent.state_format}
+    plain = {each for each in formats if not has_log(each) and not each.endswith(WAITS_SUFFIX)}
+    formats |= {waits_format(each) for each in plain}
     return formats | {logged_format(each) for each in formats if not has_log(each)}

@@ -20,6 +20,15 @@ from typing import Protocol
 
 from meshpoint.errors import Unavailable
 from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.mailbox import (
+    Mailbox,
+    MailResult,
+    RecordAnswer,
+    SendSignal,
+    SetValue,
+    StoredValue,
+    TooManyValues,
+)
 from meshpoint.model.operations import (
     LastPause,
     OperationStatus,
@@ -27,6 +36,7 @@ from meshpoint.model.operations import (
     Revive,
     ReviveResult,
 )
+from meshpoint.model.questions import AskedQuestion, QuestionKey
 from meshpoint.model.subtasks import AgentCheckpoint, Operation
 from meshpoint.model.tasks import (
     EVERY_TASK,
@@ -35,16 +45,20 @@ from meshpoint.model.tasks import (
     DueCounts,
     KeepAlive,
     L1Snapshot,
+    ListPosition,
     OutboxItem,
     Replica,
     Resumable,
     Run,
+    StoredTask,
     TaskFilter,
     TaskState,
     TaskSummary,
 )
 from meshpoint.model.transitions import (
     Append,
+    Attach,
+    AttachResult,
     Begin,
     BeginResult,
     Cancel,
@@ -157,10 +171,54 @@ class Transitions(Protocol):
         the cancelled reply.
         """
 
+    async def attach(self, attaches: Sequence[Attach]) -> list[AttachResult]:
+        """Add a reply address to tasks of its requester that have not ended.
+
+        The reply is sent to the latest address first. Once that is confirmed, it is due to the
+        next, see `Outbox.confirm_sent`. A task of a peer call keeps its first address as the
+        first. Repeating an attach changes nothing.
+        """
+
     async def find_dispatches(
         self, calls: Sequence[tuple[TaskId, TaskId]]
     ) -> list[Dispatch | None]:
         """The calls' requests as sent, by task id and `sub_task_id`. `None` for a missing call."""
+
+    async def find_questions(self, keys: Sequence[QuestionKey]) -> list[AskedQuestion | None]:
+        """Questions that tasks have asked, with their answers. `None` for any other key.
+
+        A question whose wait has ended without an answer is open until the task ends.
+        """
+
+    async def signal(self, signals: Sequence[SendSignal]) -> list[MailResult]:
+        """Keep signals until their tasks receive them, in order of acceptance.
+
+        If a task waits for the signal, the first such call gets the oldest one, as `claim` records
+        an outcome. A completed join makes the task `ready`. A pause takes kept signals for calls
+        that wait for them, in call order, until its join is met. So a signal is received in the
+        transaction that stores its value as an outcome.
+
+        A repeated signal, with a known id, is not kept again. A task remembers the latest
+        `MAX_SIGNAL_IDS` ids. The tombstone of an early cancel does not count.
+        """
+
+    async def answer(self, answers: Sequence[RecordAnswer]) -> list[MailResult]:
+        """Record answers of questions that tasks wait for, as `claim` records an outcome.
+
+        An answer that arrives while its task is not waiting for it is kept: the next pause with
+        the question takes it, if the prompt and the schema are the same. Otherwise the pause drops
+        it, and the question is open again.
+        """
+
+    async def set_value(self, command: SetValue) -> SaveResult | TooManyValues:
+        """Set a value of the task running under exactly this fence. Repeating it is safe.
+
+        Returns:
+            `CancelFound(run)` if the value is set and a cancel was requested.
+        """
+
+    async def value(self, task_id: TaskId, agent: AgentName, key: str) -> StoredValue | None:
+        """A value of a task, for as long as the task has a row. `None` for an unknown task."""
 
     async def record_progress(self, updates: Sequence[Progress]) -> list[ProgressRecorded | None]:
         """Extend the idle deadline of pending calls and return where to forward each update.
@@ -311,7 +369,8 @@ class Outbox(Protocol):
 
         If the record is lost, they are sent again under the same ids. A cancel notice's call is
         deleted if its task has ended, paused again or was revived; otherwise it becomes `done`. A
-        reply's row stays until `expires_at`. A reply whose `fence` differs from the row's belongs
+        reply's row stays until `expires_at`; if other addresses are attached, its reply is due at
+        once to the next of them. A reply whose `fence` differs from the row's belongs
         to an earlier end and changes nothing.
         """
 
@@ -335,19 +394,32 @@ class Catalog(Protocol):
         states: Sequence[TaskState] = (),
         where: TaskFilter = EVERY_TASK,
         limit: int = 100,
-        after: TaskId | None = None,
+        after: TaskId | ListPosition | None = None,
     ) -> list[TaskSummary]:
         """Tasks by the time of their last pause, newest first.
 
         Empty `states` matches every state. With `after`, only tasks that follow this one, and none
-        if it does not exist.
+        if it does not exist. A position stays valid when its task pauses again or is deleted.
         """
 
     async def task(self, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:
         """One task and its calls in call order, or `None` if the task does not exist."""
 
+    async def mailbox(self, task_id: TaskId) -> Mailbox:
+        """What is kept for a task besides its checkpoints; empty for an unknown task."""
+
     async def stored_request(self, task_id: TaskId) -> bytes | None:
         """The encoded request of a task; `None` if missing, as after most ends."""
+
+    async def stored_task(self, task_id: TaskId) -> StoredTask | None:
+        """A task that has not ended, with its calls and its log; `None` if there is no such task.
+
+        The parts are consistent, even if the task changes during the read.
+
+        Raises:
+            StoreUnavailable: The task changes faster than it can be read.
+            ValueError: A value in its row is damaged.
+        """
 
 
 class Operations(Protocol):

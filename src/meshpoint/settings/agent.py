@@ -19,7 +19,7 @@ from meshpoint.model.options import (
     Options,
     StoreTimings,
 )
-from meshpoint.settings import urls
+from meshpoint.settings import database_key, urls
 from meshpoint.settings.mesh import (
     EMBEDDED_URL,
     Bytes,
@@ -97,6 +97,12 @@ class _Identity(Section):
 class AgentOptions(Section):
     """How an agent is served. Defaults of keys that are also in `Options` are defined there."""
 
+    database_url: str | None = Field(
+        default=None,
+        repr=False,
+        description="short for stateless_checkpointing: true, session_service: sql and "
+        "session_db_url: this URL; in files, the default is the value of the mesh",
+    )
     stateless_checkpointing: bool = Field(
         default=_DEFAULTS.stateless_checkpointing,
         description="store paused tasks in the database, so that any replica can resume them; "
@@ -109,6 +115,7 @@ class AgentOptions(Section):
     )
     session_db_url: str = Field(
         default=EMBEDDED_URL,
+        repr=False,
         description="postgresql:// URL in production, sqlite:/// on one host",
     )
     db_pool_size: Count = Field(
@@ -333,6 +340,18 @@ class AgentOptions(Section):
         description="version of the agent's code, stored with each checkpoint; each version tries "
         "a parked task once; unset: a digest of the agent's module",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_database_url(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return database_key.expand_section(values, lambda key: f"agent.{key}")
+
+    @field_validator("database_url")
+    @classmethod
+    def _check_database_url(cls, value: str | None) -> str | None:
+        return None if value is None else urls.database_url(value, "agent.database_url")
 
     @field_validator("session_db_url")
     @classmethod

@@ -16,6 +16,7 @@ from meshpoint.errors import ConfigurationError
 from meshpoint.model.declared_type import first_problem, has_too_many_errors, loggable_cause
 from meshpoint.settings import files
 from meshpoint.settings.agent import AgentSettings
+from meshpoint.settings.database_key import SHORT_KEY, Layer, check_not_empty, merge_layers
 from meshpoint.settings.mesh import MeshSettings, Section
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def load(paths: Sequence[Path | str], env: Mapping[str, str] = os.environ) -> Se
         _add_file(raw, path, files.read(path, env), label=f"{path}: " if len(paths) > 1 else "")
     overrides = read_overrides(env)
     mesh = _build_mesh(raw, overrides.get("mesh", {}))
-    agents = _build_agents(raw, overrides.get("agent", {}), mesh)
+    agents = _build_agents(raw, overrides, mesh)
     try:
         return Settings(mesh=mesh, agents=tuple(agents))
     except ConfigurationError as error:
@@ -135,37 +136,51 @@ def _reject_misplaced(
 def _build_mesh(raw: _RawSettings, overrides: dict[str, Any]) -> MeshSettings:
     _reject_misplaced(raw.mesh, "mesh", MeshSettings, AgentSettings, "agent")
     names = {key: variable_name("mesh", key) for key in overrides}
-    return build_section(MeshSettings, raw.mesh | overrides, names, "mesh")
+    values = raw.mesh | overrides
+    check_not_empty(values, f"mesh.{SHORT_KEY}")
+    return build_section(MeshSettings, values, names, "mesh")
+
+
+@dataclass(frozen=True, slots=True)
+class _AgentDefaults:
+    """What the agents have from the mesh, and from the variables of the section `agent`."""
+
+    mesh: MeshSettings
+    mesh_url_name: str
+    overrides: dict[str, Any]
+    names: dict[str, str]
 
 
 def _build_agents(
-    raw: _RawSettings, overrides: dict[str, Any], mesh: MeshSettings
+    raw: _RawSettings, variables: Mapping[str, dict[str, Any]], mesh: MeshSettings
 ) -> list[AgentSettings]:
+    overrides = variables.get("agent", {})
     names = {key: variable_name("agent", key) for key in overrides}
     if overrides and len(raw.agents) > 1:
         fix = "write ${VAR} in the files instead"
         raise ConfigurationError(
             next(iter(names.values())), f"cannot apply to {len(raw.agents)} agents", fix
         )
-    if overrides and not raw.agents:
-        return []
-    inherited = {"max_message_bytes": mesh.max_message_bytes}
-    return [
-        _build_agent(label, values, inherited, overrides, names) for label, values in raw.agents
-    ]
+    from_variable = SHORT_KEY in variables.get("mesh", {})
+    mesh_url_name = variable_name("mesh", SHORT_KEY) if from_variable else f"mesh.{SHORT_KEY}"
+    defaults = _AgentDefaults(mesh, mesh_url_name, overrides, names)
+    return [_build_agent(label, values, defaults) for label, values in raw.agents]
 
 
-def _build_agent(
-    label: str,
-    values: Any,
-    inherited: dict[str, Any],
-    overrides: dict[str, Any],
-    names: dict[str, str],
-) -> AgentSettings:
+def _build_agent(label: str, values: Any, defaults: _AgentDefaults) -> AgentSettings:
     _reject_misplaced(values, label, AgentSettings, MeshSettings, "mesh")
-    merged = {**inherited, **values, **overrides} if isinstance(values, dict) else values
+    names = defaults.names
+    if isinstance(values, dict):
+        mesh = defaults.mesh
+        layers = [
+            Layer(values, lambda key: f"{label}.{key}"),
+            Layer(defaults.overrides, lambda key: variable_name("agent", key)),
+        ]
+        merged, origins = merge_layers(mesh.database_url, defaults.mesh_url_name, layers)
+        values = {"max_message_bytes": mesh.max_message_bytes, **merged}
+        names = origins | names
     try:
-        return build_section(AgentSettings, merged, names, label)
+        return build_section(AgentSettings, values, names, label)
     except ConfigurationError as error:
         section, dot, key = error.key.partition(".")
         if section != "agent" or not dot:

@@ -43,6 +43,11 @@ class MeshSettings(Section):
         description="amqp:// or amqps:// URL for RabbitMQ, sqlite:/// on one host, "
         "memory:// for tests",
     )
+    database_url: str | None = Field(
+        default=None,
+        repr=False,
+        description="in files, the database_url of each agent that does not set the keys itself",
+    )
     publish_timeout_seconds: Seconds = Field(
         default=10, description="how long the broker may take to confirm a message"
     )
@@ -78,6 +83,11 @@ class MeshSettings(Section):
     def _check_broker_url(cls, value: str) -> str:
         urls.require_driver(value, "mesh.broker_url")
         return urls.broker_url(value, "mesh.broker_url")
+
+    @field_validator("database_url")
+    @classmethod
+    def _check_database_url(cls, value: str | None) -> str | None:
+        return None if value is None else urls.database_url(value, "mesh.database_url")
 
     @property
     def verifies_logins(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from datetime import datetime
 
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.context_runtime import ContextRuntime
@@ -82,6 +83,14 @@ class RunRecords:
         return text != self._restored_progress.get(name)
 
 
+def recorded_instant(changes: str | None) -> datetime | None:
+    """What `ctx.now()` returned to the code around a recorded step or subtask, if it was used."""
+    if changes is None or '"now"' not in changes:
+        return None
+    instant = json.loads(changes).get("now")
+    return None if instant is None else datetime.fromisoformat(instant)
+
+
 class ContextChanges:
     """Records what each subtask changes on the task's context, and applies it again.
 
@@ -100,6 +109,8 @@ class ContextChanges:
         """Return the changes since the last call as JSON text; `None` if nothing changed."""
         now = snapshot(self._ctx)
         changed, self._baseline = diff(self._baseline, now), now
+        if (instant := self._runtime.instant) is not None:
+            changed["now"] = instant.isoformat()  # what `ctx.now()` returned
         return json.dumps(changed) if changed else None
 
     def restore(self, record: SubtaskRecord) -> None:

@@ -32,6 +32,7 @@ from meshpoint.model.subtasks import AgentCheckpoint, Child
 from meshpoint.model.tasks import PlannedCall
 from meshpoint.model.transitions import Pause
 from meshpoint.model.usage import TokenUsage
+from meshpoint.model.waits import QUESTION_PREFIX, is_wait
 from meshpoint.ports.agent import RESUME_FROM, ResumeFrom
 from meshpoint.ports.task_store import Operations
 
@@ -158,6 +159,8 @@ def _repeated_pause(last: LastPause, token: str) -> Pause:
             continue
         call = _new_call(kept.planned)
         calls.append(call)
+        if is_wait(call.peer):
+            continue
         digest = json_digest(parse_body(RequestBody, call.body).input())
         children.append(Child(id=call.sub_task_id, peer=call.peer, digest=digest, retry=retry))
     run = replace(last.run, id=RunId(token), generation=last.run.generation - 1)
@@ -174,8 +177,12 @@ def _repeated_pause(last: LastPause, token: str) -> Pause:
 
 
 def _new_call(planned: PlannedCall) -> PlannedCall:
-    """The same request as a new task of the peer."""
+    """The same request as a new task of the peer, or the same wait again."""
     task_id = TaskId(new_id())
+    if planned.peer.startswith(QUESTION_PREFIX):
+        return planned  # it keeps its id
+    if is_wait(planned.peer):
+        return replace(planned, sub_task_id=task_id)
     headers = {
         name: value for name, value in planned.headers.items() if name != Header.RESUME.value
     }

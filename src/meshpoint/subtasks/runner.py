@@ -41,7 +41,7 @@ from meshpoint.model.subtasks import (
     with_token_usage,
 )
 from meshpoint.model.tasks import Run
-from meshpoint.ports.agent import RESUME_FROM, Plan
+from meshpoint.ports.agent import RESUME_FROM, DurableAgent, Plan, get_plan
 from meshpoint.ports.observer import Steps
 from meshpoint.subtasks import validity
 from meshpoint.subtasks.deliverable import DeliverableCodec
@@ -53,6 +53,10 @@ from meshpoint.subtasks.records import ContextChanges, RunRecords
 
 class SubtaskLog(Protocol):
     """Stores the subtask records of one task."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the segment is being stopped."""
 
     async def open_operation(self, operation: Operation) -> None:
         """Make the task an operation, if it is not one yet.
@@ -94,8 +98,21 @@ class ClosedTools:
     used subtasks.
     """
 
-    plan: Plan
+    agent: DurableAgent[Any, Any]
     last_progress: SubtaskProgress | None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Raise `AgentMisbehaved`."""
+        raise AgentMisbehaved(
+            f"an asyncio task that outlived its segment drew a random value: {AWAIT_HINT}"
+        )
+
+    def now(self, pauses: int) -> datetime:
+        """Raise `AgentMisbehaved`."""
+        raise AgentMisbehaved(
+            f"an asyncio task that outlived its segment asked for the time: {AWAIT_HINT}"
+        )
 
     def use_subtasks(self) -> ClosedTools:
         """Return this runner, which refuses everything."""
@@ -108,10 +125,16 @@ class ClosedTools:
     def use_memory(self) -> None:
         """Return `None`: the memory has been left."""
 
+    async def set_value(self, key: str, value: bytes) -> None:
+        """Raise `AgentMisbehaved`."""
+        raise AgentMisbehaved(
+            f"an asyncio task that outlived its segment set value {key!r}: {AWAIT_HINT}"
+        )
+
     @property
     def progress(self) -> SubtaskProgress:
         """Progress at the end of the segment."""
-        return self.last_progress or compute_progress(self.plan.subtasks, ())
+        return self.last_progress or compute_progress(get_plan(self.agent).subtasks, ())
 
     async def run(
         self,
@@ -205,6 +228,11 @@ class Subtasks:
         self.mismatch: IncompatibleState | None = None
 
     @property
+    def records(self) -> Iterable[SubtaskRecord]:
+        """The records of this run and of earlier ones."""
+        return self._records.by_name.values()
+
+    @property
     def is_operation(self) -> bool:
         """Whether the task is an operation, or becomes one at its next pause or end."""
         return self._phase is not _Phase.PLAIN_TASK
@@ -249,7 +277,11 @@ class Subtasks:
         self._request(name)
         requested = self._describe(name, function, args, kwargs)
         codec = DeliverableCodec.for_function(function)
-        await self.ensure_operation()
+        try:
+            await self.ensure_operation()
+        except asyncio.CancelledError:
+            self._note_stopped(requested)
+            raise
         verdict = validity.judge(self._records.by_name, requested, self._current_run(), codec.read)
         match verdict:
             case validity.Reuse(record, deliverable, difference):
@@ -269,6 +301,15 @@ class Subtasks:
                 return await self._run(started, codec, partial(function, *args, **kwargs))
             case _:
                 assert_never(verdict)
+
+    def _note_stopped(self, requested: SubtaskRecord) -> None:
+        """Note that a new subtask was stopped before its code ran, for example by a time limit.
+
+        The code around it continues, and its next replay must know that the subtask is not new.
+        """
+        if requested.name not in self._records.by_name and not self._log.is_stopping:
+            self._records.begin(requested)
+            self._phase = _Phase.UNSAVED
 
     def _mismatch(self, error: IncompatibleState) -> IncompatibleState:
         self.mismatch = error

@@ -276,7 +276,7 @@ class StepRunner:
             self._context_changes.start()
         self._executing += 1
         try:
-            value = await self._call_code(place.name, code)
+            value = await self._call_code(place, code)
             text = _write(place.name, value, codec, self._log.free_bytes)
         except StepFailed as failure:
             masked = self._masked(failure)
@@ -306,8 +306,11 @@ class StepRunner:
             record = StepRecord(place, StepEnd.CANCELLED, context=context)
             self._log.add(place.name, record.to_bytes())
 
-    async def _call_code(self, name: str, code: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        with step_scope(name), self._steps.step(Step.STEP, [self._ctx.task_id], name=name):
+    async def _call_code(
+        self, place: StepPlace, code: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> Any:
+        steps, task_id = self._steps, self._ctx.task_id
+        with step_scope(place.name, place.use), steps.step(Step.STEP, [task_id], name=place.name):
             return await code()
 
     def _masked(self, failure: StepFailed) -> StepFailed:

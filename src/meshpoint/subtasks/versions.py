@@ -76,7 +76,8 @@ def version_of(function: Callable[..., Any]) -> str:
     if isinstance(code, types.CodeType):
         return _code_version(code, getattr(function, "__globals__", {}))
     target = function if hasattr(function, "__qualname__") else type(function)
-    return f"name:{target.__module__}.{target.__qualname__}"
+    owner = getattr(target, "__objclass__", target)  # a method of a builtin type has no module
+    return f"name:{owner.__module__}.{target.__qualname__}"
 
 
 def explicit_version(function: Callable[..., Any]) -> str | None:

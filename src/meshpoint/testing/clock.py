@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 
@@ -42,6 +44,15 @@ class FakeClock:
         for woken, due in sorted(self._sleepers.items(), key=lambda sleeper: sleeper[1]):
             if due <= self._now and not woken.done():
                 woken.set_result(None)
+
+    @contextmanager
+    def looking_ahead(self, duration: timedelta) -> Iterator[None]:
+        """Show a time `duration` later, to code that awaits nothing. Sleepers stay asleep."""
+        now, self._now = self._now, self._now + duration
+        try:
+            yield
+        finally:
+            self._now = now
 
     async def wait_for_sleepers(self, count: int = 1) -> None:
         """Wait until `count` tasks or more sleep on this clock, so that `advance` wakes them."""

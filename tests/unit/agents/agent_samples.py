@@ -70,8 +70,8 @@ async def travel(ctx: TaskExecutionContext, days: int) -> str:
     """Several pauses: in a loop, in a branch, and for two peers at once."""
     total = 0
     for day in range(days):
-        total += (await ctx.call(double_peer(day))).price
+        total += (await double_peer(day)).price
     if total > 2:
         quote, text = await ctx.gather(double_peer(total), shout_peer("dear"))
         return f"{text} {quote.price}"
-    return await ctx.call(shout_peer("cheap"))
+    return await shout_peer("cheap")

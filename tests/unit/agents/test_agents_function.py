@@ -5,17 +5,27 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 
-from agent_samples import answer_any, create_context, resume_agent, start_and_pause, travel
+import pytest
+from agent_samples import (
+    answer_any,
+    create_context,
+    double_peer,
+    resume_agent,
+    start_and_pause,
+    travel,
+)
 from pydantic import JsonValue
 
 from meshpoint import (
     ALL,
+    AgentMisbehaved,
     Call,
     Done,
     FunctionAgent,
     Outcome,
     TaskExecutionContext,
     agent,
+    current_context,
 )
 from meshpoint.testing.conformance.agent import DurableAgentSuite, run_agent
 
@@ -65,3 +75,29 @@ async def test_a_function_without_calls_completes_at_once() -> None:
         return number + 1
 
     assert await return_number.start(create_context(), 1) == Done(2)
+
+
+async def test_a_function_that_is_called_with_a_context_runs_in_that_task() -> None:
+    @agent("inner")
+    async def inner(ctx: TaskExecutionContext, number: int) -> int:
+        """Doubles a number."""
+        assert current_context() is ctx
+        return (await double_peer(number)).price
+
+    @agent("outer")
+    async def outer(ctx: TaskExecutionContext, number: int) -> int:
+        return await inner(ctx, number) + await inner(ctx, number + 1)
+
+    assert await run_agent(outer, 1, answer_any) == 6
+    assert inner.peer.description == "Doubles a number."
+
+
+async def test_a_function_runs_in_a_context_without_a_replica() -> None:
+    @agent("inner")
+    async def inner(ctx: TaskExecutionContext, number: int) -> int:
+        assert current_context() is ctx
+        return await ctx.step("double", lambda: 2 * number)
+
+    assert await inner(create_context(), 2) == 4
+    with pytest.raises(AgentMisbehaved, match="current_context"):
+        current_context()

@@ -33,7 +33,7 @@ async def test_context_changes_of_a_replayed_part_are_not_duplicated() -> None:
             ctx.flags["pages"] = len(ctx.produced_artifacts)
             ctx.token_usage.record(Tokens(output=5), model="m")
             seen.append((ctx.response_buffer, ctx.replaying))
-            await ctx.call(double_peer(1))
+            await double_peer(1)
         usage = ctx.token_usage
         return (
             f"{ctx.response_buffer} {ctx.flags['pages']} {usage.total.output} "
@@ -57,7 +57,7 @@ async def test_a_decision_on_token_usage_is_the_same_in_a_replay() -> None:
         rounds = 0
         while ctx.token_usage.total.input < budget:
             ctx.token_usage.record(Tokens(input=1), model="m")
-            await ctx.call(double_peer(ctx.token_usage.total.input))
+            await double_peer(ctx.token_usage.total.input)
             rounds += 1
         return rounds
 
@@ -69,7 +69,7 @@ async def test_a_flag_set_by_the_request_is_seen_in_each_run() -> None:
     @agent("flagged")
     async def flagged(ctx: TaskExecutionContext, number: int) -> str:
         first_time = ctx.flags.pop("new", False)
-        await ctx.call(double_peer(1 if first_time else 2))
+        await double_peer(1 if first_time else 2)
         return f"{first_time} {'new' in ctx.flags}"
 
     ctx = TaskExecutionContext(TaskId("t"), flags={"new": True})
@@ -81,7 +81,7 @@ async def test_a_flag_set_before_a_pause_is_unset_when_that_part_is_replayed() -
     async def once(ctx: TaskExecutionContext, number: int) -> str:
         before = "begun" in ctx.flags
         ctx.flags["begun"] = True
-        await ctx.call(double_peer(number))
+        await double_peer(number)
         return f"{before} {ctx.flags['begun']}"
 
     assert await run_agent(once, 1, answer_any) == "False True"
@@ -96,7 +96,7 @@ async def test_an_exception_in_a_replayed_part_does_not_lose_token_usage() -> No
         if len(runs) > 1:
             raise OSError("no network")
         ctx.token_usage.record(Tokens(input=8), model="m")
-        return (await ctx.call(double_peer(number))).price
+        return (await double_peer(number)).price
 
     ctx = create_context()
     pause = await unlucky.start(ctx, 1)
@@ -110,9 +110,9 @@ async def test_an_exception_in_a_replayed_part_does_not_lose_token_usage() -> No
 
 async def test_only_function_agents_can_call_peers_from_their_context() -> None:
     for name, asking in (
-        ("ctx.call", create_context().call(double_peer(1))),
         ("ctx.outcome", create_context().outcome(double_peer(1))),
         ("ctx.gather", create_context().gather(double_peer(1))),
+        ("ctx.first", create_context().first(double_peer(1))),
         ("ctx.gather_outcomes", create_context().gather_outcomes(double_peer(1))),
     ):
         with pytest.raises(

@@ -25,6 +25,7 @@ from meshpoint import (
     Failed,
     FailureKind,
     Ok,
+    Outcome,
     Outcomes,
     PeerFailed,
     TaskExecutionContext,
@@ -45,9 +46,9 @@ async def test_a_failed_call_can_be_caught_and_another_peer_asked() -> None:
     @agent("patient")
     async def patient(ctx: TaskExecutionContext, number: int) -> str:
         try:
-            return str((await ctx.call(double_peer(number))).price)
+            return str((await double_peer(number)).price)
         except PeerFailed as failed:
-            return await ctx.call(shout_peer(failed.outcome.kind))
+            return await shout_peer(failed.outcome.kind)
 
     assert await run_agent(patient, 1, failing_answers(peer="double")) == "ERROR"
     assert await run_agent(patient, 1, answer_any) == "2"
@@ -108,6 +109,27 @@ async def test_gather_names_the_first_failed_call_but_cancelled_ones_last() -> N
     )
     with pytest.raises(PeerFailed, match="'double': timeout"):
         await two.resume(create_context(), pause.state, outcomes)
+
+
+async def test_first_returns_the_first_result_and_raises_only_if_all_fail() -> None:
+    @agent("racing")
+    async def racing(ctx: TaskExecutionContext, number: int) -> str:
+        return str(await ctx.first(shout_peer("x"), double_peer(number)))
+
+    pause = await start_and_pause(racing)
+    assert pause.join == FIRST
+    cancelled, failed = Failed(FailureKind.CANCELLED), Failed(FailureKind.TIMEOUT)
+    quote: Outcome = Ok({"price": 2})
+    for first, second, expected in (
+        (Ok("X"), cancelled, "X"),
+        (failed, quote, "price=2"),
+        (Ok("X"), quote, "X"),
+    ):
+        outcomes = Outcomes({"shout.0": first, "double.1": second})
+        assert await racing.resume(create_context(), pause.state, outcomes) == Done(expected)
+    outcomes = Outcomes({"shout.0": cancelled, "double.1": failed})
+    with pytest.raises(PeerFailed, match="'double': timeout"):
+        await racing.resume(create_context(), pause.state, outcomes)
 
 
 async def test_outcomes_do_not_raise_when_the_join_cannot_be_met() -> None:

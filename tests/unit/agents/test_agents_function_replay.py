@@ -34,7 +34,7 @@ def diverging_agent(second_run: Callable[[TaskExecutionContext], Any]) -> Functi
     async def function(ctx: TaskExecutionContext, number: int) -> str:
         runs.append(1)
         if len(runs) == 1:
-            await ctx.call(double_peer(1))
+            await double_peer(1)
         else:
             await second_run(ctx)
         return "came to a result"
@@ -49,7 +49,7 @@ async def call_nothing(ctx: TaskExecutionContext) -> None:
 async def swallow_pause(ctx: TaskExecutionContext) -> None:
     """Make a different call and hide the failure."""
     try:
-        await ctx.call(double_peer(2))
+        await double_peer(2)
     except Exception:
         return
 
@@ -58,11 +58,11 @@ async def swallow_pause(ctx: TaskExecutionContext) -> None:
     ("second_run", "complaint"),
     [
         (
-            lambda ctx: ctx.call(shout_peer("x")),
+            lambda ctx: shout_peer("x"),
             "call 1: expected shout, recorded double",
         ),
         (
-            lambda ctx: ctx.call(double_peer(2)),
+            lambda ctx: double_peer(2),
             r"call 1: double.0 has another input than recorded",
         ),
         (
@@ -97,8 +97,8 @@ async def test_a_diverging_replay_is_a_mismatch_and_never_a_result(
 @pytest.mark.parametrize(
     ("earlier", "later"),
     [
-        (lambda ctx: ctx.call(double_peer(1)), lambda ctx: ctx.outcome(double_peer(1))),
-        (lambda ctx: ctx.call(double_peer(1)), lambda ctx: ctx.gather(double_peer(1))),
+        (lambda ctx: double_peer(1), lambda ctx: ctx.outcome(double_peer(1))),
+        (lambda ctx: double_peer(1), lambda ctx: ctx.gather(double_peer(1))),
         (
             lambda ctx: ctx.gather(double_peer(1), shout_peer("x")),
             lambda ctx: ctx.gather_outcomes(double_peer(1), shout_peer("x")),
@@ -120,7 +120,7 @@ async def test_methods_that_make_the_same_calls_are_recorded_alike(
 
 async def test_a_changed_timeout_does_not_change_a_call() -> None:
     slow_peer = Peer("double", int, Quote, timeout=timedelta(hours=1))
-    agent_under_test = diverging_agent(lambda ctx: ctx.call(slow_peer(1)))
+    agent_under_test = diverging_agent(lambda ctx: slow_peer(1))
     assert await resume_agent(agent_under_test, await start_and_pause(agent_under_test)) == Done(
         "came to a result"
     )
@@ -132,7 +132,7 @@ async def test_the_order_of_keys_does_not_change_a_call() -> None:
 
     @agent("unordered")
     async def unordered(ctx: TaskExecutionContext, number: int) -> int:
-        return await ctx.call(count(next(orders)))
+        return await count(next(orders))
 
     assert await run_agent(unordered, 1, lambda call: Ok(2)) == 2
 

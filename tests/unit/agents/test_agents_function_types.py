@@ -40,7 +40,7 @@ class Trip(BaseModel):
 
 @agent("typed")
 async def typed(ctx: TaskExecutionContext, trip: Trip) -> Quote:
-    return await ctx.call(double_peer(trip.days))
+    return await double_peer(trip.days)
 
 
 async def test_the_request_becomes_the_declared_input() -> None:

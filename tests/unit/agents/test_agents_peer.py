@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, timedelta
 from decimal import Decimal
@@ -13,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 from typing_extensions import TypedDict
 
 from meshpoint import (
+    FIRST,
     AgentMisbehaved,
     Call,
     ConfigurationError,
@@ -60,7 +63,7 @@ STRICT = {"onDay": "2030-01-02", "price": "1.50"}
 )
 def test_any_pydantic_type_round_trips_as_json(declared: Any, value: Any, json: JsonValue) -> None:
     peer = Peer("p", declared, declared)
-    assert peer(value).input == json
+    assert peer(value).as_call("c").input == json
     assert peer.read(Ok(json)) == Ok(value)
 
 
@@ -73,7 +76,7 @@ def test_changing_the_input_later_changes_nothing() -> None:
     value = {"a": [1]}
     call = Peer("p", dict[str, list[int]], str)(value)
     value["a"].append(2)
-    assert call.input == {"a": [1]}
+    assert call.as_call("c").input == {"a": [1]}
 
 
 def test_an_invalid_input_error_names_the_peer_and_field() -> None:
@@ -112,6 +115,67 @@ def test_an_invalid_peer_is_refused_with_a_fix() -> None:
         Peer("p", int, int, idle_timeout=timedelta(seconds=-1))
     with pytest.raises(ConfigurationError, match="peer 'p', output: Event cannot become JSON"):
         Peer("p", int, asyncio.Event)
+
+
+@pytest.mark.parametrize(
+    ("duration", "problem"),
+    [
+        (
+            86_400_000,
+            "timeout: 86400000 s is 2.7 years; durations are in seconds: timedelta(days=1)",
+        ),
+        (10**400, "5.7e+300 years; durations are in seconds: timedelta(days=1)"),
+        (float("inf"), "years; durations are in seconds: timedelta(days=1)"),
+        (float("nan"), "timeout is not a number; durations are in seconds: timedelta(days=1)"),
+        (True, "timeout must be a timedelta or a number of seconds, not bool; "),
+        ("3", "timeout must be a timedelta or a number of seconds, not str; "),
+        (-1, "timeout is -1; it must not be negative"),
+        (0, "timeout is 0; give a positive duration, or leave it out"),
+        (
+            timedelta(days=9999),
+            "timeout is 9999 days, 0:00:00; give a duration of at most ten years",
+        ),
+    ],
+)
+def test_a_duration_that_makes_no_sense_is_refused(duration: Any, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(problem)):
+        Peer("p", int, int, timeout=duration)
+    if "give a" not in problem:
+        with pytest.raises(
+            AgentMisbehaved, match=re.escape(problem.replace("timeout", "a join deadline"))
+        ):
+            FIRST.within(duration)
+
+
+def test_a_number_is_seconds() -> None:
+    peer = Peer("p", int, int, timeout=90, idle_timeout=0.5)
+    assert (peer.timeout, peer.idle_timeout) == (timedelta(minutes=1.5), timedelta(seconds=0.5))
+    assert FIRST.within(2) == FIRST.within(timedelta(seconds=2))
+
+
+def test_options_of_a_peer_change_in_a_copy() -> None:
+    peer = Peer("p", int, str, timeout=9, idle_timeout=1, description="Counts.")
+    patient = peer.with_options(timeout=60)
+    assert (patient.timeout, patient.idle_timeout) == (timedelta(minutes=1), peer.idle_timeout)
+    assert (patient.name, patient.description) == ("p", "Counts.")
+    assert patient(1).as_call("c").timeout == timedelta(minutes=1)
+    endless = peer.with_options(timeout=None, idle_timeout=None)
+    assert (endless.timeout, endless.idle_timeout) == (None, None)
+    assert peer.timeout == timedelta(seconds=9)
+    with pytest.raises(ConfigurationError, match="peer 'p': idle_timeout is 0"):
+        peer.with_options(idle_timeout=0)
+
+
+def test_a_peer_has_the_schemas_of_its_types() -> None:
+    peer = Peer("p", Query, Box)
+    assert peer.input_schema["properties"]["onDay"] == {
+        "format": "date",
+        "title": "Onday",
+        "type": "string",
+    }
+    assert peer.output_schema["properties"]["sides"]["type"] == "array"
+    with pytest.raises(ConfigurationError, match="it has no JSON schema"):
+        _ = Peer("p", TypeAdapter(Callable[[], int]), int).input_schema
 
 
 def test_the_repr_of_a_peer_shows_its_types() -> None:

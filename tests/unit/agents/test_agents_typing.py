@@ -27,8 +27,9 @@ from typing import Any
 
 import meshpoint
 from meshpoint import (
-    ALL, AT_LEAST, FIRST, Addressable, Done, DurableAgent, Failed, FunctionAgent, Mesh, Ok, Paused,
-    Peer, PeerCall, Replies, StatefulAgent, TaskExecutionContext, TaskHandle, Update, agent,
+    ALL, AT_LEAST, FIRST, Addressable, Context, Done, DurableAgent, Failed, FunctionAgent, Mesh,
+    Ok, Paused, Peer, PeerCall, Replies, StatefulAgent, TaskExecutionContext, TaskHandle,
+    Update, Waitable, agent,
 )
 
 
@@ -69,19 +70,48 @@ forecast({})  # E: typeddict-item
 double("1")  # E: arg-type
 either(1.5)  # E: arg-type
 wrong: PeerCall[Report] = flights(Query(to="Oslo"))  # E: assignment
-Peer("x", Query, Quote, timeout=3)  # E: arg-type
+Peer("x", Query, Quote, timeout=3, idle_timeout=timedelta(days=1), description="x")
+Peer("x", Query, Quote, timeout="3")  # E: arg-type
+assert_type(flights.with_options(timeout=None), Peer[Query, Quote])
+flights.with_options(timeout=1.5, idle_timeout=timedelta(days=1))
+flights.with_options(timeout="1h")  # E: arg-type
+FIRST.within(3)
+FIRST.within("3")  # E: arg-type
 """,
     "calls": """
+async def coroutine() -> int:
+    return 1
+
 async def function(ctx: TaskExecutionContext, query: Query) -> None:
-    assert_type(await ctx.call(flights(query)), Quote)
+    assert_type(await flights(query), Quote)
     assert_type(await ctx.outcome(flights(query)), Ok[Quote] | Failed)
-    assert_type((await ctx.call(flights(query).with_artifacts())).value, Quote)
-    (await ctx.call(flights(query))).cost  # E: attr-defined
+    assert_type((await flights(query).with_artifacts()).value, Quote)
+    (await flights(query)).cost  # E: attr-defined
     (await ctx.outcome(flights(query))).value  # E: union-attr
-    number: int = await ctx.call(flights(query))  # E: arg-type
-    await ctx.call(query)  # E: arg-type
-    await flights(query)  # E: misc
-    await ctx.call(flights(query), join=ALL)  # E: call-arg
+    number: int = await flights(query)  # E: assignment
+    await query  # E: misc
+    await flights  # E: misc
+    await ctx.outcome(query)  # E: arg-type
+    await ctx.outcome(flights)  # E: arg-type
+    await ctx.outcome(coroutine())  # E: arg-type
+    wait: Waitable[Quote] = flights(query)
+    wait = double(1)  # E: assignment
+""",
+    "waits": """
+approval = meshpoint.Question("approval", Query)
+
+async def function(ctx: TaskExecutionContext, q: Query) -> None:
+    await ctx.sleep(1.5)
+    await ctx.sleep("1h")  # E: arg-type
+    await ctx.sleep_until(3)  # E: arg-type
+    assert_type(await ctx.gather(flights(q), ctx.sleep(3)), tuple[Quote, None])
+    assert_type(await ctx.wait_for(approval), Query)
+    assert_type(await ctx.wait_for("colour", str, timeout=3), str)
+    assert_type(ctx.wait_for(approval).id, str)
+    assert_type(await ctx.gather(ctx.wait_for(approval), double(1)), tuple[Query, int])
+    await ctx.wait_for("colour")  # E: call-overload
+    ctx.wait_for(approval, timeout="1h")  # E: call-overload
+    number: int = await ctx.wait_for(approval)  # E: arg-type
 """,
     "gathers": """
 async def function(ctx: TaskExecutionContext, q: Query, several: list[Query]) -> None:
@@ -111,6 +141,13 @@ async def function(ctx: TaskExecutionContext, q: Query, several: list[Query]) ->
     one, two, three = await ctx.gather(a, b)  # E: misc
     one, two, three = await ctx.gather_outcomes(a, b)  # E: misc
     (await ctx.gather_outcomes(a, b))[0].value  # E: union-attr
+    assert_type(await ctx.first(a, b), Quote | int)
+    assert_type(await ctx.first(a, b, c), Quote | int | Report)
+    assert_type(await ctx.first(a, b, c, a), Quote | int | Report)
+    assert_type(await ctx.first(*[flights(query) for query in several]), Quote)
+    (await ctx.first(a, c)).price  # E: union-attr
+    await ctx.first(a, q)  # E: call-overload
+    await ctx.gather([a, b])  # E: call-overload
     await ctx.gather(a, q)  # E: call-overload
     await ctx.gather(a, b, join=FIRST)  # E: call-overload
     await ctx.gather_outcomes(a, join=2)  # E: call-overload
@@ -118,16 +155,22 @@ async def function(ctx: TaskExecutionContext, q: Query, several: list[Query]) ->
     "functions": """
 @agent("travel", version="1")
 async def travel(ctx: TaskExecutionContext, query: Query) -> Quote:
-    return await ctx.call(flights(query))
+    return await flights(query)
 
 assert_type(travel, FunctionAgent[Query, Quote])
 served: DurableAgent[Query, Quote] = travel
 broader: DurableAgent[Query, BaseModel] = travel
 wrong: DurableAgent[Query, Report] = travel  # E: assignment
 
+async def run_here(ctx: Context, query: Query) -> None:
+    assert_type(await travel(ctx, query), Quote)
+    assert_type(await travel.peer(query), Quote)
+    await travel(ctx)  # E: call-arg
+    await travel(ctx, Report("blue"))  # E: arg-type
+
 @agent("wrong_answer")
 async def wrong_answer(ctx: TaskExecutionContext, query: Query) -> Report:
-    return await ctx.call(flights(query))  # E: arg-type
+    return await flights(query)  # E: return-value
 
 @agent("not_async")  # E: arg-type
 def not_async(ctx: TaskExecutionContext, query: Query) -> Quote:
@@ -238,6 +281,83 @@ async def bad(mesh: Mesh) -> None:
     (await task.outcome()).value  # E: union-attr
     await task.cancel("sold out")  # E: call-arg
     meshpoint.connect(url="memory://")  # E: call-arg
+""",
+    "handles": """
+approval = meshpoint.Question("approval", Query)
+
+async def good(mesh: Mesh) -> None:
+    task = mesh.task(flights, "order-17")
+    assert_type(task, TaskHandle[Quote])
+    assert_type(mesh.task("flights", "order-17"), TaskHandle[Any])
+    status = await task.status()
+    assert_type(status, meshpoint.TaskStatus)
+    assert_type([wait.question_id for wait in status.waits], list[str | None])
+    assert_type(status.is_served, bool)
+    await task.complete(approval, Query(to="Oslo"))
+    await task.complete(approval, Query(to="Oslo"), question_id="id")
+    await mesh.complete("id", Query(to="Oslo"))
+    await mesh.reject("id", "too expensive")
+    await mesh.send(flights, Query(to="Oslo"), task_id="a", if_exists="reject")
+
+async def bad(mesh: Mesh) -> None:
+    task = mesh.task(flights, "order-17")
+    mesh.task("order-17")  # E: call-overload
+    mesh.task(flights, 17)  # E: call-overload
+    await task.complete(approval, "yes")  # E: misc
+    await task.complete(approval)  # E: call-arg
+    await task.complete("approval", Query(to="Oslo"))  # E: arg-type
+    await task.complete(approval, Query(to="Oslo"), "id")  # E: call-arg
+    await mesh.complete(approval, Query(to="Oslo"))  # E: arg-type
+    await mesh.reject("id")  # E: call-arg
+    await mesh.reject("id", 3)  # E: arg-type
+    await mesh.send(flights, Query(to="Oslo"), if_exists="replace")  # E: call-overload
+    (await task.status()).questions  # E: attr-defined
+    state: int = (await task.status()).state  # E: assignment
+    task.updates(after=3)  # E: arg-type
+    wrong: TaskHandle[Report] = task  # E: assignment
+""",
+    "questions": """
+approval = meshpoint.Question("approval", Query)
+
+async def function(ctx: Context, replies: Replies) -> None:
+    wait = ctx.wait_for(approval)
+    assert_type(wait, meshpoint.QuestionWait[Query])
+    wait.id = "mine"  # E: misc
+    other: meshpoint.QuestionWait[Report] = wait  # E: assignment
+    base: meshpoint.QuestionWait[BaseModel] = wait
+    assert_type(replies.value("a", approval), Query)
+    assert_type(replies.outcome("a", approval), Ok[Query] | Failed)
+    replies.value("a", approval).price  # E: attr-defined
+    replies.value("a", "approval")  # E: arg-type
+    meshpoint.Question("approval")  # E: call-arg
+    meshpoint.Question("approval", "text")  # E: arg-type
+""",
+    "tests": """
+from meshpoint.testing import TestMesh, crash_matrix
+
+@agent("quoter")
+async def quoter(ctx: TaskExecutionContext, query: Query) -> Quote:
+    return await flights(query)
+
+async def good() -> None:
+    async with TestMesh(quoter, always_replay=True) as mesh:
+        assert_type(mesh, TestMesh)
+        mesh.stub(flights).returns(Quote(price=1))
+        mesh.stub(flights).fails("timeout", times=2)
+        mesh.crash(after="checkpoint")
+        await mesh.advance(timedelta(days=3))
+        assert_type(await mesh.call(quoter, Query(to="Oslo")), Quote)
+    await crash_matrix(quoter, Query(to="Oslo"))
+
+async def bad(mesh: TestMesh) -> None:
+    TestMesh("quoter")  # E: arg-type
+    mesh.stub(flights).returns(Report("blue"))  # E: arg-type
+    mesh.stub(flights).returns(1)  # E: arg-type
+    mesh.stub(flights).fails("tired")  # E: arg-type
+    mesh.crash(after="checkpoints")  # E: arg-type
+    await mesh.advance("3 days")  # E: arg-type
+    await crash_matrix(quoter, Report("blue"))  # E: misc
+    await mesh.call(quoter, "Oslo")  # E: misc
 """,
 }
 

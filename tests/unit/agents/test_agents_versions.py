@@ -20,7 +20,7 @@ async def counter_v1(ctx: TaskExecutionContext, number: int) -> int:
 
 @agent("counter", version="2")
 async def counter_v2(ctx: TaskExecutionContext, number: int) -> int:
-    await ctx.call(double_peer(number))
+    await double_peer(number)
     return number
 
 
@@ -42,7 +42,9 @@ async def test_the_first_version_takes_new_tasks() -> None:
     both = AgentVersions([counter_v1, counter_v2])
     assert (both.name, both.state_format) == ("counter", counter_v1.state_format)
     formats = {counter_v1.state_format, counter_v2.state_format}
-    assert readable_formats(both) == formats | {f"{each}+log" for each in formats}
+    assert readable_formats(both) == {
+        f"{each}{suffix}" for each in formats for suffix in ("", "+log", "+waits", "+waits+log")
+    }
     assert get_plan(both) == counter_v1.plan
     assert await both.start(TaskExecutionContext(TaskId("task")), 3) == Done(3)
 

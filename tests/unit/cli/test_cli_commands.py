@@ -21,8 +21,18 @@ from pydantic import JsonValue
 
 import meshpoint
 from command_result import Command, run_main
-from meshpoint import ArtifactUpdate, Ended, StatusUpdate, Update, wiring
+from meshpoint import (
+    ArtifactUpdate,
+    Ended,
+    QuestionUpdate,
+    StatusUpdate,
+    TextDelta,
+    Update,
+    wiring,
+)
 from meshpoint.adapters.sql.tables import REVISION
+from meshpoint.cli import sources
+from meshpoint.cli.follow import UpdatePrinter
 from meshpoint.cli.output import format_duration
 from meshpoint.cli.send import parse_input
 from meshpoint.errors import (
@@ -34,6 +44,7 @@ from meshpoint.errors import (
 )
 from meshpoint.model.envelopes import encode_reply
 from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.mailbox import Mailbox
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.model.tasks import (
     CallState,
@@ -151,13 +162,13 @@ class FakeMesh:
         return self.outcome
 
     async def updates(self) -> AsyncIterator[Update]:
-        yield StatusUpdate(at=NOW, state="working", message={"percent": 40})
-        yield StatusUpdate(at=NOW, state="submitted", message="queued")
+        yield StatusUpdate(id="1", at=NOW, state="working", message={"percent": 40})
+        yield StatusUpdate(id="2", at=NOW, state="submitted", message="queued")
         outcome = await self.wait_outcome()
         if isinstance(outcome, Ok):
             for artifact in outcome.artifacts:
-                yield ArtifactUpdate(at=NOW, artifact=artifact)
-        yield Ended(at=NOW, outcome=outcome)
+                yield ArtifactUpdate(id="3", at=NOW, artifact=artifact)
+        yield Ended(id="end", at=NOW, outcome=outcome)
 
     async def cancel(self, agent: str, task_id: str) -> None:
         self.seen["cancelled"] = (agent, task_id)
@@ -182,6 +193,9 @@ class FakeMesh:
     async def stored_request(self, task_id: TaskId) -> bytes | None:
         return None
 
+    async def mailbox(self, task_id: TaskId) -> Mailbox:
+        return Mailbox()
+
     async def cancel_in_store(self, cancels: Sequence[Cancel]) -> list[CancelRequested]:
         self.seen["ended"] = [(cancel.agent, cancel.task_id, cancel.sender) for cancel in cancels]
         return [CancelRequested(None) for _ in cancels]
@@ -204,6 +218,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> FakeMesh:
             lookup=mesh.lookup,
             cancel=mesh.cancel_in_store,
             stored_request=mesh.stored_request,
+            mailbox=mesh.mailbox,
         )
         mesh.closed += 1
 
@@ -268,7 +283,7 @@ def test_the_version_is_printed(cli: Command) -> None:
             CommitInDoubt("no COMMIT"),
             3,
             "the database does not answer: no COMMIT; "
-            "check that it is running and that session_db_url is correct",
+            "check that it is running and that its URL is correct",
         ),
         (
             QueueFull("the queue of agent 'travel' is full; wait"),
@@ -452,6 +467,47 @@ def test_send_follows_a_task(cli: Command, mesh: FakeMesh) -> None:
         'working: {"percent": 40}',
         "submitted: queued",
         'artifact: {"artifactId": "a"}',
+    ]
+
+
+def test_a_followed_task_shows_peers_text_and_repetitions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printer = UpdatePrinter(as_json=False)
+    rail: dict[str, Any] = {"at": NOW, "path": ("rail", "seats")}
+    for update in (
+        StatusUpdate(id="1", state="working", message="looking", **rail),
+        TextDelta(id="2", at=NOW, text="by "),
+        TextDelta(id="3", at=NOW, text="tra"),
+        TextDelta(id="4", text="seat\x1b 7", **rail),
+        TextDelta(id="5", at=NOW, text="in\nand bus"),
+        TextDelta(id="6", at=NOW, text="by train", reset=True),
+        ArtifactUpdate(id="7", artifact={"artifactId": "seat"}, **rail),
+        TextDelta(id="8", at=NOW, text="!"),
+        QuestionUpdate(
+            id="9",
+            at=NOW,
+            task_id="order 17",
+            name="approval",
+            question_id="WyJh",
+            prompt="Buy\x1b it?",
+            answer_schema={},
+        ),
+    ):
+        printer.print(update)
+    printer.end_text()
+    assert capsys.readouterr().err.splitlines() == [
+        "rail > seats: working: looking",
+        "text: by tra",
+        "rail > seats: text: seat\\x1b 7",
+        "text: in",
+        "and bus",
+        "started again: what follows may repeat earlier updates",
+        "text: by train",
+        'rail > seats: artifact: {"artifactId": "seat"}',
+        "text: !",
+        "question approval: Buy\\x1b it?",
+        "answer it with: meshpoint tasks complete 'order 17' WyJh VALUE",
     ]
 
 
@@ -700,11 +756,19 @@ def test_a_configuration_without_databases_cannot_list_tasks(
     assert (result.code, "add session_service: sql" in result.err) == (2, True)
 
 
+def test_a_file_without_agents_can_name_the_database_of_the_mesh(tmp_path: Path) -> None:
+    config = tmp_path / "mesh.yaml"
+    config.write_text("mesh: {database_url: 'sqlite:////data/tasks.db'}", encoding="utf-8")
+    assert [each.url for each in sources.load_databases(config, None)] == [
+        "sqlite:////data/tasks.db"
+    ]
+
+
 def test_a_task_is_shown_with_its_calls(cli: Command, mesh: FakeMesh) -> None:
     mesh.tasks = [replace(WAITING, dead_reason="died 5 times", rescues=3)]
     shown = cli("tasks", "show", "t-1", "--config", "mesh.yaml")
     assert shown.code == 0
-    for part in ("waiting 2 of 3", "flight", "flights", "done", "s-1", "died 5 times", "rescues"):
+    for part in ("waiting 2 of 3", "flight", "flights", "ok", "s-1", "died 5 times", "lost   3"):
         assert part in shown.out
     assert (
         cli("tasks", "show", "t-1", "--config", "mesh.yaml", "--json").json["calls"][0]["call_id"]

@@ -14,8 +14,11 @@ import yaml
 from command_result import CommandResult, run_main
 from meshpoint.adapters.sql import SqlStore, migrations
 from meshpoint.cli.exits import ExitCode
+from meshpoint.doctor.database_checks import check_database_keys
+from meshpoint.doctor.facts import Facts, Release
 from meshpoint.doctor.findings import Severity
 from meshpoint.model.ids import new_id
+from meshpoint.settings import AgentSettings, MeshSettings, Settings
 from meshpoint.testing.conformance.build import a_pause
 
 CODE = """
@@ -164,3 +167,54 @@ def test_the_memory_broker_and_tasks_in_memory(project: Project) -> None:
     result = project.doctor(stateless_checkpointing=False)
     assert result.code == ExitCode.OK
     assert "new tasks live in the memory of one replica" in result.out
+
+
+@pytest.mark.parametrize(
+    ("off", "flag"),
+    [({}, "true"), ({"stateless_checkpointing": False}, "false (set for the agent)")],
+)
+def test_the_short_key_is_shown_as_the_keys_that_it_stands_for(
+    project: Project, off: dict[str, Any], flag: str
+) -> None:
+    config = {
+        "mesh": {"broker_url": "sqlite:///broker.db", "database_url": "sqlite:///tasks.db"},
+        "agent": {"name": "travel", "entrypoint": f"{project.module}:travel", **off},
+    }
+    (project.folder / "travel.yaml").write_text(yaml.safe_dump(config))
+    result = project.run("doctor", "travel.yaml")
+    assert result.code == ExitCode.OK
+    assert (
+        "note        travel: mesh.database_url means "
+        f"stateless_checkpointing: {flag}, session_service: sql, "
+        f"session_db_url: sqlite:///{project.folder}/tasks.db"
+    ) in result.out.splitlines()
+    (keys,) = [
+        each
+        for each in project.run("doctor", "travel.yaml", "--json").json["findings"]
+        if each["check"] == "database.keys"
+    ]
+    assert keys["data"] == {
+        "stateless_checkpointing": not off,
+        "session_service": "sql",
+        "session_db_url": f"sqlite:///{project.folder}/tasks.db",
+    }
+
+
+def test_the_short_key_of_an_agent_is_shown_without_its_password() -> None:
+    mesh = MeshSettings(database_url="postgresql://mesh:secret@m/mesh")
+    url = "postgresql://mesh:secret@own/mesh"
+    agents = [
+        AgentSettings(name="a", entrypoint="m:a", database_url=url),
+        AgentSettings(name="b", entrypoint="m:b", session_service="sql", session_db_url=url),
+        AgentSettings(name="c", entrypoint="m:c"),
+    ]
+    releases = [Release(agent, frozenset(), "", "1") for agent in agents]
+    findings = check_database_keys(Facts(Settings(mesh=mesh, agents=tuple(agents)), releases))
+    assert [finding.problem for finding in findings] == [
+        "agent.database_url means stateless_checkpointing: true, session_service: sql, "
+        "session_db_url: postgresql://mesh@own/mesh",
+        "mesh.database_url means stateless_checkpointing: false (set for the agent), "
+        "session_service: sql, session_db_url: postgresql://mesh@own/mesh (set for the agent)",
+        "mesh.database_url is not used: session_service is memory",
+    ]
+    assert "secret" not in repr(findings)

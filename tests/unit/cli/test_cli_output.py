@@ -45,7 +45,8 @@ def test_only_the_last_column_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_narrow_terminal_gets_one_table_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     header, _, *lines = printed(Terminal(), NARROW - 1, monkeypatch)
-    assert [header, *lines] == [list(pair) for pair in zip(COLUMNS, ROWS[0], strict=True)]
+    pairs = [list(pair) for pair in zip(COLUMNS, ROWS[0], strict=True) if pair[1] != "-"]
+    assert [header, *lines] == pairs
 
 
 def test_a_pipe_gets_one_line_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,17 +7,22 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
-from command_result import Command, CommandResult, run_main
+from command_result import Command, CommandResult
 from meshpoint.adapters.sql import SqlStore
+from meshpoint.cli import tasks
+from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Join
 from meshpoint.model.envelopes import encode_reply, encode_request
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.messages import Message, MessageType
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.retry_policy import RetryPolicy
 from meshpoint.model.tasks import TaskState
+from meshpoint.model.transitions import ExistingTask
 from meshpoint.model.usage import Tokens, TokenUsage
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
@@ -40,6 +45,7 @@ from meshpoint.testing.conformance.build import (
     resumed,
     write_pause,
 )
+from meshpoint.testing.conformance.store_retries import a_retried_call
 
 HOSTILE = TaskId("[bold red]x[/] \x1b[2J")
 OUTCOMES = [
@@ -49,15 +55,6 @@ OUTCOMES = [
     Failed(FailureKind.INVALID, "input of travel: city: missing"),
     Failed(FailureKind.CANCELLED, "cancelled on request"),
 ]
-
-
-@pytest.fixture
-def run_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    def run(*arguments: str) -> CommandResult:
-        url = f"sqlite:///{tmp_path}/tasks.db"
-        return run_main(["tasks", *arguments, "--db", url, "--namespace", "test"], capsys)
-
-    return run
 
 
 @pytest.fixture
@@ -219,7 +216,64 @@ def test_a_waiting_task_shows_what_it_waits_for(run_command: Command, write: Any
     as_json = run_command("show", task_id, "--json").json
     assert as_json["waiting_for"] == ["flights", "hotels"]
     assert [call["outcome"] for call in as_json["calls"]] == [None, None, "error"]
-    assert all(call["attempts"] == 1 for call in as_json["calls"])
+    assert all(call["sends"] == 1 for call in as_json["calls"])
+
+
+@pytest.mark.parametrize(
+    ("join", "failed", "said"),
+    [
+        (FIRST, "", "1 of 3 results of flights, hotels, for "),
+        (FIRST, "c", "1 of 2 results of flights, hotels, for "),
+        (FIRST, "ac", "1 outcome of hotels, for "),
+        (AT_LEAST(2), "", "2 of 3 results of flights, hotels, for "),
+        (ALL, "c", "2 outcomes of flights, hotels, for "),
+    ],
+)
+def test_a_race_says_how_many_results_it_needs(
+    run_command: Command, write: Any, join: Join, failed: str, said: str
+) -> None:
+    async def wait(store: SqlStore) -> TaskId:
+        hotels = a_call("b", peer=AgentName("hotels"), timeout=HOUR)
+        pause = await paused(store, "a", hotels, a_call("c"), join=join)
+        for call_id in failed:
+            await store.claim([a_claim(pause, call_id, error("no seat"))], HERE, 1)
+        return pause.run.task_id
+
+    task_id = write(wait)
+    assert facts(run_command("show", task_id))["waits for"].startswith(said)
+    described = run_command("show", task_id, "--json").json
+    assert described["needed"] == join.needed
+    assert "position" not in described  # it is internal
+
+
+@pytest.mark.parametrize(
+    ("interval", "due"), [(10_800, "begins in 3 h"), (0.001, "due [0-9]+ m?s ago")]
+)
+def test_each_attempt_is_shown_with_its_times(
+    run_command: Command, write: Any, interval: float, due: str
+) -> None:
+    async def retry(store: SqlStore) -> TaskId:
+        policy = RetryPolicy(
+            max_attempts=4, initial_interval=interval, max_interval=10_800, jitter=False
+        )
+        pause = await paused(store, a_retried_call(retry=policy))
+        await store.claim([a_claim(pause, "a", error("no seat"))], HERE, 1)
+        return pause.run.task_id
+
+    shown = run_command("show", write(retry)).out
+    first, second = re.findall("a, attempt . of 4 .*", shown)
+    assert re.search("1 of 4 +flights +error: no seat +(sent|called) .* ago", first)
+    assert re.search(f"2 of 4 +flights +- +{due}", second)
+
+
+def test_a_result_counts_towards_the_join(run_command: Command, write: Any) -> None:
+    async def wait(store: SqlStore) -> TaskId:
+        pause = await paused(store, "a", "b", "c", join=AT_LEAST(2))
+        await store.claim([a_claim(pause, "a")], HERE, 1)
+        return pause.run.task_id
+
+    described = facts(run_command("show", write(wait)))
+    assert described["waits for"].startswith("1 of 2 results of flights, for ")
 
 
 def test_a_running_task_shows_its_owner_and_lease(run_command: Command, write: Any) -> None:
@@ -240,6 +294,7 @@ def test_an_expired_lease_is_shown(run_command: Command, write: Any) -> None:
     clock.advance(-(LEASE + HOUR))
     described = facts(run_command("show", write(begin, clock)))
     assert described["waits for"] == "a replica that rescues it: its lease has expired"
+    assert re.fullmatch("ended .* ago", described["lease"])
 
 
 def test_a_ready_task_shows_why_it_does_not_run(run_command: Command, write: Any) -> None:
@@ -269,7 +324,7 @@ def test_a_parked_task_shows_the_reason(run_command: Command, write: Any) -> Non
     described = facts(run_command("show", write(_park)))
     assert described["parked because"] == "call 3: expected flights, recorded weather"
     assert described["waits for"].startswith("a version other than 1.4")
-    assert described["due"].startswith("in ")
+    assert described["fails"].startswith("in ")
 
 
 def test_a_parked_task_is_offered_again(run_command: Command, write: Any) -> None:
@@ -346,7 +401,7 @@ def test_a_ready_task_that_is_suspended_waits_for_a_person(
     run_command("suspend", task_id)
     described = facts(run_command("show", task_id))
     assert described["waits for"] == f"a person: meshpoint tasks resume {task_id}"
-    assert described["due"] == "-"
+    assert "deadline" not in described
 
 
 @pytest.mark.parametrize("page", [1, 1000])
@@ -507,3 +562,68 @@ def test_all_tasks_have_the_same_keys(run_command: Command, write: Any) -> None:
     shown = [run_command("show", task_id, "--json").json for task_id in ids]
     assert shown[0].keys() == shown[1].keys() == shown[2].keys()
     assert {"failure", "result", "usage", "waits_for", "calls", "input"} <= shown[0].keys()
+
+
+async def complete(store: SqlStore, value: str) -> TaskId:
+    """Complete a task that has paused, with a result."""
+    run = (await resumed(store)).run
+    await store.end([an_end(run, reply=encode_reply(run.task_id, None, Ok(value)))])
+    return run.task_id
+
+
+def test_the_result_of_a_task(
+    run_command: Command, write: Callable[[Callable[[SqlStore], Awaitable[Any]]], Any]
+) -> None:
+    task_id = write(lambda store: complete(store, "by train"))
+    result = run_command("result", task_id)
+    assert (result.code, result.out) == (0, "by train\n")
+    shown = run_command("result", task_id, "--wait", "--json")
+    assert shown.code == 0
+    assert shown.json["task_id"] == task_id
+    assert (shown.json["status"], shown.json["value"]) == ("completed", "by train")
+
+
+def test_a_task_without_a_result_has_its_own_exit_code(
+    run_command: Command, write: Callable[[Callable[[SqlStore], Awaitable[Any]]], Any]
+) -> None:
+    waiting = write(paused).run.task_id
+    result = run_command("result", waiting)
+    assert result.code == 11
+    assert result.err.startswith(f"error: task {waiting} has not ended; --wait waits for it")
+    cancelled = write(paused).run.task_id
+
+    async def cancel(store: SqlStore) -> None:
+        reply = encode_reply(cancelled, None, Failed(FailureKind.CANCELLED, "too late"))
+        await store.cancel([replace(a_cancel(cancelled), reply=reply)])
+
+    write(cancel)
+    assert run_command("result", cancelled, "--wait").code == 5
+    missing = run_command("result", "order-17")
+    assert missing.code == 10
+    assert "there is no task order-17 in the database" in missing.err
+
+
+def test_waiting_for_a_result(
+    run_command: Command,
+    write: Callable[[Callable[[SqlStore], Awaitable[Any]]], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The task ends after the command has read its row for the first time."""
+    pause = write(paused)
+    read_outcome = tasks._read_outcome
+
+    async def end_task(store: SqlStore) -> None:
+        run = (await resumed(store, pause)).run
+        await store.end([an_end(run, reply=encode_reply(run.task_id, None, Ok("by train")))])
+
+    def read_and_end(found: ExistingTask | None) -> Outcome | None:
+        if (outcome := read_outcome(found)) is None:
+            ending = Thread(target=write, args=(end_task,))
+            ending.start()
+            ending.join()
+        return outcome
+
+    monkeypatch.setattr(tasks, "_read_outcome", read_and_end)
+    monkeypatch.setattr(tasks, "_POLL_SECONDS", 0.0)
+    result = run_command("result", pause.run.task_id, "--wait")
+    assert (result.code, result.out) == (0, "by train\n")

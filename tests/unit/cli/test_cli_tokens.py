@@ -50,14 +50,14 @@ class Spending:
         async def report(ctx: TaskExecutionContext, city: str) -> int:
             async def fetch() -> int:
                 self.spend(ctx, "question", 100)
-                price = await ctx.call(prices(city))
+                price = await prices(city)
                 self.spend(ctx, "summary", 50)
                 return price
 
             price = await ctx.subtask("fetch", fetch)
             self.spend(ctx, "plan", 7)
-            price += await ctx.call(prices("Bern"))  # answers again in each attempt
-            price += await ctx.call(prices("x" * len(self.failures)))  # works in each attempt
+            price += await prices("Bern")  # answers again in each attempt
+            price += await prices("x" * len(self.failures))  # works in each attempt
             self.spend(ctx, "report", 5)
             if self.failures:
                 raise ValueError(self.failures.pop(0))

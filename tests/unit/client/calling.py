@@ -6,12 +6,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 from pydantic import BaseModel
 
 from fake_peer import FakePeer
 from meshpoint import Mesh, Peer
 from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchange
+from meshpoint.client import transport
+from meshpoint.client.reply_slot import ReplySlot
 from meshpoint.client.transport import Transport
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import TaskId
@@ -30,6 +34,17 @@ class Plan(BaseModel):
 
 ROME, OSLO = Trip(city="Rome"), Trip(city="Oslo")
 travel = Peer("travel", Trip, Plan)
+
+
+def give_up_after_reply(patch: pytest.MonkeyPatch) -> None:
+    """Make callers give up after the first reply to an answer or a signal."""
+
+    async def first_reply(replies: ReplySlot[Any]) -> AsyncIterator[Any]:
+        yield await replies.take()
+        raise TimeoutError
+
+    patch.setattr(transport, "COMPLETION_SECONDS", 600.0)
+    patch.setattr(transport, "_until_silent", first_reply)
 
 
 class FailingBroker(InProcessBroker):

@@ -51,7 +51,7 @@ async def refuse(call: Call, request: Message, refused: Message | None = None) -
     body = encode_reply(
         TaskId(request.correlation_id),
         None,
-        Failed(FailureKind.INVALID, "the task id is in use, by another request"),
+        Failed(FailureKind.INVALID, "the task id is in use by another request"),
         refused_fingerprint=fingerprint(refused or request),
     )
     await call.agent.respond(request, None, body=body)
@@ -167,7 +167,7 @@ async def test_a_request_that_cannot_be_sent_is_refused_in_one_line(
         ({"context_id": "x" * 1001}, "context_id: must be printable and at most 1000 bytes"),
         ({"metadata": {"userId": "eve"}}, "metadata: the key 'userId' is reserved"),
         ({"metadata": ["a"]}, "metadata: must be a mapping, not list"),
-        ({"start_at": 1}, "start_at: there is no such option; the options are task_id, timeout,"),
+        ({"begin": 1}, "begin: there is no such option; the options are task_id, "),
     ],
     ids=str,
 )
@@ -309,7 +309,7 @@ async def test_an_agent_that_refuses_another_input_ends_only_that_handle(call: C
     await idle()
     assert call.open_tasks == ["order-17"]
     await refuse(call, request)
-    with pytest.raises(TaskFailed, match="the task id is in use, by another request"):
+    with pytest.raises(TaskFailed, match="the task id is in use by another request"):
         await task.result()
     right = await call.mesh.send(travel, ROME, task_id="order-17")
     await call.agent.respond(await call.agent.wait_for_request(2), {"text": "to Rome"})

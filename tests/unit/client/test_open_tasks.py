@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections import Counter
+from collections import Counter, deque
 
 from idle_loop import idle
 from meshpoint import Ended, StatusUpdate, TaskHandle
-from meshpoint.client.open_task import OpenTask
+from meshpoint.client.open_task import ANSWER_GRACE, OpenTask
 from meshpoint.client.transport import UsedIds
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Ok
@@ -22,6 +22,19 @@ KEPT_TYPES = (OpenTask, TaskHandle, StatusUpdate, Ended, Plan, Ok, asyncio.Event
 def count_objects() -> Counter[str]:
     gc.collect()
     return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in KEPT_TYPES)
+
+
+def client_sizes() -> Counter[str]:
+    """Count the client's objects by type, and the elements of the containers that they hold."""
+    gc.collect()
+    sizes = Counter[str]()
+    for each in gc.get_objects():
+        if str(type(each).__module__).startswith("meshpoint.client."):
+            sizes[type(each).__name__] += 1
+            for referent in gc.get_referents(each, getattr(each, "__dict__", None)):
+                if isinstance(referent, dict | list | set | deque):
+                    sizes[f"{type(each).__name__} {type(referent).__name__}"] += len(referent)
+    return sizes
 
 
 async def answer_all(call: Call) -> None:
@@ -38,11 +51,13 @@ async def test_calls_leave_nothing_behind(call: Call) -> None:
     answering = asyncio.create_task(answer_all(call))
     await call.mesh.call(travel, ROME, timeout=3600)
     await idle()
-    before = count_objects()
+    before, sizes = count_objects(), client_sizes()
+    assert sizes["Mesh"] == sizes["Transport"] == 1
     for _ in range(CALLS // 100):
         await asyncio.gather(*[call.mesh.call(travel, ROME, timeout=3600) for _ in range(100)])
     await idle()
     assert count_objects() == before
+    assert client_sizes() == sizes
     assert (call.open_tasks, call.transport._awaited) == ([], set())
     assert not call.transport._used_ids._digests
     answering.cancel()
@@ -158,3 +173,27 @@ async def test_a_repeated_request_with_a_later_deadline_prolongs_all_waits() -> 
     assert not waiting.done()
     task.end(Ok("by train"))
     assert await waiting == Ok("by train")
+
+
+async def test_a_repeated_request_with_an_earlier_deadline_ends_no_wait() -> None:
+    task = OpenTask("travel", TaskId("1"), set())
+    task.add_request("first", timeout=3600.0)
+    task.add_request("second", timeout=-ANSWER_GRACE)
+    waiting = asyncio.create_task(task.wait_outcome())
+    await idle()
+    task.end(Ok("by train"))
+    assert await waiting == Ok("by train")
+
+
+async def test_only_refusals_of_its_own_requests_refuse_a_task() -> None:
+    task = OpenTask("travel", TaskId("1"), set())
+    assert task.is_refused_by("any"), "it is only attached to"
+    task.add_request("first", timeout=None)
+    assert [task.is_refused_by(each) for each in ("first", "other")] == [True, False]
+
+
+async def test_the_first_outcome_of_a_task_counts() -> None:
+    task = OpenTask("travel", TaskId("1"), set())
+    task.end(Ok("by train"))
+    task.end(Ok("by plane"), answered=False)
+    assert (task.outcome, task.is_answered) == (Ok("by train"), True)

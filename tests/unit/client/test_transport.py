@@ -1,4 +1,4 @@
-"""A connection that fails to open leaves nothing open."""
+"""A connection keeps little: nothing after a failed open, and few request queues and replies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchange
-from meshpoint.client.transport import Transport
-from meshpoint.errors import BrokerUnavailable
+from meshpoint.client.reply_slot import ReplySlot
+from meshpoint.client.transport import ShardCounts, Transport
+from meshpoint.errors import BrokerUnavailable, MeshClosed
+from meshpoint.model.ids import AgentName
+from meshpoint.model.messages import Address
 
 
 class Broker(InProcessBroker):
@@ -35,3 +38,48 @@ async def test_a_connection_that_fails_to_open_closes_its_broker(error: BaseExce
     with pytest.raises(type(error)):
         await Transport(broker).open()
     assert broker.closed
+
+
+class CountedQueues(InProcessBroker):
+    """Counts the look-ups of queues."""
+
+    def __init__(self) -> None:
+        super().__init__(InProcessExchange())
+        self.lookup_count = 0
+
+    async def depth(self, address: Address) -> int | None:
+        self.lookup_count += 1
+        return None
+
+
+async def test_the_request_queues_of_few_agents_are_remembered() -> None:
+    broker = CountedQueues()
+    counts = ShardCounts(broker)
+    for number in range(1_500):
+        assert await counts.count(AgentName(f"agent-{number}")) == 1
+    assert (len(counts._counts), broker.lookup_count) == (1_000, 1_500)
+    await counts.count(AgentName("agent-500"))
+    assert broker.lookup_count == 1_500
+    await counts.count(AgentName("agent-499"))
+    assert broker.lookup_count == 1_501
+
+
+async def test_a_reply_that_decides_is_not_lost_in_a_flood() -> None:
+    slot = ReplySlot[int](lambda reply: reply > 0)
+    for reply in (-1, -2, 1, -3, 2):
+        slot.add(reply)
+    slot.close(MeshClosed("closed"))
+    assert await slot.take() == 1
+    with pytest.raises(MeshClosed):
+        await slot.take()
+
+
+async def test_the_latest_reply_that_decides_nothing_is_kept() -> None:
+    slot = ReplySlot[int](lambda reply: reply > 0)
+    taken = asyncio.ensure_future(slot.take())
+    await asyncio.sleep(0)
+    for reply in (-1, -2):
+        slot.add(reply)
+    assert await taken == -2
+    slot.add(-3)
+    assert await slot.take() == -3

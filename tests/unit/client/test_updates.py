@@ -11,7 +11,16 @@ import pytest
 from pydantic import JsonValue, TypeAdapter
 
 from idle_loop import idle
-from meshpoint import ArtifactUpdate, Ended, Failed, FailureKind, Ok, StatusUpdate, Update
+from meshpoint import (
+    ArtifactUpdate,
+    Ended,
+    Failed,
+    FailureKind,
+    Ok,
+    StatusUpdate,
+    TextDelta,
+    Update,
+)
 from meshpoint.model.bodies import (
     A2AMessage,
     A2ATaskState,
@@ -111,7 +120,8 @@ async def test_text_times_and_states_of_other_agents_are_shown(call: Call) -> No
     await idle()
     await call.agent.respond(request, {"text": "by train"})
     first, *rest = [each async for each in task.updates()][:-1]
-    assert first == StatusUpdate(at=sent_at, state="submitted")
+    assert isinstance(first, StatusUpdate)
+    assert (first.at, first.state, first.message) == (sent_at, "submitted", None)
     for update in rest:
         assert isinstance(update, StatusUpdate)
         assert (update.state, update.message) == ("working", "looking")
@@ -171,12 +181,13 @@ def test_updates_are_pydantic_models_told_apart_by_kind() -> None:
     adapter: TypeAdapter[Update] = TypeAdapter(Update)
     now = datetime(2026, 1, 2, tzinfo=UTC)
     updates: list[Update] = [
-        StatusUpdate(at=now, state="working", message={"percent": 40}),
-        ArtifactUpdate(at=now, artifact=ARTIFACT),
-        Ended(at=now, outcome=Ok({"text": "by train"})),
-        Ended(at=now, outcome=Failed(FailureKind.ERROR, "no train")),
+        StatusUpdate(id="1", at=now, state="working", message={"percent": 40}),
+        TextDelta(id="2", at=now, text="by ", path=("rails",), reset=True),
+        ArtifactUpdate(id="3", at=now, artifact=ARTIFACT),
+        Ended(id="end", at=now, outcome=Ok({"text": "by train"})),
+        Ended(id="end", at=now, outcome=Failed(FailureKind.ERROR, "no train")),
     ]
     for update in updates:
         assert adapter.validate_json(update.model_dump_json()) == update
-    typed = Ended(at=now, outcome=Ok(Plan(text="by train")))
+    typed = Ended(id="end", at=now, outcome=Ok(Plan(text="by train")))
     assert '"value":{"text":"by train"}' in typed.model_dump_json()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,10 +14,14 @@ from pydantic.alias_generators import to_camel
 from meshpoint.adapters.rabbitmq.topology import Topology
 from meshpoint.engine import parsing
 from meshpoint.model.bodies import (
+    AttachBody,
     Body,
     CancelBody,
+    CompleteBody,
+    ReadBody,
     RequestBody,
     ResponseBody,
+    SignalBody,
     StatusBody,
     parse_body,
 )
@@ -24,6 +29,8 @@ from meshpoint.model.envelopes import cancel_message
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.messages import (
     MAX_NAME_BYTES,
+    Address,
+    AttachStatus,
     Header,
     Message,
     MessageType,
@@ -31,6 +38,7 @@ from meshpoint.model.messages import (
 )
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.model.questions import QuestionKey
 from meshpoint.settings import MeshSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")
@@ -40,6 +48,10 @@ BODIES: dict[str, type[Body]] = {
     "response": ResponseBody,
     "status": StatusBody,
     "cancel": CancelBody,
+    "attach": AttachBody,
+    "complete": CompleteBody,
+    "signal": SignalBody,
+    "read": ReadBody,
 }
 TASK = "01941f29-7c00-7000-8000-000000000002"
 
@@ -116,14 +128,31 @@ def test_a_worker_accepts_every_documented_example(name: str, body: bytes) -> No
         case "response":
             assert parsing.parse_claim(arrived, options).outcome
         case "status":
-            _, data = parsing.parse_status(arrived, options)
-            assert data == {"percent": 40}
+            status = parsing.parse_status(arrived, options)
+            assert status.content == {"percent": 40}
+            assert status.metadata.path == ("flights", "flights", "seats")
+            assert status.metadata.number is not None
+            assert status.metadata.number.position == 2
         case "cancel":
             assert parsing.parse_cancel(arrived, options) == (
                 TASK,
                 "parent",
                 "the traveller has changed her mind",
             )
+        case "attach":
+            arrived = replace(arrived, reply_to=Address("flights.resp"))
+            assert parsing.parse_attach(arrived, options) == (TASK, "flights.resp")
+        case "complete":
+            answer = parse_body(CompleteBody, body)
+            key = QuestionKey.from_id(answer.question or answer.rejects or "")
+            assert key == ("purchasing", "order-17", "~?approval.1")
+        case "signal":
+            signal = parse_body(SignalBody, body)
+            assert (signal.id, signal.signal, signal.signal_id) == ("order-17", "chat", "17-2")
+            assert signal.value == {"text": "make it two"}
+        case "read":
+            value = parse_body(ReadBody, body)
+            assert (value.id, value.key) == ("order-17", "progress")
         case _:
             raise AssertionError(name)
 
@@ -162,6 +191,11 @@ def test_every_documented_header_exists() -> None:
 def test_every_type_is_described(kind: MessageType) -> None:
     assert f"`{kind.value}`" in table_rows("Properties")["type"]
     assert kind is MessageType.WAKE or kind.value in sections("###")
+
+
+@pytest.mark.parametrize("status", AttachStatus)
+def test_every_status_of_an_attach_is_described(status: AttachStatus) -> None:
+    assert f"| `{status.value}` |" in sections("###")["attach"]
 
 
 def test_documented_message_ids_match_the_envelopes() -> None:

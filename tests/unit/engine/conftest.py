@@ -1,11 +1,13 @@
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from fake_peer import FakePeer
+from meshpoint import Mesh as Connection
+from meshpoint.client.transport import Transport
 
-from .mesh import Mesh, SqlMesh
+from .faults import FaultyBroker
+from .mesh import Mesh, SqlMesh, connected
 
 
 @pytest.fixture
@@ -28,14 +30,11 @@ async def peer(mesh: Mesh) -> FakePeer:
 
 
 @pytest.fixture(params=["process", "sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
-def task_database(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
+def task_database(request: pytest.FixtureRequest) -> str | None:
     """The database of the tasks, or `None` if they live in the process."""
-    match request.param:
-        case "process":
-            return None
-        case "sqlite":
-            return f"sqlite:///{tmp_path}/tasks.db"
-    url: str = request.getfixturevalue("postgres_url")
+    if request.param == "process":
+        return None
+    url: str = request.getfixturevalue(f"{request.param}_url")
     return url
 
 
@@ -45,3 +44,24 @@ async def any_mesh(task_database: str | None) -> AsyncIterator[Mesh]:
     mesh = Mesh() if task_database is None else SqlMesh(task_database)
     yield mesh
     await mesh.close()
+
+
+@pytest.fixture
+async def connection(mesh: Mesh) -> AsyncIterator[Connection]:
+    """A connection of a client, in real time."""
+    async with connected(mesh) as connection:
+        yield connection
+
+
+@pytest.fixture
+async def first(mesh: Mesh) -> AsyncIterator[Connection]:
+    """A connection of a client."""
+    async with Transport(FaultyBroker(mesh.exchange), now=mesh.clock.now) as transport:
+        yield Connection(transport)
+
+
+@pytest.fixture
+async def second(mesh: Mesh) -> AsyncIterator[Connection]:
+    """Another connection of the same client."""
+    async with Transport(FaultyBroker(mesh.exchange), now=mesh.clock.now) as transport:
+        yield Connection(transport)

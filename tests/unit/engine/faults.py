@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,19 @@ class FaultyStore:
         self.after: dict[str, Callable[[], Awaitable[None]]] = {}
         self.calls: list[str] = []
         self.arguments: list[tuple[str, tuple[Any, ...]]] = []
+        self._running_calls = 0
+        self._calls_ended = asyncio.Event()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call runs in the wrapped store, not held by `before` or `after`."""
+        return self._running_calls > 0
+
+    async def wait_for_calls(self) -> None:
+        """Wait until no call runs in the wrapped store."""
+        while self.is_busy:
+            self._calls_ended.clear()
+            await self._calls_ended.wait()
 
     def fail(self, method: str, *faults: str | None) -> None:
         """Inject one fault into each of the next calls of `method`; `None` is a normal call."""
@@ -59,7 +73,7 @@ class FaultyStore:
                 raise StoreUnavailable(f"{name}: the database is unavailable")
             if fault == LOST_IN_DOUBT:
                 raise CommitInDoubt(f"{name}: the answer was lost")
-            result = await value(*args, **options)
+            result = await self._run(value(*args, **options))
             if name in self.after:
                 await self.after[name]()
             if fault == IN_DOUBT:
@@ -67,6 +81,14 @@ class FaultyStore:
             return result
 
         return call
+
+    async def _run(self, call: Awaitable[Any]) -> Any:
+        self._running_calls += 1
+        try:
+            return await call
+        finally:
+            self._running_calls -= 1
+            self._calls_ended.set()
 
     def _fault(self, name: str) -> str | None:
         if self.unavailable and name != "close":

@@ -14,10 +14,12 @@ from pydantic import JsonValue
 
 from fake_peer import FakePeer
 from idle_loop import idle
+from meshpoint import Mesh as Connection
 from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchange, Queue
 from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.adapters.sql import SqlStore
+from meshpoint.client.transport import Transport
 from meshpoint.engine.runtime import build_runtime
 from meshpoint.engine.worker import Worker
 from meshpoint.model.events import Phase, Step
@@ -265,6 +267,18 @@ class SqlMesh(Mesh):
             await self._wait_for_more(sweeps)
         await self.idle()
 
+    async def idle(self) -> None:
+        """Wait for the database as well: the loop has nothing to do while a server works.
+
+        Otherwise, the clock would run ahead of the statements of a slow database, and leases and
+        timeouts would expire before a replica could renew or extend them.
+        """
+        await super().idle()
+        while busy := [each.store for each in self.replicas if each.store.is_busy]:
+            for store in busy:
+                await store.wait_for_calls()
+            await super().idle()
+
     async def _wait_for_more(self, sweeps: dict[str, int]) -> None:
         await self.events.wait_until(
             lambda: all(self._count_sweeps(each) > count for each, count in sweeps.items())
@@ -279,3 +293,10 @@ class SqlMesh(Mesh):
     async def close(self) -> None:
         await super().close()
         await self.store.close()
+
+
+@asynccontextmanager
+async def connected(mesh: Mesh, name: str = "client") -> AsyncIterator[Connection]:
+    """A connection of the requester, unless another name is given."""
+    async with Transport(FaultyBroker(mesh.exchange), name) as transport:
+        yield Connection(transport)

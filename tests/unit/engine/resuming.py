@@ -54,7 +54,7 @@ def calling_until_fixed(is_fixed: list[bool], *numbers: int) -> Any:
     @agent("agent", version="1")
     async def calling(ctx: TaskExecutionContext, number: int) -> list[int]:
         await ctx.subtask("once", int, 1)
-        answers = [await ctx.call(int_peer(number_)) for number_ in numbers]
+        answers = [await int_peer(number_) for number_ in numbers]
         if not is_fixed[0]:
             raise ValueError("no")
         return answers

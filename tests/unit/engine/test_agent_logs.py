@@ -62,9 +62,9 @@ async def test_each_line_of_a_function_agent_is_logged_once(
     async def caller(ctx: TaskExecutionContext, number: int) -> int:
         log.info("start")
         priced = await ctx.subtask("price", price, number)
-        first = await ctx.call(peer_agent(priced))
+        first = await peer_agent(priced)
         log.info("first")
-        second = await ctx.call(peer_agent(first))
+        second = await peer_agent(first)
         log.info("second")
         return second
 

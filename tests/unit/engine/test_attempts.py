@@ -12,12 +12,17 @@ from fake_peer import FakePeer
 from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
 from meshpoint.agents.stateful import StatefulAgent
+from meshpoint.engine.end import repeat_reply
 from meshpoint.errors import ConfigurationError
+from meshpoint.model.bodies import ResponseBody, parse_body
 from meshpoint.model.calls import FIRST, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.envelopes import encode_reply
+from meshpoint.model.ids import AgentName, TaskId, resumed_id
 from meshpoint.model.operations import OperationStatus
 from meshpoint.model.options import StoreTimings
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.model.tasks import Reply, Requester, TaskState
 from meshpoint.model.usage import Tokens, TokenUsage
 
 from .mesh import Mesh, SharedStore
@@ -86,11 +91,11 @@ async def test_the_tokens_of_earlier_attempts_survive_a_pause(
             return number
 
         await ctx.subtask("fetch", fetch)
-        answer = await ctx.call(peer_agent(number))
+        answer = await peer_agent(number)
         use(ctx, 10)
         if not fixed[0]:
             raise ValueError("no")
-        await ctx.call(peer_agent(answer + 1))
+        await peer_agent(answer + 1)
         return answer
 
     await mesh.replica(calling)
@@ -175,7 +180,7 @@ async def test_a_cancelled_wait_keeps_its_tokens(
 
         await ctx.subtask("fetch", fetch)
         use(ctx, 20)
-        return await ctx.call(peer_agent(number))
+        return await peer_agent(number)
 
     await mesh.replica(calling)
     task_id = await client.ask("agent", 1)
@@ -199,7 +204,7 @@ async def test_a_parent_counts_each_attempt_of_its_child_once(
     async def parent(ctx: TaskExecutionContext, number: int) -> int:
         await ctx.subtask("once", int, 1)
         use(ctx, 1)
-        return await ctx.call(child(number))
+        return await child(number)
 
     await mesh.replica(parent, spending_agent(fixed))
     task_id = await client.ask("parent", 1)
@@ -253,8 +258,8 @@ def attempt_of(model: str, *, calls: bool = False, fails: bool = True) -> Any:
         await ctx.subtask("fetch", fetch)
         ctx.token_usage.record(Tokens(input=10), model=model)
         if calls:
-            await ctx.call(peer_agent(1))
-            await ctx.call(peer_agent(2))
+            await peer_agent(1)
+            await peer_agent(2)
         if fails:
             raise ValueError(f"no, says {model}")
         return number
@@ -331,7 +336,7 @@ async def test_a_task_that_ends_at_a_pause_keeps_its_tokens(mesh: Mesh, client: 
         use(ctx, 20)
         if is_late[0]:
             mesh.clock.advance(timedelta(seconds=6))
-            await ctx.call(peer_agent(number))
+            await peer_agent(number)
         return number
 
     await mesh.replica(late)
@@ -392,7 +397,7 @@ async def test_progress_is_complete_only_at_the_end(
     @agent("agent", subtasks=["a"])
     async def calling(ctx: TaskExecutionContext, number: int) -> int:
         await ctx.subtask("a", int, 1)
-        return await ctx.call(peer_agent(number))
+        return await peer_agent(number)
 
     await mesh.replica(calling)
     task_id = await client.ask("agent", 1)
@@ -406,3 +411,18 @@ async def test_progress_is_complete_only_at_the_end(
     completed = await mesh.store.operation(task_id)
     assert completed is not None
     assert completed.progress_pct == 100.0
+
+
+@pytest.mark.parametrize(("attempt", "tokens"), [(1, 5), (2, 0)])
+def test_a_reply_repeated_to_a_later_attempt_has_no_tokens(attempt: int, tokens: int) -> None:
+    """The attempt that received it first has counted them."""
+    child = TaskId("child")
+    outcome = Ok(1, (), TokenUsage(total=Tokens(input=5)))
+    body = encode_reply(child, None, outcome, retry=1)
+    stored = Reply(AgentName("agent"), child, TaskState.COMPLETED, body, Requester())
+    again = Requester(parent_task_id=resumed_id(child, attempt))
+    repeated = repeat_reply(stored, again)
+    assert repeated.requester == again
+    read = parse_body(ResponseBody, repeated.body).outcome()
+    assert isinstance(read, Ok)
+    assert (read.value, total(read)) == (1, tokens)

@@ -187,6 +187,9 @@ async def test_a_call_above_the_depth_limit_is_not_sent(
     await mesh.replica(asker("asker", "peer"), durable=durable, max_call_depth=3)
     assert await client.reply(await client.ask("asker", 1, call_depth=3)) == Ok({"peer": "error"})
     assert peer.requests == []
+    task_id = await client.ask("asker", 1, call_depth=2)
+    await peer.respond(await peer.wait_for_request(), 1)
+    assert await client.reply(task_id) == Ok({"peer": 1})
 
 
 async def test_a_call_that_is_too_large_is_not_sent(

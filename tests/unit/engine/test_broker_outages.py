@@ -380,7 +380,7 @@ async def test_a_failed_prefetch_change_affects_no_task(
 async def test_status_updates_may_be_lost(mesh: Mesh, client: FakePeer) -> None:
     async def start(ctx: TaskExecutionContext, request: object) -> object:
         for step in range(3):
-            await ctx.status({"step": step})
+            await ctx.update_status({"step": step})
         return Done("done")
 
     replica = await mesh.replica(ScriptedAgent("talker", start))

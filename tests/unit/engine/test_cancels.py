@@ -317,6 +317,7 @@ async def test_a_cancel_of_an_ended_task_changes_nothing(
     await mesh.advance(20)
     assert client.replies() == [Ok({"peer": 1})]
     assert await mesh.state(task_id) is TaskState.COMPLETED
+    assert mesh.events.matching(Step.TASK_FAILED) == []
 
 
 @BACKENDS

@@ -42,7 +42,7 @@ def writer(run_log: RunLog, edit: Callable[[str], Any] | None = None) -> Functio
             return str(edit(topic))
 
         draft = await ctx.subtask("draft", draft_after if edit else draft_before, topic)
-        answer = await ctx.call(_text_peer(draft))
+        answer = await _text_peer(draft)
         return f"{draft}: {answer}"
 
     return write
@@ -94,7 +94,7 @@ async def test_other_arguments_of_a_recorded_subtask_are_a_warning(
         @agent("agent", version="1")
         async def run(ctx: TaskExecutionContext, topic: str) -> int:
             size = await ctx.subtask("measure", measure, topic, depth)
-            await ctx.call(_text_peer(topic))
+            await _text_peer(topic)
             return size
 
         return run
@@ -123,7 +123,7 @@ def caller(
     async def ask_all(ctx: TaskExecutionContext, topic: str) -> list[str]:
         if before is not None:
             await before(ctx)
-        return [await ctx.call(Peer(peer, str, str)(topic)) for peer in peers]
+        return [await Peer(peer, str, str)(topic) for peer in peers]
 
     return ask_all
 
@@ -215,7 +215,7 @@ async def test_nothing_of_a_mismatching_run_is_kept(
     async def before(ctx: TaskExecutionContext, topic: str) -> dict[str, Any]:
         await count(ctx)
         await ctx.subtask("plan", lambda: topic)
-        await ctx.call(_text_peer(topic))
+        await _text_peer(topic)
         return {
             "starts": await ctx.memory.get("starts"),
             "subtasks": list(ctx.progress.completed),
@@ -245,7 +245,7 @@ async def test_a_recorded_result_of_another_type_parks_the_task(
                 size = await ctx.subtask("measure", function, topic)
             except Exception as error:  # no result counts after the code has caught the error
                 size = str(error)
-            return f"{size} {await ctx.call(_text_peer(topic))}"
+            return f"{size} {await _text_peer(topic)}"
 
         return measure
 
@@ -352,7 +352,7 @@ async def test_a_lost_task_that_no_replica_reads_ends_at_its_deadline(
 
     @agent("agent", version="1")
     async def hang(ctx: TaskExecutionContext, topic: str) -> str:
-        answer = await ctx.call(_text_peer(topic))
+        answer = await _text_peer(topic)
         await gate()
         return answer
 
@@ -380,7 +380,7 @@ async def test_an_overdue_task_ends_although_all_slots_are_taken(
     async def run(ctx: TaskExecutionContext, topic: str) -> str:
         if topic == "long":
             await gate()
-        return await ctx.call(_text_peer(topic))
+        return await _text_peer(topic)
 
     await mesh.replica(run, max_concurrency=1)
     task_id = await client.ask("agent", "rome", deadline=mesh.deadline_in(20))
@@ -423,7 +423,7 @@ async def test_a_task_fails_at_once_where_no_other_release_can_have_it(
     @agent("agent", version="1")
     async def wander(ctx: TaskExecutionContext, topic: str) -> str:
         runs.append(1)
-        return await ctx.call(_text_peer(f"{topic} {len(runs)}"))
+        return await _text_peer(f"{topic} {len(runs)}")
 
     await mesh.replica(wander, **options)
     task_id = await client.ask("agent", "rome")
@@ -474,7 +474,7 @@ def answering(version: str, answer: str) -> FunctionAgent[str, str]:
 
     @agent("agent", version=version)
     async def ask(ctx: TaskExecutionContext, topic: str) -> str:
-        return f"{answer} {await ctx.call(_text_peer(topic))}"
+        return f"{answer} {await _text_peer(topic)}"
 
     return ask
 

@@ -38,7 +38,7 @@ def raising(error: BaseException) -> Callable[[TaskExecutionContext, Any], Await
 def calling(peer: Peer[int, int]) -> FunctionAgent[int, int]:
     @agent("caller")
     async def caller(ctx: TaskExecutionContext, number: int) -> int:
-        return await ctx.call(peer(number))
+        return await peer(number)
 
     return caller
 

@@ -109,7 +109,7 @@ async def test_integers_too_long_to_parse_fail_their_task(
             case "flag":
                 ctx.flags["a"] = large
             case "status":
-                await ctx.status({"a": large})
+                await ctx.update_status({"a": large})
         return Done(1)
 
     await mesh.replica(ScriptedAgent("digits", start), durable=durable)
@@ -124,8 +124,8 @@ async def test_a_status_too_large_to_send_is_dropped_and_reported(
     mesh: Mesh, client: FakePeer, durable: bool
 ) -> None:
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
-        await ctx.status("small")
-        await ctx.status("x" * MAX_STATUS_BYTES)
+        await ctx.update_status("small")
+        await ctx.update_status("x" * MAX_STATUS_BYTES)
         return Done("done")
 
     await mesh.replica(ScriptedAgent("talker", start), durable=durable)

@@ -30,7 +30,7 @@ itself_peer = Peer("itself", int, int)
 @agent("itself", version="1")
 async def count_down(ctx: TaskExecutionContext, number: int) -> int:
     """Calls itself, `number` levels deep."""
-    return 0 if number == 0 else 1 + await ctx.call(itself_peer(number - 1))
+    return 0 if number == 0 else 1 + await itself_peer(number - 1)
 
 
 async def test_in_process_tasks_write_no_row_and_give_the_same_answers(

@@ -52,7 +52,7 @@ async def test_a_step_cancelled_during_a_write_is_cancelled_in_every_run(
         except asyncio.CancelledError:
             seen.append("cancelled")
         writing.opened.set()
-        return await ctx.call(int_peer(len(seen) if seen[-1] == "result" else number))
+        return await int_peer(len(seen) if seen[-1] == "result" else number)
 
     replica = await mesh.replica(impatient)
     replica.store.before[write] = writing
@@ -77,7 +77,7 @@ async def test_a_step_cancelled_before_it_began_leaves_its_name(
         never_run.cancel()
         with suppress(asyncio.CancelledError):
             await never_run
-        return await ctx.call(int_peer(number))
+        return await int_peer(number)
 
     await mesh.replica(hasty)
     task_id = await client.ask("agent", 1)
@@ -119,11 +119,11 @@ async def test_a_step_that_ended_before_its_operation_failed_is_reused(
     @agent("agent", resume_from="last-pause")
     async def charging(ctx: TaskExecutionContext, number: int) -> int:
         await ctx.subtask("operation", int, 1)
-        number = await ctx.call(int_peer(number))
+        number = await int_peer(number)
         charge = asyncio.create_task(ctx.step("charge", ran, "charge"))
         if is_fixed[0]:
             await charge
-            return await ctx.call(int_peer(number))
+            return await int_peer(number)
         await writing.wait_reached()
         if is_cancelled:  # as a TaskGroup does
             charge.cancel()
@@ -164,7 +164,7 @@ async def test_a_step_that_ended_after_a_cancel_is_reused(
     @agent("agent", resume_from="last-pause")
     async def charging(ctx: TaskExecutionContext, number: int) -> str:
         await ctx.subtask("operation", int, 1)
-        await ctx.call(int_peer(number))
+        await int_peer(number)
         a, b = await asyncio.gather(ctx.step("a", charge, "a"), ctx.step("b", charge, "b"))
         return a + b
 
@@ -275,7 +275,7 @@ async def test_a_result_that_cannot_be_recorded_fails_the_step_in_every_run(
             await ctx.step("step", return_value)
         except StepFailed as failure:
             failures.append(failure.error_type)
-        return await ctx.call(int_peer(number))
+        return await int_peer(number)
 
     await mesh.replica(caught)
     task_id = await client.ask("agent", 1)

@@ -196,10 +196,10 @@ async def test_new_calls_after_the_pause_are_not_answered_from_earlier_ones(
     @agent("agent", resume_from="last-pause")
     async def calling(ctx: TaskExecutionContext, number: int) -> list[int]:
         await ctx.subtask("operation", int, 1)
-        answers = [await ctx.call(int_peer(7)), await ctx.call(int_peer(7))]
+        answers = [await int_peer(7), await int_peer(7)]
         if not is_fixed[0]:
             raise ValueError("no")
-        return [*answers, await ctx.call(int_peer(7))]
+        return [*answers, await int_peer(7)]
 
     await mesh.replica(calling)
     task_id = await fail_after_pause(mesh, client, peer, 1, 2)

@@ -12,7 +12,7 @@ from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.model.tasks import CancelNotice
 
-from .agents import Gate, gated
+from .agents import Gate, asker, gated
 from .mesh import Mesh
 
 
@@ -27,10 +27,13 @@ def test_a_cancel_names_the_attempt_it_belongs_to(retry: int | None) -> None:
     assert parsing.parse_cancel(message, Options()) == (child, parent_id, "")
 
 
-@pytest.mark.parametrize("durable", [True, False])
-@pytest.mark.parametrize(
+ATTEMPTS = pytest.mark.parametrize(
     ("parent", "heeded"), [("client-task", True), (None, True), ("client-task~resume-1", False)]
 )
+
+
+@pytest.mark.parametrize("durable", [True, False])
+@ATTEMPTS
 async def test_only_the_requesting_attempt_can_cancel(
     mesh: Mesh, client: FakePeer, durable: bool, parent: str | None, heeded: bool
 ) -> None:
@@ -43,3 +46,19 @@ async def test_only_the_requesting_attempt_can_cancel(
     gate.opened.set()
     reply = await client.reply(task_id)
     assert isinstance(reply, Failed) if heeded else reply == Ok("done")
+
+
+@pytest.mark.parametrize("durable", [True, False])
+@ATTEMPTS
+async def test_only_the_requesting_attempt_can_cancel_a_waiting_task(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, durable: bool, parent: str | None, heeded: bool
+) -> None:
+    await mesh.replica(asker("agent", "peer"), durable=durable)
+    task_id = await client.ask("agent", 1, parent_task="client-task")
+    request = await peer.wait_for_request()
+    await mesh.idle()
+    await client.cancel("agent", task_id, parent=parent)
+    await mesh.idle()
+    await peer.respond(request, "done")
+    reply = await client.reply(task_id)
+    assert isinstance(reply, Failed) if heeded else reply == Ok({"peer": "done"})

@@ -39,7 +39,7 @@ async def test_memory_writes_before_a_pause_are_applied_once(
         seen = []
         for number in range(rounds):
             seen.append(await ctx.memory.incr("count"))
-            await ctx.call(int_peer(number))
+            await int_peer(number)
         return [*seen, await ctx.memory.incr("count", 0)]
 
     await mesh.replica(count_rounds, l1=l1)

@@ -85,9 +85,9 @@ def function_agent(breakpoints: Breakpoints) -> Any:
     @agent("agent", version="1")
     async def working(ctx: TaskExecutionContext, number: int) -> list[Any]:
         await _run_half(ctx, breakpoints, "a")
-        await ctx.call(int_peer(number))
+        await int_peer(number)
         await _run_half(ctx, breakpoints, "b")
-        await ctx.call(int_peer(number + 1))
+        await int_peer(number + 1)
         return await _read_contents(ctx)
 
     return working
@@ -275,7 +275,7 @@ async def test_pages_cached_in_memory_are_not_fetched_twice(
                 page = f"text {number}".encode()
                 await ctx.memory.set(f"page:{number}", page)
             found.append(page.decode())
-            await ctx.call(int_peer(number))
+            await int_peer(number)
         return found
 
     await mesh.replica(caching, **tiers())
@@ -302,7 +302,7 @@ async def test_reads_after_a_pause_see_earlier_writes(
         await memory.zadd("zset", {"m": 0.1, "n": -1e300})
         await memory.rpush("list", "1", "2", "1")
         await memory.delete("never")
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         return [
             await memory.get("bytes") == bytes(range(256)),
             await memory.hgetall("hash") == {b"f": b"\xff", b"g": b""},
@@ -329,10 +329,10 @@ async def test_a_clear_before_a_pause_is_not_repeated_after_it(
     async def clearing(ctx: TaskExecutionContext, number: int) -> list[str]:
         await ctx.memory.clear()
         await ctx.memory.set("first", "1")
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         await ctx.memory.clear()
         await ctx.memory.set("second", "2")
-        await ctx.call(int_peer(2))
+        await int_peer(2)
         return await ctx.memory.keys()
 
     await mesh.replica(clearing, **tiers())
@@ -386,7 +386,7 @@ async def test_a_write_whose_caller_was_cancelled_is_still_recorded(
             writing.cancel()
             gate.opened.set()
         await asyncio.wait([writing])
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         return await ctx.memory.incr("n", 0)
 
     tiers.l1.after["execute"] = gate

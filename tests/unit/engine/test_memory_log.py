@@ -32,7 +32,7 @@ def counting_agent(is_fixed: list[bool]) -> Any:
         for _ in range(PAUSES):
             for key in range(KEYS):
                 total += await ctx.memory.incr(f"n{key}")
-            await ctx.call(int_peer(1))
+            await int_peer(1)
         if not is_fixed[0]:
             raise ValueError("no")
         return total

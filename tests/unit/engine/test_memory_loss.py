@@ -35,7 +35,7 @@ def remembering_agent(gate: Gate | None = None, seen: list[Any] | None = None) -
     @agent("agent", version="1")
     async def remember(ctx: TaskExecutionContext, number: int) -> str:
         await ctx.memory.set("x", "1")
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         if gate is not None:
             await gate()
         found = await ctx.memory.get("x")
@@ -162,8 +162,8 @@ async def test_a_damaged_memory_can_be_cleared_and_is_stored_in_every_tier(
             errors.append(error)
             await ctx.memory.clear()
             await ctx.memory.set("x", "1")
-        await ctx.call(int_peer(1))
-        await ctx.call(int_peer(2))
+        await int_peer(1)
+        await int_peer(2)
         return (await ctx.memory.get("x") or b"lost").decode()
 
     task_id, request = await start_and_pause(mesh, client, peer, tiers, clearing)
@@ -221,14 +221,14 @@ async def test_a_memory_lost_in_a_segment_is_restored_from_the_checkpoint(
             lose("before a save")
 
         await ctx.memory.incr("x")
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         await ctx.memory.incr("x")
         lose("in the middle")
         await ctx.memory.incr("x")
         await ctx.subtask("s", inside)
         await ctx.memory.incr("x")
         lose("before a pause")
-        await ctx.call(int_peer(2))
+        await int_peer(2)
         return await ctx.memory.incr("x", 0)
 
     await mesh.replica(counting, **tiers())
@@ -361,7 +361,7 @@ async def test_an_unchanged_memory_is_not_written_again(
 
         await ctx.memory.set("x", "1")
         for number in range(rounds):
-            await ctx.call(int_peer(number))
+            await int_peer(number)
             await ctx.subtask(f"s{number}", read)
 
     replica = await mesh.replica(reading, **tiers())
@@ -396,7 +396,7 @@ async def test_a_memory_too_large_fails_the_task_and_names_its_largest_keys(
     @agent("agent", version="1")
     async def hoarding(ctx: TaskExecutionContext, number: int) -> None:
         await ctx.memory.set_many({"small": "x", "large": "x" * 900, "larger": "x" * 2000})
-        await ctx.call(int_peer(1))
+        await int_peer(1)
 
     await mesh.replica(hoarding, **MemoryTiers(mesh, kind)(), memory_max_bytes=2_900)
     reply = await client.reply(await client.ask("agent", 1))
@@ -414,7 +414,7 @@ async def test_keys_keep_their_expiry_across_a_pause(
         await ctx.memory.set("short", "1", ttl=timedelta(seconds=5))
         await ctx.memory.set("long", "1", ttl=timedelta(seconds=100))
         await ctx.memory.set("ever", "1")
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         ttl = await ctx.memory.ttl("long")
         return [await ctx.memory.keys(), None if ttl is None else ttl.total_seconds()]
 
@@ -478,13 +478,13 @@ async def test_a_zombie_changes_nothing_and_is_stopped(
         "write": lambda ctx: ctx.memory.set("x", "zombie"),
         "read": lambda ctx: ctx.memory.get("x"),
         "clear": lambda ctx: ctx.memory.clear(),
-        "pause": lambda ctx: ctx.call(int_peer(2)),
+        "pause": lambda ctx: int_peer(2),
     }
 
     @agent("agent", version="1")
     async def twice(ctx: TaskExecutionContext, number: int) -> str:
         await ctx.memory.set("x", "1")
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         await ctx.memory.set("run", str(len(gates)))
         gates.append(gate := Gate())
         await gate()

@@ -196,7 +196,7 @@ async def test_a_change_of_only_the_expiry_survives_a_pause(
     @agent("agent", version="1")
     async def prolonging(ctx: TaskExecutionContext, number: int) -> str:
         await ctx.memory.set("x", "1", ttl=timedelta(minutes=1))
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         match change:
             case "persist":
                 await ctx.memory.expire("x", None)
@@ -204,7 +204,7 @@ async def test_a_change_of_only_the_expiry_survives_a_pause(
                 await ctx.memory.expire("x", timedelta(days=7))
             case _:
                 await ctx.memory.set("x", "1")
-        await ctx.call(int_peer(2))
+        await int_peer(2)
         return to_text(await ctx.memory.get("x"))
 
     await mesh.replica(prolonging, **tiers())
@@ -226,9 +226,9 @@ async def test_a_shortened_expiry_survives_a_pause(
     @agent("agent", version="1")
     async def shortening(ctx: TaskExecutionContext, number: int) -> str:
         await ctx.memory.set("x", "1")
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         await ctx.memory.expire("x", timedelta(minutes=1))
-        await ctx.call(int_peer(2))
+        await int_peer(2)
         return to_text(await ctx.memory.get("x"))
 
     await mesh.replica(shortening, **tiers())
@@ -255,7 +255,7 @@ def fetching_agent(breakpoints: Breakpoints, found: list[Any], *, fails: bool = 
             found.append("fails")
             raise ValueError("no")
         if not fails:
-            await ctx.call(int_peer(1))
+            await int_peer(1)
         page = to_text(await ctx.memory.get("page"))
         found.append(ctx.memory.recovery)
         return page
@@ -405,7 +405,7 @@ async def test_a_task_continues_when_the_database_was_restored_to_before_l1(
     async def counting(ctx: TaskExecutionContext, calls: int) -> int:
         for item in range(calls):
             await ctx.memory.incr("n")
-            await ctx.call(int_peer(item))
+            await int_peer(item)
         return await ctx.memory.incr("n")
 
     await mesh.replica(counting, **tiers())
@@ -436,7 +436,7 @@ async def test_a_new_task_with_a_reused_id_begins_with_an_empty_memory(
     async def counting(ctx: TaskExecutionContext, calls: int) -> int:
         for item in range(calls):
             await ctx.memory.incr("n")
-            await ctx.call(int_peer(item))
+            await int_peer(item)
         return await ctx.memory.incr("n")
 
     await mesh.replica(counting, **tiers(), memory_keep=previous_memory == "kept")
@@ -463,7 +463,7 @@ async def test_a_snapshot_newer_than_a_restored_database_is_not_used(
     @agent("agent", version="1")
     async def walk(ctx: TaskExecutionContext, number: int) -> list[str]:
         await ctx.memory.set("start", "1")
-        direction = await ctx.call(int_peer(1))
+        direction = await int_peer(1)
 
         async def step(number: int, way: int) -> None:
             await ctx.memory.set(f"way {way}: {number}", "1")
@@ -572,7 +572,7 @@ async def test_a_task_past_its_deadline_ends_despite_a_memory_outage(
     @agent("agent", version="1")
     async def counting(ctx: TaskExecutionContext, number: int) -> int:
         await ctx.memory.incr("n")
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         return await ctx.memory.incr("n")
 
     await mesh.replica(counting, **tiers())
@@ -747,7 +747,7 @@ async def test_the_snapshot_is_stored_before_a_peer_is_called(
     @agent("agent", version="1")
     async def asking(ctx: TaskExecutionContext, number: int) -> str:
         await ctx.memory.set("x", "1")
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         return to_text(await ctx.memory.get("x"))
 
     await mesh.replica(asking, **tiers())

@@ -32,7 +32,7 @@ async def test_a_subtask_that_pauses_writes_to_memory_once(
     async def pausing(ctx: TaskExecutionContext, number: int) -> list[int]:
         async def inside() -> list[int]:
             before = await ctx.memory.incr("n")
-            await ctx.call(int_peer(1))
+            await int_peer(1)
             return [before, await ctx.memory.incr("n")]
 
         return await ctx.subtask("pauses", inside)
@@ -63,7 +63,7 @@ async def test_a_cleared_memory_is_not_cleared_again_on_replay(
         await ctx.memory.clear()
         await ctx.memory.set("outside", "1")
         await ctx.subtask("writes", inside)
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         return await ctx.memory.keys()
 
     await mesh.replica(clearing, **MemoryTiers(mesh, kind)())
@@ -82,7 +82,7 @@ async def test_a_resumed_operation_knows_its_writes_after_a_subtask_that_paused(
     @agent("agent", version="1")
     async def failing(ctx: TaskExecutionContext, number: int) -> int:
         async def inside() -> int:
-            return await ctx.call(int_peer(1))
+            return await int_peer(1)
 
         await ctx.subtask("pauses", inside)
         found = await ctx.memory.incr("n")
@@ -199,7 +199,7 @@ async def test_a_restarted_task_without_a_row_begins_with_an_empty_memory(
     async def counting(ctx: TaskExecutionContext, number: int) -> int:
         found = await ctx.memory.incr("n")
         for item in range(pauses):
-            await ctx.call(int_peer(item))
+            await int_peer(item)
             found = await ctx.memory.incr("n")
         await gate()
         return found
@@ -227,7 +227,7 @@ async def test_a_cancel_found_at_a_pause_preserves_the_memory_for_a_resume(
     async def pausing(ctx: TaskExecutionContext, number: int) -> int:
         found = await ctx.memory.incr("n")
         await gate()
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         return found
 
     replica = await mesh.replica(pausing, **tiers())
@@ -259,7 +259,7 @@ async def test_memory_written_after_an_unreadable_checkpoint_is_not_mistaken_for
     @agent("agent", version="1")
     async def counting(ctx: TaskExecutionContext, number: int) -> int:
         await ctx.memory.incr("n")
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         found = await ctx.memory.incr("n")
         await gate()
         return found
@@ -299,7 +299,7 @@ async def test_a_zombie_that_finds_an_empty_l1_does_not_disturb_the_owner(
         if run == 2 and early:
             await other()
         await ctx.memory.incr("n")
-        await ctx.call(int_peer(1))
+        await int_peer(1)
         if run == 2 and not early:
             await other()
         return await ctx.memory.incr("n")

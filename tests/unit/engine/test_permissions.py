@@ -40,7 +40,7 @@ def echo_agent(gate: Gate | None = None, name: str = "echo") -> Any:
     async def ask(ctx: TaskExecutionContext, text: Any) -> Any:
         if gate is not None:
             await gate()
-        await ctx.call(Peer("peer", int, int)(1))
+        await Peer("peer", int, int)(1)
         return text
 
     return ask
@@ -101,34 +101,38 @@ async def test_another_request_under_the_same_id_is_refused(
 ) -> None:
     gate = Gate()
     await mesh.replica(echo_agent(gate), durable=durable)
-    task_id = await client.ask("echo", "first")
+    task_id = await client.ask("echo", {"to": {"city": "Rome"}})
     await gate.wait_reached()
     if state == "running":
-        await client.ask("echo", "second", task_id)
-        assert assert_refused_once(client, await client.reply(task_id))
+        await client.ask("echo", {"to": {"city": "Oslo"}}, task_id)
+        assert has_other_input(client, await client.reply(task_id), task_id)
     gate.opened.set()
     call = await peer.wait_for_request()
     if state == "waiting":
-        await client.ask("echo", "second", task_id)
-        assert assert_refused_once(client, await client.reply(task_id))
+        await client.ask("echo", {"to": {"city": "Oslo"}}, task_id)
+        assert has_other_input(client, await client.reply(task_id), task_id)
     await peer.respond(call, 1)
     await mesh.idle()
     if state == "ended":
-        assert await client.reply(task_id) == Ok("first")
+        assert await client.reply(task_id) == Ok({"to": {"city": "Rome"}})
         client.messages.clear()
-        await client.ask("echo", "second", task_id)
-        assert assert_refused_once(client, await client.reply(task_id))
+        await client.ask("echo", {"to": {"city": "Oslo"}}, task_id)
+        # The row of an ended task has no request to compare with.
+        assert has_other_input(client, await client.reply(task_id), task_id, "")
     else:
-        assert client.replies(task_id) == [Ok("first")]
+        assert client.replies(task_id) == [Ok({"to": {"city": "Rome"}})]
     assert len(peer.requests) == 1
     await mesh.idle()
     assert mesh.unacked("echo") == mesh.waiting("echo") == 0
 
 
-def assert_refused_once(client: FakePeer, reply: object) -> bool:
-    """Whether `reply` says that the id is in use. Also clears the received messages."""
+def has_other_input(
+    client: FakePeer, reply: object, task_id: str, field: str = " (field 'to.city')"
+) -> bool:
+    """Whether `reply` says that the id has another input. Also clears the received messages."""
     client.messages.clear()
-    return isinstance(reply, Failed) and reply.message.startswith(ID_IN_USE)
+    message = f"task {task_id!r} exists with another input{field}"
+    return reply == Failed(FailureKind.INVALID, message)
 
 
 async def test_the_order_of_keys_does_not_change_an_input(
@@ -294,7 +298,7 @@ async def test_an_outsider_cannot_resume(
     await mesh.advance(2)
     assert await mesh.task(task_id) == before
     assert mallory.messages == client.messages == []
-    assert len(mesh.dead_letters("agent")) == 1
+    assert mesh.dead_reasons("agent") == [f"task {task_id} belongs to another requester"]
     assert steps.started.names == ["a", "b"]
 
 
@@ -315,8 +319,7 @@ async def test_an_impostor_cannot_resume(mesh: Mesh, client: FakePeer, mallory: 
 async def test_a_resume_cannot_change_the_input(mesh: Mesh, client: FakePeer) -> None:
     task_id, steps = await create_failed_child(mesh, client)
     await client.send("agent", resend_request(client, task_id, 100))
-    await client.reply(task_id)
-    assert assert_refused(client, task_id)
+    assert has_other_input(client, await client.reply(task_id), task_id, "")
     assert await mesh.state(task_id) is TaskState.FAILED
     assert steps.started.names == ["a", "b"]
 
@@ -389,6 +392,7 @@ async def cancel_as_outsider(mesh: Mesh, mallory: FakePeer, replica: str, task_i
     await mallory.send_to_address(f"echo.private.{replica}", cancel)
     await mallory.send_control("echo", cancel)
     await mesh.idle()
+    assert f"task {task_id} belongs to another requester" in mesh.dead_reasons("echo")
 
 
 @BACKENDS

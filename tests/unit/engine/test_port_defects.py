@@ -164,8 +164,8 @@ async def test_a_repeated_defect_is_reported_once_a_minute(
         raise Defect("again and again")
 
     replica.store.before["due"] = fails
-    replica.worker._spawn(fails())
-    replica.worker._spawn(fails())
+    replica.worker._spawn(fails)
+    replica.worker._spawn(fails)
     await mesh.idle()
     (event,) = mesh.events.matching(Step.DEFECT)
     assert event.detail["error"] == "Defect: again and again"

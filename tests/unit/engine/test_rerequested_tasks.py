@@ -213,7 +213,7 @@ async def test_a_request_during_the_first_pause_is_answered(
 
     @agent("agent", version="1")
     async def plain(ctx: TaskExecutionContext, number: int) -> int:
-        return await ctx.call(int_peer(number))
+        return await int_peer(number)
 
     replica = await mesh.replica(plain)
     replica.store.before["pause"] = begin_gate
@@ -236,7 +236,7 @@ async def test_a_child_on_another_replica_replies_to_the_latest_requester(
 
     @agent("agent", version="1")
     async def pausing(ctx: TaskExecutionContext, number: int) -> int:
-        return await ctx.call(int_peer(await steps(ctx, "a", number)))
+        return await int_peer(await steps(ctx, "a", number))
 
     owner = await mesh.replica(pausing)
     task_id = await client.ask("agent", 1, parent_task="parent")
@@ -302,7 +302,7 @@ async def test_a_child_without_a_checkpoint_restarts_under_its_id(
 
     @agent("agent", version="1")
     async def plain(ctx: TaskExecutionContext, number: int) -> int:
-        answer = await ctx.call(int_peer(number))
+        answer = await int_peer(number)
         if not is_fixed[0]:
             raise ValueError("no")
         return answer
@@ -422,7 +422,7 @@ async def test_parent_and_child_resume_together(mesh: Mesh, client: FakePeer) ->
 
     @agent("parent", version="1")
     async def parent(ctx: TaskExecutionContext, number: int) -> int:
-        return await ctx.call(child(await steps(ctx, "of the parent", number)))
+        return await child(await steps(ctx, "of the parent", number))
 
     await mesh.replica(failing_child, parent)
     task_id = await client.ask("parent", 1)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fake_peer import FakePeer
+from meshpoint import Peer, Replies, StatefulAgent, agent
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
@@ -159,7 +160,8 @@ async def test_artifacts_of_peers_reach_the_agent(
         await peer.wait_for_request(),
         Ok(1, artifacts=({"name": "map", "parts": [{"text": "…"}]},)),
     )
-    assert await client.reply(task_id) == Ok([{"name": "map", "parts": [{"text": "…"}]}])
+    map_: dict[str, Any] = {"name": "map", "parts": [{"text": "…"}]}
+    assert await client.reply(task_id) == Ok([map_], artifacts=(map_,))
 
 
 @BACKENDS
@@ -198,3 +200,76 @@ async def test_user_metadata_of_a_request_is_passed_to_peers(
         ("ada", "s1", {"units": "metric"}, {"tenant": "north"}),
         ({"token": "t"}, 1, "one", {"traceparent": "00-abc-def-01"}),
     ]
+
+
+def merging_agents(*, merges: bool) -> list[Any]:
+    """Agents that ask `peer` twice, one after the other, and produce an artifact of their own."""
+    ask = Peer("peer", int, int)
+
+    @agent("function", merge_artifacts=merges)
+    async def function(ctx: TaskExecutionContext, number: int) -> int:
+        ctx.produced_artifacts.append({"own": 1})
+        answer = await ask(number).with_artifacts()
+        ctx.produced_artifacts.extend([{"own": 2}, *answer.artifacts])
+        return await ask(answer.value)
+
+    class Stateful(StatefulAgent[int, int, int]):
+        name = "stateful"
+        merge_artifacts = merges
+
+        async def on_request(self, ctx: TaskExecutionContext, request: int) -> Any:
+            ctx.produced_artifacts.append({"own": 1})
+            return self.ask(0, {"a": ask(request)}, then=self.on_first)
+
+        async def on_first(self, ctx: TaskExecutionContext, state: int, replies: Replies) -> Any:
+            return self.ask(0, {"a": ask(1)}, then=self.on_second)
+
+        async def on_second(self, ctx: TaskExecutionContext, state: int, replies: Replies) -> Any:
+            ctx.produced_artifacts.append({"own": 2})
+            return self.done(replies.value("a", ask))
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
+        ctx.produced_artifacts.append({"own": 1})
+        return Paused([Call("a", "peer", request)], b"1")
+
+    async def resume(ctx: TaskExecutionContext, state: bytes, outcomes: Any) -> Any:
+        if state == b"1":
+            return Paused([Call("a", "peer", 1)], b"2")
+        ctx.produced_artifacts.append({"own": 2})
+        return Done(0)
+
+    raw = ScriptedAgent("raw", start, resume)
+    if not merges:
+        raw.merge_artifacts = False  # type: ignore[attr-defined]
+    return [function, Stateful(), raw]
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("name", "merges", "expected"),
+    [
+        ("function", True, [{"own": 1}, {"own": 2}, {"peer": 1}, {"peer": 2}]),
+        ("function", False, [{"own": 1}, {"own": 2}, {"peer": 1}]),
+        ("stateful", True, [{"own": 1}, {"peer": 1}, {"peer": 2}, {"own": 2}]),
+        ("stateful", False, [{"own": 1}, {"own": 2}]),
+        ("raw", True, [{"own": 1}, {"peer": 1}, {"peer": 2}, {"own": 2}]),
+        ("raw", False, [{"own": 1}, {"own": 2}]),
+    ],
+)
+async def test_artifacts_of_peers_are_merged_unless_the_agent_says_otherwise(
+    mesh: Mesh,
+    client: FakePeer,
+    peer: FakePeer,
+    durable: bool,
+    name: str,
+    merges: bool,
+    expected: list[Any],
+) -> None:
+    await mesh.replica(*merging_agents(merges=merges), durable=durable)
+    task_id = await client.ask(name, 1)
+    for number in (1, 2):
+        request = await peer.wait_for_request(number)
+        await peer.respond(request, Ok(number, artifacts=({"peer": number},)))
+    reply = await client.reply(task_id)
+    assert isinstance(reply, Ok)
+    assert list(reply.artifacts) == expected

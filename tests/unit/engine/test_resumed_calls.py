@@ -49,6 +49,32 @@ async def test_repeated_calls_go_to_the_same_tasks(
     assert len({child.id for child in operation.children}) == 3
 
 
+async def test_equal_calls_of_one_pause_go_to_different_tasks_again(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    is_fixed = [False]
+
+    @agent("agent", version="1")
+    async def calling(ctx: TaskExecutionContext, number: int) -> list[int]:
+        await ctx.subtask("once", int, 1)
+        answers = list(await ctx.gather(int_peer(7), int_peer(7)))
+        if not is_fixed[0]:
+            raise ValueError("no")
+        return answers
+
+    await mesh.replica(calling)
+    task_id = await client.ask("agent", 1)
+    first = await answer_in_turn(mesh, peer, 70, 71)
+    await client.reply(task_id)
+    is_fixed[0] = True
+    await resume_and_sweep(mesh, task_id)
+    again = await answer_in_turn(mesh, peer, 700, 710, before=2)
+    ids = {request.correlation_id for request in first}
+    assert {request.correlation_id for request in again} == ids
+    assert len(ids) == 2
+    assert await stored_outcome(mesh, task_id) == Ok([700, 710])
+
+
 async def test_changed_calls_go_to_new_tasks(mesh: Mesh, client: FakePeer, peer: FakePeer) -> None:
     is_fixed = [False]
     first_release = await mesh.replica(calling_until_fixed(is_fixed, 7))
@@ -110,7 +136,7 @@ async def test_calls_of_an_outdated_subtask_are_made_again(
     second = await mesh.fake_peer("other")
 
     async def ask(ctx: TaskExecutionContext, number_: int, salt: int) -> int:
-        return await ctx.call(int_peer(number_))
+        return await int_peer(number_)
 
     def release(salt: int, is_fixed: bool) -> Any:
         @agent("agent", version="1")
@@ -118,7 +144,7 @@ async def test_calls_of_an_outdated_subtask_are_made_again(
             answers = [
                 await ctx.subtask("same", ask, ctx, 1, 0),
                 await ctx.subtask("changed", ask, ctx, 2, salt),
-                await ctx.call(other_peer(5)) if pauses_between else 5,
+                await other_peer(5) if pauses_between else 5,
                 await ctx.subtask("after", ask, ctx, 3, 0),
             ]
             if not is_fixed:
@@ -157,11 +183,11 @@ async def test_calls_of_a_recorded_subtask_are_not_reused_elsewhere(
     is_fixed = [False]
 
     async def ask(ctx: TaskExecutionContext) -> int:
-        return await ctx.call(int_peer(7))
+        return await int_peer(7)
 
     @agent("agent", version="1")
     async def twice(ctx: TaskExecutionContext, number: int) -> list[int]:
-        answers = [await ctx.subtask("inside", ask, ctx), await ctx.call(int_peer(7))]
+        answers = [await ctx.subtask("inside", ask, ctx), await int_peer(7)]
         if not is_fixed[0]:
             raise ValueError("no")
         return answers

@@ -157,3 +157,41 @@ async def test_statuses_that_the_broker_rejects_are_reported(
     (rejected,) = await mesh.events.wait(Step.MESSAGE_REJECTED, task_id=task_id)
     assert rejected.detail["type"] == "status"
     assert client.statuses() == []
+
+
+@BACKENDS
+async def test_a_flood_costs_few_look_ups(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, durable: bool
+) -> None:
+    replica = await mesh.replica(asker("asker", "peer"), durable=durable)
+    await client.ask("asker", 1)
+    request = await peer.wait_for_request()
+    store = replica.store if durable else replica.memory
+    for number in range(3):
+        for _ in range(200):
+            await peer.status(request, number)
+            await peer.status(request, number, app_id="mallory")
+        await mesh.idle()
+        assert len(client.statuses()) == 20 * (number + 1)
+        mesh.clock.advance(seconds(1))
+    looked_up = [given for name, given in store.arguments if name == "record_progress"]
+    senders = [progress.sender for (updates,) in looked_up for progress in updates]
+    assert senders.count("peer") == 3
+    await peer.respond(request, "right")
+
+
+@BACKENDS
+async def test_a_short_idle_timeout_is_extended_by_each_update(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, durable: bool
+) -> None:
+    call = asker("asker", "peer", timeout=seconds(100), idle_timeout=seconds(2))
+    await mesh.replica(call, durable=durable)
+    task_id = await client.ask("asker", 1)
+    request = await peer.wait_for_request()
+    for _ in range(20):
+        await mesh.advance(0.5)
+        await peer.status(request, "alive")
+        await mesh.idle()
+    assert client.replies() == []
+    await mesh.advance(3)
+    assert client.replies(task_id) == [Ok({"peer": "timeout"})]

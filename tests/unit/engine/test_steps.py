@@ -65,7 +65,7 @@ def two_pauses(work: Work) -> Any:
         for _ in range(2):
             number = await ctx.step("add", work.add_one, number)
             number = await ctx.step("add", work.add_one, number)
-            number += await ctx.call(int_peer(number))
+            number += await int_peer(number)
         return await ctx.step("add", work.add_one, number)
 
     return pausing
@@ -241,7 +241,7 @@ async def test_a_failure_is_the_same_in_every_run(
             await ctx.step("fail", work.fail, "token password=hunter2")
         except StepFailed as error:
             seen.append(f"{error.step} {error.error_type} {error.kind} {error}")
-        return await ctx.call(int_peer(number))
+        return await int_peer(number)
 
     await mesh.replica(failing, durable=durable)
     task_id = await client.ask("agent", 1)
@@ -323,7 +323,7 @@ async def subtask_inside(ctx: TaskExecutionContext, work: Work) -> Any:
 @misuse("agent called a peer while step 'call' was open: await a step before the next peer call")
 async def peer_call_inside(ctx: TaskExecutionContext, work: Work) -> Any:
     async def call() -> int:
-        return await ctx.call(int_peer(1))
+        return await int_peer(1)
 
     try:
         return await ctx.step("call", call)
@@ -334,7 +334,7 @@ async def peer_call_inside(ctx: TaskExecutionContext, work: Work) -> Any:
 @misuse("agent called a peer while step 'a' was open")
 async def open_at_a_pause(ctx: TaskExecutionContext, work: Work) -> Any:
     step = asyncio.create_task(ctx.step("a", work.add_one, 1))
-    await ctx.call(int_peer(1))
+    await int_peer(1)
     return await step
 
 
@@ -382,7 +382,7 @@ async def test_tokens_used_in_a_step_count_once(
 
         for _ in range(2):
             await ctx.step("think", think)
-            await ctx.call(int_peer(number))
+            await int_peer(number)
         await ctx.step("think", think)
         thoughts: Any = ctx.flags["thoughts"]
         return int(thoughts)
@@ -455,12 +455,12 @@ async def test_a_subtask_that_pauses_keeps_the_places_of_later_steps(
     async def pausing(ctx: TaskExecutionContext, number: int) -> int:
         async def part(start: int) -> int:
             number = await ctx.step("add", work.add_one, start)
-            number += await ctx.call(int_peer(number))
+            number += await int_peer(number)
             return await ctx.step("add", work.add_one, number)
 
         number = await ctx.subtask("part", part, number)
         number = await ctx.step("add", work.add_one, number)
-        number += await ctx.call(int_peer(number))
+        number += await int_peer(number)
         return await ctx.step("add", work.add_one, number)
 
     await mesh.replica(pausing)
@@ -481,7 +481,7 @@ async def test_a_new_attempt_from_the_beginning_drops_step_records(
     async def failing(ctx: TaskExecutionContext, number: int) -> int:
         await ctx.subtask("operation", int, 1)
         number = await ctx.step("add", work.add_one, number)
-        number += await ctx.call(int_peer(number))
+        number += await int_peer(number)
         number = await ctx.step("add", work.add_one, number)
         if not is_fixed[0]:
             raise ValueError("no")
@@ -510,7 +510,7 @@ async def test_a_step_that_was_not_there_before_parks_the_task(
     async def changing(ctx: TaskExecutionContext, number: int) -> int:
         if is_new[0]:
             await ctx.step("new", work.add_one, number)
-        return await ctx.call(int_peer(number))
+        return await int_peer(number)
 
     await mesh.replica(changing)
     task_id = await client.ask("agent", 1)
@@ -621,7 +621,7 @@ async def test_a_cancelled_step_is_cancelled_in_every_run(
             await step
         except asyncio.CancelledError:
             cancelled.append("slow")
-        return await ctx.call(int_peer(number))
+        return await int_peer(number)
 
     await mesh.replica(impatient)
     task_id = await client.ask("agent", 1)

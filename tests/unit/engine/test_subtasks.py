@@ -57,7 +57,7 @@ async def test_a_task_builds_neither_subtasks_nor_memory_unless_it_uses_them(
 
     @agent("caller")
     async def caller(ctx: TaskExecutionContext, number: int) -> int:
-        return await ctx.call(int_peer(number))
+        return await int_peer(number)
 
     monkeypatch.setattr(f"meshpoint.engine.segment.{built}", refuse)
     await mesh.replica(caller)
@@ -217,7 +217,7 @@ def pausing_agent(run_log: RunLog, subtasks: int = 2) -> Any:
     async def pausing(ctx: TaskExecutionContext, number: int) -> list[int]:
         async def call_in_subtask(name: str, number_: int) -> int:
             run_log(f"{name} begins")
-            answer = await ctx.call(int_peer(number_))
+            answer = await int_peer(number_)
             run_log(f"{name} ends")
             return answer
 
@@ -226,7 +226,7 @@ def pausing_agent(run_log: RunLog, subtasks: int = 2) -> Any:
             await ctx.subtask(f"s{n}", call_in_subtask, f"s{n}", number + n)
             for n in range(subtasks)
         ]
-        return [*answers, await ctx.call(int_peer(99))]
+        return [*answers, await int_peer(99)]
 
     return pausing
 
@@ -380,7 +380,7 @@ async def test_subtasks_can_begin_in_asyncio_tasks_of_a_framework(
             subtask_tasks = [
                 tools.create_task(steps(ctx, name, number)) for name in ("left", "right")
             ]
-        await ctx.call(int_peer(number))
+        await int_peer(number)
         return [task.result() for task in subtask_tasks]
 
     await mesh.replica(framework, durable=durable)
@@ -405,7 +405,7 @@ async def test_a_caught_subtask_failure_is_raised_again_after_a_pause(
         try:
             number = await ctx.subtask("fetch", failing)
         except ConnectionError:
-            number = await ctx.call(int_peer(number))
+            number = await int_peer(number)
         return number
 
     await mesh.replica(careful)
@@ -441,7 +441,7 @@ def three_step_agent(steps: Steps) -> Any:
     async def run_three(ctx: TaskExecutionContext, number: int) -> int:
         number = await steps(ctx, "a", number)
         number = await steps(ctx, "b", number)
-        return await steps(ctx, "c", number + await ctx.call(int_peer(number)))
+        return await steps(ctx, "c", number + await int_peer(number))
 
     return run_three
 

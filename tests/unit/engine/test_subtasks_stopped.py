@@ -143,7 +143,7 @@ async def test_a_cancel_of_a_waiting_operation_writes_a_final_checkpoint(
 
     @agent("agent", version="1")
     async def pausing(ctx: TaskExecutionContext, number: int) -> int:
-        return await ctx.call(int_peer(await steps(ctx, "a", number)))
+        return await int_peer(await steps(ctx, "a", number))
 
     await mesh.replica(pausing)
     task_id = await client.ask("agent", 1)
@@ -509,7 +509,7 @@ async def test_an_operation_to_fail_needs_no_replica_that_reads_it(
     def versioned(version: str) -> FunctionAgent[int, int]:
         @agent("agent", version=version)
         async def pausing(ctx: TaskExecutionContext, number: int) -> int:
-            answer = await ctx.call(int_peer(await steps(ctx, "a", number)))
+            answer = await int_peer(await steps(ctx, "a", number))
             return await steps(ctx, "b", answer)
 
         return pausing
@@ -597,7 +597,7 @@ async def test_waiting_operations_have_no_owner(
 
     @agent("agent", version="1")
     async def pausing(ctx: TaskExecutionContext, number: int) -> int:
-        return await ctx.call(int_peer(await steps(ctx, "a", number)))
+        return await int_peer(await steps(ctx, "a", number))
 
     first = await mesh.replica(pausing, on_lost_owner="fail")
     task_id = await client.ask("agent", 1)

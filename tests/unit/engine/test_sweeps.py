@@ -280,7 +280,7 @@ async def test_a_silent_reply_queue_delays_others_only_briefly(
 
 @agent("long_task", version="1")
 async def call_if_large(ctx: TaskExecutionContext, number: int) -> int:
-    return number if number < 10 else await ctx.call(Peer("peer", int, int)(number))
+    return number if number < 10 else await Peer("peer", int, int)(number)
 
 
 async def test_a_slow_broker_loses_no_reply_of_an_in_process_task(

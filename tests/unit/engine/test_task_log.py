@@ -128,7 +128,7 @@ async def test_an_agent_that_reads_no_logs_must_not_append(
 @agent("editor")
 async def editor(ctx: TaskExecutionContext, chapters: int) -> int:
     writer = Peer("peer", int, str)
-    return sum([len(await ctx.call(writer(chapter))) for chapter in range(chapters)])
+    return sum([len(await writer(chapter)) for chapter in range(chapters)])
 
 
 @pytest.mark.parametrize("durable", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from meshpoint.engine.responses import Throttle
+from meshpoint.engine.throttle import Throttle
 from meshpoint.model.ids import TaskId
 
 LOUD_TASK = TaskId("loud")

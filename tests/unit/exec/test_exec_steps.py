@@ -33,7 +33,7 @@ async def flow(ctx, n: int) -> list:
         caught = str(error)
     stop_at("before the subtask")
     part = await ctx.subtask("part", run_part, ctx, first)
-    answer = await ctx.call(helper_peer(part))
+    answer = await helper_peer(part)
     stop_at("after the call")
     last = await ctx.step("last", add_one, answer)
     if Path("fails").exists():

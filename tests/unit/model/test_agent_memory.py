@@ -34,8 +34,16 @@ class FakeMemoryRunner:
     def use_subtasks(self) -> Any:
         raise AssertionError("these tests use no subtasks")
 
+    place = (0, 0)
+
+    def now(self, pauses: int) -> Any:
+        raise AssertionError("these tests do not ask for the time")
+
     def use_steps(self) -> Any:
         raise AssertionError("these tests use no steps")
+
+    async def set_value(self, key: str, value: bytes) -> None:
+        raise AssertionError("these tests set no values")
 
     def __init__(self, memory: WorkingMemory) -> None:
         self._memory = memory

@@ -16,6 +16,7 @@ from meshpoint.errors import IncompatibleState, NotJson
 from meshpoint.model.context import A2AContext, TaskExecutionContext
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address
+from meshpoint.model.status_metadata import UpdateKind
 from meshpoint.model.usage import Tokens, TokenUsage
 
 zones = st.integers(-12 * 60, 14 * 60).map(lambda minutes: timezone(timedelta(minutes=minutes)))
@@ -69,22 +70,34 @@ STORED_FIELDS = [
 
 PUBLIC_NAMES = {
     *STORED_FIELDS,
-    "call",
+    "add_artifact",
+    "add_text",
     "cancelled",
+    "first",
     "from_checkpoint_dict",
     "gather",
     "gather_outcomes",
+    "is_cancelled",
     "memory",
+    "now",
     "outcome",
     "progress",
+    "random",
+    "receive",
     "replaying",
     "save_progress",
     "saved_progress",
-    "status",
+    "set_value",
+    "sleep",
+    "sleep_until",
     "step",
     "subject",
     "subtask",
     "to_checkpoint_dict",
+    "update_status",
+    "uuid4",
+    "wait_cancelled",
+    "wait_for",
 }
 
 
@@ -215,20 +228,20 @@ def test_fields_missing_from_an_earlier_version_are_empty() -> None:
 
 
 async def test_status_reports_a_validated_copy() -> None:
-    reported: list[JsonValue] = []
+    reported: list[tuple[UpdateKind, JsonValue]] = []
 
-    async def report(data: JsonValue) -> None:
-        reported.append(data)
+    async def report(kind: UpdateKind, data: JsonValue) -> None:
+        reported.append((kind, data))
 
     context = create_context(report=report)
-    await context.status({"step": 1})
+    await context.update_status({"step": 1})
     with pytest.raises(NotJson, match=r"^status\.when"):
-        await context.status({"when": object()})  # type: ignore[dict-item]  # wrong on purpose
-    assert reported == [{"step": 1}]
+        await context.update_status({"when": object()})  # type: ignore[dict-item]  # wrong on purpose
+    assert reported == [(UpdateKind.STATUS, {"step": 1})]
 
 
 async def test_status_without_a_listener_does_nothing() -> None:
-    await create_context().status("fine")
+    await create_context().update_status("fine")
 
 
 def test_secrets_are_not_in_the_repr() -> None:

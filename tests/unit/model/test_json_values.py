@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import JsonValue
 
 from json_strategies import json_values, texts
 from meshpoint.errors import NotJson
@@ -22,8 +23,11 @@ from meshpoint.model.json_values import (
     MAX_DEPTH,
     JsonDict,
     JsonList,
+    call_digest,
     check_json,
     copy_containers,
+    differing_field,
+    json_digest,
 )
 
 NOT_JSON = [
@@ -175,3 +179,26 @@ def test_an_endless_iterator_is_refused(declared: Any) -> None:
         copy_containers(value)
     with pytest.raises(TypeMismatch, match="more than 100000 values"):
         DeclaredType(declared, "result").write(value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "field"),
+    [
+        ({"city": "Rome"}, {"city": "Oslo"}, "city"),
+        ({"a": 1, "to": {"city": "Rome"}}, {"a": 1, "to": {"city": "Oslo"}}, "to.city"),
+        ({"a": 1}, {"a": 1, "b": 2}, "b"),
+        ({"a": 1, "b": 2}, {"a": 1}, "b"),
+        ({"a": [1]}, {"a": [2]}, "a"),
+        ({"a": {"b": 1}}, {"a": None}, "a"),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, None),
+        ("Rome", "Oslo", None),
+        ([1], [2], None),
+    ],
+)
+def test_the_first_field_that_differs(one: JsonValue, other: JsonValue, field: str | None) -> None:
+    assert differing_field(one, other) == field
+
+
+@given(texts, json_values | st.integers() | texts)
+def test_the_digest_of_a_call_is_that_of_its_peer_and_input(peer: str, call_input: Any) -> None:
+    assert call_digest(peer, call_input) == json_digest([peer, call_input])

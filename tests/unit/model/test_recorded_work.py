@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -181,6 +182,19 @@ def test_only_some_kinds_are_retried() -> None:
         ({"initial_interval": -1}, "initial_interval is -1"),
         ({"max_elapsed": True}, "max_elapsed must be a timedelta"),
         ({"retry_on": ["flaky"]}, "retry_on has 'flaky'"),
+        ({"retry_on": [[]]}, r"retry_on has \[\]"),
+        ({"retry_on": "error"}, "retry_on must be a list"),
+        ({"retry_on": iter(["error"])}, "retry_on must be a list"),
+        ({"retry_on": None}, "retry_on must be a list"),
+        ({"max_attempts": "3"}, "max_attempts is '3'"),
+        ({"max_attempts": math.nan}, "max_attempts is nan"),
+        ({"max_attempts": 10**5000}, "max_attempts is a value of type int"),
+        ({"backoff_factor": "2"}, "backoff_factor is '2'"),
+        ({"backoff_factor": math.inf}, "backoff_factor is inf"),
+        ({"backoff_factor": 10**5000}, "backoff_factor is a value of type int"),
+        ({"initial_interval": -(10**5000)}, "initial_interval is a value of type int"),
+        ({"initial_interval": timedelta.max}, "initial_interval is .*at most ten years"),
+        ({"max_interval": None}, "max_interval must be a timedelta"),
     ],
 )
 def test_a_policy_is_checked(values: Any, problem: str) -> None:
@@ -191,3 +205,8 @@ def test_a_policy_is_checked(values: Any, problem: str) -> None:
 def test_a_large_factor_does_not_overflow() -> None:
     policy = RetryPolicy(max_attempts=2_000, backoff_factor=10.0, jitter=False)
     assert policy.wait_before(1_999, FailureKind.ERROR, 0) == 100
+
+
+def test_no_initial_interval_is_no_wait_before_any_attempt() -> None:
+    policy = RetryPolicy(max_attempts=2_000, initial_interval=0, backoff_factor=3)
+    assert policy.wait_before(1_999, FailureKind.ERROR, 0) == 0

@@ -291,7 +291,10 @@ def test_agents_inherit_the_message_limit_of_the_mesh(write: Write) -> None:
             "agent.entrypont: is not a known key; did you mean 'entrypoint'",
         ),
         ("agnet:\n  name: travel\n", "agnet: is not a known key; did you mean 'agent'?"),
-        ("mesh: {wholly_different: 1}\n", "known keys are broker_url, delivery_limit,"),
+        (
+            "mesh: {wholly_different: 1}\n",
+            "known keys are broker_url, database_url, delivery_limit,",
+        ),
         (
             TRAVEL_CONFIG + "  namespace: demo\n",
             "agent.namespace: is a key of mesh; move it under 'mesh:'",

@@ -24,12 +24,15 @@ class FakeCallRecorder:
 
     replaying = False
     is_own_task = True
-    position = passed = 0
+    is_pausing = False
+    has_waited = False
+    position = passed = attempt = 0
+    recorded_now = None
 
     def __init__(self) -> None:
         self.skipped: list[str] = []
 
-    async def ask(self, calls: Any, join: Any) -> Any:
+    def ask(self, calls: Any, join: Any) -> Any:
         raise AssertionError("these tests make no peer calls")
 
     def skip_subtask(self, subtask: str) -> None:
@@ -49,6 +52,10 @@ class FakeSubtaskLog:
         self.before_save: Callable[[str], Any] | None = None
         self.stop: BaseException | None = None
         self._versions: dict[str, list[tuple[int, SubtaskRecord]]] = {}
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.stop is not None
 
     async def open_operation(self, operation: Operation) -> None:
         self._raise_if_stopped()
@@ -132,11 +139,19 @@ class AttemptHarness:
     def use_subtasks(self) -> Subtasks:
         return self.runner
 
+    place = (0, 0)
+
+    def now(self, pauses: int) -> Any:
+        raise AssertionError("these tests do not ask for the time")
+
     def use_steps(self) -> Any:
         raise AssertionError("these tests use no steps")
 
     def use_memory(self) -> None:
         raise AssertionError("these tests use no memory")
+
+    async def set_value(self, key: str, value: bytes) -> None:
+        raise AssertionError("these tests set no values")
 
     def rerun(self, *, paused: bool = False) -> TaskExecutionContext:
         """The next run of this attempt, after a crash or after a pause."""

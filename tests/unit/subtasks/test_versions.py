@@ -191,6 +191,7 @@ def test_partials_methods_and_callables_have_their_functions_version() -> None:
 
 def test_builtins_and_classes_are_versioned_by_name() -> None:
     assert version_of(len) == "name:builtins.len"
+    assert version_of(str.upper) == "name:builtins.str.upper"
     assert version_of(Calculator).endswith(".Calculator")
     assert version_of(operator.itemgetter(1)) == "name:operator.itemgetter"
 

@@ -137,6 +137,20 @@ class InProcessExchange:
             return PublishResult.UNROUTABLE
         return PublishResult.ACCEPTED if self.put(queue, message) else PublishResult.OVERLOADED
 
+    def consume(
+        self, address: Address, prefetch: int, on_delivery: OnDelivery
+    ) -> InProcessSubscription:
+        """Deliver messages from `address` until cancelled; see `InProcessBroker.consume`."""
+        queue = self.queues.get(address)
+        if queue is None:
+            raise ConfigurationError(
+                "broker", f"there is no queue {address!r}", "declare its agent first"
+            )
+        consumer = InProcessSubscription(self, queue, prefetch, on_delivery)
+        queue.consumers.append(consumer)
+        self.deliver_ready(queue)
+        return consumer
+
     def private_queues(self, agent: AgentName) -> list[Queue]:
         """The private queues of all replicas of `agent`."""
         return [queue for queue in self.queues.values() if queue.private and queue.agent == agent]
@@ -315,6 +329,11 @@ class InProcessBroker:
 
     async def close(self) -> None:
         """Cancel the consumers and requeue their unacked deliveries."""
+        self.abort()
+        await asyncio.sleep(0)
+
+    def abort(self) -> None:
+        """Like `close`, but synchronous."""
         if not self._open:
             return
         self._open = False
@@ -323,7 +342,6 @@ class InProcessBroker:
         self.lose_connection()
         self._consumers.clear()
         self._exchange.detach(self)
-        await asyncio.sleep(0)
 
     def lose_connection(self) -> None:
         """Requeue all unacked deliveries, as if the connection had broken and come back.
@@ -376,16 +394,9 @@ class InProcessBroker:
             ConfigurationError: no queue is declared at `address`.
         """
         await self._require_open()
-        queue = self._exchange.queues.get(address)
-        if queue is None:
-            raise ConfigurationError(
-                "broker", f"there is no queue {address!r}", "declare its agent first"
-            )
-        consumer = InProcessSubscription(self._exchange, queue, prefetch, on_delivery)
+        consumer = self._exchange.consume(address, prefetch, on_delivery)
         self._consumers = [each for each in self._consumers if each.unacked or not each.cancelled]
         self._consumers.append(consumer)
-        queue.consumers.append(consumer)
-        self._exchange.deliver_ready(queue)
         return consumer
 
     async def depth(self, address: Address) -> int | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from meshpoint.adapters.inprocess.rows import CallRow, Tables, TaskRow
+from meshpoint.model.call_attempts import superseded
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.outcomes import Failed, decode_outcome
 from meshpoint.model.tasks import (
@@ -13,10 +15,14 @@ from meshpoint.model.tasks import (
     NO_DEADLINE,
     CallState,
     CallSummary,
+    ListPosition,
+    StoredCall,
+    StoredTask,
     TaskFilter,
     TaskState,
     TaskSummary,
 )
+from meshpoint.model.waits import display_name, is_wait
 
 
 class InProcessCatalog:
@@ -31,7 +37,7 @@ class InProcessCatalog:
         states: Sequence[TaskState] = (),
         where: TaskFilter = EVERY_TASK,
         limit: int = 100,
-        after: TaskId | None = None,
+        after: TaskId | ListPosition | None = None,
     ) -> list[TaskSummary]:
         """Tasks, newest first."""
         rows = [
@@ -39,9 +45,13 @@ class InProcessCatalog:
             for row in self._tables.tasks.values()
             if agent in {None, row.agent} and (not states or row.state in states)
         ]
-        if after is not None:
+        if isinstance(after, str):
             last = self._tables.tasks.get(after)
-            rows = [row for row in rows if last is not None and _position(row) < _position(last)]
+            if last is None:
+                return []
+            after = _position(last)
+        if after is not None:
+            rows = [row for row in rows if _position(row) < after]
         rows.sort(key=_position, reverse=True)
         found = (summary for row in rows if _matches(summary := _summary(row), where))
         return [summary for summary, _ in zip(found, range(limit), strict=False)]
@@ -51,16 +61,34 @@ class InProcessCatalog:
         row = self._tables.tasks.get(task_id)
         if row is None:
             return None
-        return _summary(row), [_call_summary(call, row) for call in row.calls.values()]
+        calls = [_call_summary(call, row) for call in sorted(row.calls.values(), key=_call_order)]
+        return _summary(row), calls
 
     async def stored_request(self, task_id: TaskId) -> bytes | None:
         """The encoded request of a task, or `None`."""
         row = self._tables.tasks.get(task_id)
         return None if row is None else row.request
 
+    async def stored_task(self, task_id: TaskId) -> StoredTask | None:
+        """A task that has not ended, with its calls and its log."""
+        row = self._tables.tasks.get(task_id)
+        if row is None or row.state.is_final:
+            return None
+        calls = [
+            StoredCall(
+                call.call_id,
+                call.peer,
+                call.body,
+                None if call.outcome is None else decode_outcome(call.outcome),
+            )
+            for call in row.current_calls
+        ]
+        resumable = replace(row.to_resumable(), outcomes=())
+        return StoredTask(resumable, row.state, tuple(calls))
 
-def _position(row: TaskRow) -> tuple[float, str]:
-    return row.checkpointed_at.timestamp(), row.task_id
+
+def _position(row: TaskRow) -> ListPosition:
+    return ListPosition(row.checkpointed_at.timestamp(), row.task_id)
 
 
 def _matches(task: TaskSummary, where: TaskFilter) -> bool:
@@ -102,7 +130,9 @@ def _summary(row: TaskRow) -> TaskSummary:
         deadline=row.requester.deadline,
         ended_at=row.ended_at,
         retry_count=row.retry_count,
-        waiting_for=tuple(sorted({call.peer for call in open_calls})) if waiting else (),
+        waiting_for=tuple(sorted({display_name(call.peer) for call in open_calls}))
+        if waiting
+        else (),
         state_format=row.state_format or None,
         incompatible_since=row.parked_since,
         join_deadline=row.join_deadline,
@@ -110,6 +140,8 @@ def _summary(row: TaskRow) -> TaskSummary:
         parked_reason=row.parked_reason,
         tried_versions=row.tried_versions,
         suspended_at=row.suspended_at,
+        position=_position(row),
+        needed=None if row.state.is_final else row.join.needed,
     )
 
 
@@ -119,13 +151,24 @@ def _call_summary(call: CallRow, row: TaskRow) -> CallSummary:
         call.sub_task_id,
         call.call_id,
         call.peer,
-        call.generation,
+        superseded(call.generation) if call.generation < -1 else call.generation,
         call.state,
         None if outcome is None else outcome.kind.value if isinstance(outcome, Failed) else "ok",
         call.dispatched_at,
         call.due_at,
         message=outcome.message if isinstance(outcome, Failed) else None,
-        since=row.checkpointed_at,
-        attempts=call.sends,
+        since=call.created_at,
+        sends=call.sends,
         absolute_deadline=call.deadline if call.deadline < NO_DEADLINE else None,
+        attempt=1 if call.attempt is None else call.attempt.number,
+        max_attempts=None if call.attempt is None else call.attempt.policy.max_attempts,
+        is_superseded=call.generation < -1,
+        due_at=call.send_at
+        if call.state is CallState.PENDING and not (call.sends or is_wait(call.peer))
+        else None,
     )
+
+
+def _call_order(call: CallRow) -> tuple[int, int, int]:
+    generation = superseded(call.generation) if call.generation < -1 else call.generation
+    return generation, call.seq, 1 if call.attempt is None else call.attempt.number

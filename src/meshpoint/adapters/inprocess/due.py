@@ -7,14 +7,14 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import repeat
 
 from meshpoint.adapters.inprocess.outbox import count_due_sends
-from meshpoint.adapters.inprocess.rows import Tables, TaskRow, next_keep_alive_at
-from meshpoint.adapters.inprocess.transitions import continue_task
+from meshpoint.adapters.inprocess.rows import Tables, TaskRow, continue_task, next_keep_alive_at
 from meshpoint.model.ids import AgentName, RunId, TaskId, new_id
-from meshpoint.model.outcomes import Failed, FailureKind, peer_missing
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, peer_missing
 from meshpoint.model.tasks import (
     MAX_SWEEP_DELAY,
     SUSPECT_AFTER_RESCUES,
@@ -28,6 +28,8 @@ from meshpoint.model.tasks import (
     parked_until,
 )
 from meshpoint.model.transitions import (
+    CallRetried,
+    Claim,
     ExpiryResult,
     JoinCompleted,
     Overdue,
@@ -36,6 +38,7 @@ from meshpoint.model.transitions import (
     SuspendResult,
     TaskSuspended,
 )
+from meshpoint.model.waits import SLEEP_PEER, is_wait, overdue_outcome
 
 log = logging.getLogger("meshpoint.store")
 
@@ -314,21 +317,34 @@ class InProcessDueWork:
         late = [call for call in row.pending_calls if join_expired or call.due_at <= now]
         message = "the join's deadline passed" if join_expired else "no answer in time"
         notices: tuple[CancelNotice, ...] = ()
+        retried: list[CallRetried] = []
         for call in late:
+            if call.peer == SLEEP_PEER and call.deadline <= now:
+                row.record_outcome(call, Ok(None), None)
+                continue
+            if is_wait(call.peer):
+                overdue = overdue_outcome(call.peer)
+                self._tables.close_calls(row, [call], overdue.kind, overdue.message)
+                continue
             failed = Failed(FailureKind.TIMEOUT, message)
             if call.unroutable_since is not None and call.unsent:
                 failed = peer_missing(call.peer)
+            claim = Claim(RunId(new_id()), row.task_id, call.sub_task_id, failed, None)
+            if (following := row.retry(call, claim, now)) is not None:
+                retried.append(following)
             notices += self._tables.close_calls(row, [call], failed.kind, failed.message)
         timed_out = tuple(call.sub_task_id for call in late)
         if not row.is_join_met:
             self._tables.put(row)
-            return ExpiryResult(
-                row.task_id, timed_out, StillWaiting(row.task_id, timed_out[-1]), notices
-            )
+            waiting = StillWaiting(row.task_id, timed_out[-1])
+            return ExpiryResult(row.task_id, timed_out, waiting, notices, tuple(retried))
         then = continue_task(
             self._tables, row, late[-1], replica, run_id=RunId(new_id()), slots=slots
         )
-        return ExpiryResult(row.task_id, timed_out, then, notices)
+        notices += then.cancels
+        return ExpiryResult(
+            row.task_id, timed_out, replace(then, cancels=()), notices, tuple(retried)
+        )
 
 
 def _extend_late_calls(row: TaskRow, now: datetime) -> None:

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from typing import assert_never
 
 from meshpoint.adapters.inprocess.rows import CallRow, Tables, TaskRow, postpone
+from meshpoint.model.call_attempts import superseded
 from meshpoint.model.ids import AgentName
 from meshpoint.model.tasks import (
     MAX_SWEEP_DELAY,
@@ -112,7 +113,13 @@ def _confirm(row: TaskRow, send: OutboxItem, now: datetime) -> None:
     match send:
         case Reply():
             same = row.fence == send.fence and row.requester.reply_to == send.requester.reply_to
-            row.reply_sent = row.reply_sent or (row.state.is_final and same)
+            if not row.state.is_final or not same or row.reply_sent:
+                pass
+            elif row.further_reply_to:
+                row.set_reply_addresses(row.further_reply_to)
+                row.sends, row.send_at = 1, now
+            else:
+                row.reply_sent = True
         case Dispatch(sub_task_id=sub_task_id):
             call = row.calls.get(sub_task_id)
             if call is not None and call.state is CallState.PENDING:
@@ -121,7 +128,8 @@ def _confirm(row: TaskRow, send: OutboxItem, now: datetime) -> None:
             call = row.calls.get(sub_task_id)
             if call is not None and call.state is CallState.CANCELLING:
                 is_ended = row.state.is_final and not row.has_kept_pause
-                if is_ended or call.generation < row.generation:
+                kept = {row.generation, superseded(row.generation)}
+                if is_ended or call.generation not in kept:
                     del row.calls[sub_task_id]
                 else:
                     call.state = CallState.DONE  # its outcome has not been read yet

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import heapq
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
-from meshpoint.model.bodies import without_security_context
+from pydantic import JsonValue
+from pydantic_core import from_json
+
+from meshpoint.errors import PoisonMessage
+from meshpoint.model.bodies import renamed_request, without_security_context
+from meshpoint.model.call_attempts import (
+    ANSWERED_EARLIER,
+    CallAttempt,
+    children_of_attempts,
+    superseded,
+)
 from meshpoint.model.calls import ALL, Join
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.mailbox import asks_same, match_mail, with_outcomes
+from meshpoint.model.messages import Address, Header
 from meshpoint.model.operations import KeptCall, LastPause
 from meshpoint.model.options import StoreTimings
 from meshpoint.model.outcomes import (
@@ -23,6 +36,7 @@ from meshpoint.model.outcomes import (
     encode_outcome,
     lacks_usage,
 )
+from meshpoint.model.questions import was_answered
 from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation
 from meshpoint.model.tasks import (
     KEEP_ALIVES_PER_TIMEOUT,
@@ -40,9 +54,21 @@ from meshpoint.model.tasks import (
     TaskState,
     parked_until,
 )
-from meshpoint.model.transitions import ExistingTask, LogChange, Pause, StoreReply
+from meshpoint.model.transitions import (
+    CallRetried,
+    Claim,
+    ExistingTask,
+    JoinCompleted,
+    LogChange,
+    Pause,
+    StoreReply,
+    TaskReady,
+)
 from meshpoint.model.usage import TokenUsage, parse_usage
+from meshpoint.model.waits import SLEEP_PEER, is_question, is_wait, sleep_end
 from meshpoint.ports.clock import Clock
+
+log = logging.getLogger("meshpoint.store")
 
 _FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
 _MAX_BACKOFF = 64
@@ -50,6 +76,7 @@ _MAX_BACKOFF = 64
 _MAX_STALE_ENTRIES = 1_000
 """Outdated entries tolerated in the tombstone heap before it is rebuilt."""
 _MAX_TRIED_VERSIONS = 20
+_NOT_NEEDED = Failed(FailureKind.CANCELLED, "the join no longer needed it")
 _MAX_RESUMABLE = 100
 """Limit on failed operations, and on archived ones, that a process keeps with checkpoints."""
 
@@ -68,10 +95,11 @@ def postpone(send: CallRow | TaskRow, now: datetime, lease: timedelta) -> None:
 
 @dataclass(slots=True)
 class CallRow:
-    """One peer call.
+    """One peer call, or one attempt at a retried call.
 
     `due_at` is the earlier of the idle and the absolute deadline. `send_at` is when the lease of
-    the current send ends.
+    the current send ends, or when the attempt begins. `seq` is the position of the call in its
+    pause. `sends` is 0 if the request was never due.
     """
 
     sub_task_id: TaskId
@@ -90,6 +118,9 @@ class CallRow:
     claim_id: RunId | None = None
     dispatched_at: datetime | None = None
     unroutable_since: datetime | None = None
+    seq: int = 0
+    attempt: CallAttempt | None = None
+    created_at: datetime | None = None
 
     @property
     def unsent(self) -> bool:
@@ -145,6 +176,32 @@ def without_memory(checkpoint: AgentCheckpoint) -> AgentCheckpoint:
 
 
 @dataclass(slots=True)
+class SignalRow:
+    """One signal. `value` is `None` once the task has received it."""
+
+    seq: int
+    id: str
+    name: str
+    sender: str
+    size: int
+    digest: str
+    sent_at: datetime
+    value: bytes | None
+
+
+@dataclass(slots=True)
+class QuestionRow:
+    """A question, as the latest pause that waited for it asked it.
+
+    `is_kept`: the answer arrived while the task was not waiting for it.
+    """
+
+    request: bytes
+    answer: Outcome | None = None
+    is_kept: bool = False
+
+
+@dataclass(slots=True)
 class TaskRow:
     """One task with its join and its calls.
 
@@ -188,6 +245,7 @@ class TaskRow:
     # End
     reply: bytes = b""
     reply_sent: bool = False
+    further_reply_to: tuple[Address, ...] = ()
     ended_at: datetime | None = None
     send_at: datetime | None = None
     sends: int = 1
@@ -196,6 +254,11 @@ class TaskRow:
     operation: OperationRow | None = None
     resume_token: str | None = None
     retry_count: int = 0
+    # Mailbox
+    signals: list[SignalRow] = field(default_factory=list)
+    signal_seq: int = 0
+    questions: dict[TaskId, QuestionRow] = field(default_factory=dict)
+    values: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def is_early_cancel(self) -> bool:
@@ -226,13 +289,15 @@ class TaskRow:
 
     @property
     def current_calls(self) -> list[CallRow]:
-        """The calls of this generation, in call order."""
-        return [call for call in self.calls.values() if call.generation == self.generation]
+        """The calls of this generation, in call order, without earlier attempts."""
+        current = [call for call in self.calls.values() if call.generation == self.generation]
+        return sorted(current, key=_seq)
 
     @property
     def pending_calls(self) -> list[CallRow]:
         """The calls without an outcome, in call order."""
-        return [call for call in self.calls.values() if call.state is CallState.PENDING]
+        pending = [call for call in self.calls.values() if call.state is CallState.PENDING]
+        return sorted(pending, key=_seq)
 
     @property
     def wake_at(self) -> datetime:
@@ -311,6 +376,41 @@ class TaskRow:
         self.log = [*earlier, *((run_id, entry) for entry in change.entries)]
         self.log_seq += len(change.entries)
 
+    def receive(self, name: str) -> Ok[JsonValue]:
+        """Take the oldest signal with this name out of the mailbox. There must be one."""
+        oldest = next(
+            each for each in self.signals if each.name == name and each.value is not None
+        )
+        value, oldest.value = oldest.value or b"null", None
+        return Ok(from_json(value))
+
+    def deliver(self, pause: Pause) -> Pause:
+        """Add the outcomes in the mailbox to a pause, and record the questions that it asks."""
+        answers = dict[TaskId, Outcome]()
+        for call in pause.calls:
+            known = self.questions.get(call.sub_task_id)
+            if known is None or not known.is_kept or known.answer is None:
+                continue
+            if asks_same(known.request, call.body):
+                answers[call.sub_task_id] = known.answer
+            else:
+                known.answer, known.is_kept = None, False
+        kept = [(each.seq, each.name) for each in self.signals if each.value is not None]
+        names = dict(kept)
+        outcomes = {
+            id_: answers[id_] if seq is None else self.receive(names[seq])
+            for id_, seq in match_mail(pause, kept, answers).items()
+        }
+        pause = with_outcomes(pause, outcomes)
+        for call in pause.calls:
+            if is_question(call.peer) and (call.outcome is None or was_answered(call.outcome)):
+                known = self.questions.get(call.sub_task_id)
+                if call.outcome is not None or known is None or not known.is_kept:
+                    self.questions[call.sub_task_id] = QuestionRow(call.body, call.outcome)
+                else:
+                    known.request = call.body
+        return pause
+
     def record_outcome(self, call: CallRow, outcome: Outcome, claim_id: RunId | None) -> None:
         """Record the outcome of `call` and count it on the join."""
         call.outcome, call.claim_id, call.state = encode_outcome(outcome), claim_id, CallState.DONE
@@ -331,7 +431,10 @@ class TaskRow:
         """
         if usage.is_empty or call.claim_id is not None or call.outcome is None:
             return
-        if self.state is TaskState.RUNNING or call.generation != self.generation:
+        is_earlier = call.generation == superseded(self.generation)
+        if self.state is TaskState.RUNNING or not (
+            is_earlier or call.generation == self.generation
+        ):
             return
         if self.state.is_final and not _is_resumable(self):
             return
@@ -339,10 +442,88 @@ class TaskRow:
         if not lacks_usage(recorded):
             return
         call.outcome = encode_outcome(replace(recorded, usage=usage))
-        if self.state.is_final:
+        if self.state.is_final or is_earlier:
+            self.add_usage(call.peer, usage)
+
+    def add_usage(self, peer: AgentName, usage: TokenUsage) -> None:
+        """Add tokens of `peer` to the token usage in the context."""
+        if not usage.is_empty:
             total = self.usage or TokenUsage()
-            total.merge(usage, source=call.peer)
+            total.merge(usage, source=peer)
             self.set_usage(total)
+
+    def retry(self, call: CallRow, claim: Claim, now: datetime) -> CallRetried | None:
+        """Insert the attempt after `call`, unless the failure in `claim` is final.
+
+        The caller closes the failed attempt.
+        """
+        if call.attempt is None or not isinstance(claim.outcome, Failed):
+            return None
+        deadlines = [
+            None if each is None else each.timestamp()
+            for each in (self.requester.deadline, self.join_deadline)
+        ]
+        following = call.attempt.next(
+            claim.outcome.kind,
+            now.timestamp(),
+            deadlines,
+            retryable=claim.retryable,
+            retry_after=claim.retry_after,
+        )
+        if following is None:
+            return None
+        try:
+            body = renamed_request(call.body, following.sub_task_id)
+        except PoisonMessage as error:
+            log.error("task %s: a call cannot be retried: %s", self.task_id, error)
+            return None
+        idle = None if call.idle_timeout is None else call.idle_timeout.total_seconds()
+        deadline, due_at = following.deadlines(idle, deadlines[0], NO_DEADLINE.timestamp())
+        headers = {key: each for key, each in call.headers.items() if key != Header.RESUME.value}
+        self.calls[following.sub_task_id] = replace(
+            call,
+            sub_task_id=following.sub_task_id,
+            body=body,
+            headers=headers,
+            deadline=datetime.fromtimestamp(deadline, UTC),
+            due_at=datetime.fromtimestamp(due_at, UTC),
+            send_at=datetime.fromtimestamp(following.due_at, UTC),
+            sends=0,
+            dispatched_at=None,
+            unroutable_since=None,
+            attempt=following.attempt,
+            created_at=now,
+        )
+        call.generation = superseded(self.generation)
+        self.add_usage(call.peer, claim.outcome.usage)
+        if self.operation is not None:
+            ids = [(call.sub_task_id, following.sub_task_id)]
+            self.operation.children += children_of_attempts(self.operation.children, ids)
+        wait = timedelta(seconds=following.due_at - now.timestamp())
+        return CallRetried(
+            self.task_id,
+            call.sub_task_id,
+            following.sub_task_id,
+            call.peer,
+            following.attempt.number,
+            wait,
+            claim.outcome.kind,
+        )
+
+    def let_win(self, call: CallRow, now: datetime) -> bool:
+        """Make an earlier attempt the open one. Returns `False` if its call has ended."""
+        if call.generation != superseded(self.generation):
+            return False
+        for current in self.pending_calls:
+            if current.call_id == call.call_id:
+                current.outcome = encode_outcome(ANSWERED_EARLIER)
+                current.generation, call.generation = call.generation, current.generation
+                current.state = CallState.CANCELLING if current.sends else CallState.DONE
+                if current.sends:
+                    current.send_at, current.sends = now, 1
+                call.state = CallState.PENDING
+                return True
+        return False
 
     def delete_done_calls(self) -> None:
         """Delete all calls except cancels that are still unsent."""
@@ -396,16 +577,19 @@ class TaskRow:
         )
 
     def _kept_call(self, call: CallRow) -> KeptCall:
+        timeout = call.deadline - self.checkpointed_at if call.deadline < NO_DEADLINE else None
+        if call.attempt is not None:
+            seconds = call.attempt.timeout
+            timeout = None if seconds is None else timedelta(seconds=seconds)
         planned = PlannedCall(
             call.sub_task_id,
             call.call_id,
             call.peer,
             call.body,
-            None
-            if call.deadline >= NO_DEADLINE
-            else max(call.deadline - self.checkpointed_at, timedelta(seconds=1)),
+            None if timeout is None else max(timeout, timedelta(seconds=1)),
             call.idle_timeout,
             dict(call.headers),
+            retry=None if call.attempt is None else call.attempt.policy,
         )
         failed = Failed(FailureKind.CANCELLED)
         return KeptCall(planned, failed if call.outcome is None else decode_outcome(call.outcome))
@@ -429,6 +613,7 @@ class TaskRow:
             dict(call.headers),
             call.deadline,
             call.sends,
+            is_retry=call.attempt is not None and call.attempt.number > 1,
             unroutable_for=None if now is None or since is None else now - since,
         )
 
@@ -446,7 +631,21 @@ class TaskRow:
             requester=self.requester.app_id,
             digest=self.digest,
             is_early_cancel=self.is_early_cancel,
+            reply_to=self.requester.reply_to,
+            order=self.resume_token,
         )
+
+    @property
+    def reply_addresses(self) -> tuple[Address, ...]:
+        """The addresses that get the reply, in the order of sending."""
+        first = self.requester.reply_to
+        return self.further_reply_to if first is None else (first, *self.further_reply_to)
+
+    def set_reply_addresses(self, addresses: Sequence[Address]) -> None:
+        """Replace the addresses that get the reply. There must be one."""
+        first, *further = addresses
+        self.requester = replace(self.requester, reply_to=first)
+        self.further_reply_to = tuple(further)
 
     def to_reply(self, now: datetime) -> Reply:
         """The reply of an ended task, with its age at `now`."""
@@ -480,6 +679,7 @@ class TaskRow:
             crash_reason=self.dead_reason,
             log=tuple(entry for _, entry in self.log),
             log_seq=self.log_seq,
+            followers=self.further_reply_to,
         )
 
 
@@ -563,6 +763,7 @@ class Tables:
     def write_checkpoint(self, row: TaskRow, pause: Pause, context: str) -> None:
         """Let a task wait for the calls of a pause. `context` is the pause's, as JSON."""
         now = self.clock.now()
+        pause = row.deliver(pause)
         row.run_id, row.owner = pause.run.id, None
         row.generation += 1
         row.attempt, row.rescues = 0, 0
@@ -578,17 +779,25 @@ class Tables:
         row.expected, row.completed, row.succeeded = len(pause.calls), 0, 0
         row.keep_alive_at = next_keep_alive_at(row.requester, now)
         row.delete_done_calls()
-        for planned in pause.calls:
+        for seq, planned in enumerate(pause.calls):
             call = row.calls[planned.sub_task_id] = self._call_row(planned, row, now)
+            call.seq, call.created_at = seq, now
             if planned.outcome is not None:
                 row.record_outcome(call, planned.outcome, None)
         if row.is_join_met:
-            row.make_ready(now)  # failures alone meet a join only if no call is pending
+            for call in row.pending_calls:  # a passed sleep or a kept signal may win the race
+                row.record_outcome(call, _NOT_NEEDED, None)
+            row.make_ready(now)
 
     def _call_row(self, planned: PlannedCall, row: TaskRow, now: datetime) -> CallRow:
         own = NO_DEADLINE if planned.timeout is None else now + planned.timeout
         deadline = min(own, row.requester.deadline or own)
         idle = planned.idle_timeout
+        due_at = min(now + idle, deadline) if idle else deadline
+        if planned.peer == SLEEP_PEER:
+            end = sleep_end(planned.headers, now.timestamp())
+            deadline = datetime.fromtimestamp(end, UTC)
+            due_at = min(deadline, row.requester.deadline or deadline)
         return CallRow(
             planned.sub_task_id,
             planned.call_id,
@@ -597,21 +806,30 @@ class Tables:
             planned.body,
             dict(planned.headers),
             deadline=deadline,
-            due_at=min(now + idle, deadline) if idle else deadline,
+            due_at=due_at,
             send_at=now + self.timings.dispatch_lease,
             idle_timeout=idle,
+            sends=0 if is_wait(planned.peer) else 1,
+            dispatched_at=now if is_wait(planned.peer) else None,
+            attempt=CallAttempt.first(planned, now.timestamp()),
         )
 
     def close_calls(
         self, row: TaskRow, calls: Sequence[CallRow], kind: FailureKind, message: str
     ) -> tuple[CancelNotice, ...]:
-        """Fail `calls` of `row`. Returns the cancels that still have to be sent to their peers."""
-        send_at = self.clock.now() + self.timings.dispatch_lease
+        """Fail `calls` of `row`. Returns the cancels that still have to be sent to their peers.
+
+        Earlier attempts at calls are not counted.
+        """
+        send_at, notices = self.clock.now() + self.timings.dispatch_lease, list[CancelNotice]()
         for call in calls:
             call.outcome = encode_outcome(Failed(kind, message))
-            call.state, call.send_at, call.sends = CallState.CANCELLING, send_at, 1
-            row.completed += 1
-        return tuple(row.to_cancel_notice(call) for call in calls)
+            call.state = CallState.DONE
+            if call.sends:
+                call.state, call.send_at, call.sends = CallState.CANCELLING, send_at, 1
+                notices.append(row.to_cancel_notice(call))
+            row.completed += call.generation == row.generation
+        return tuple(notices)
 
     def assign_owner(self, row: TaskRow, replica: Replica, run_id: RunId) -> Resumable:
         """Make `replica` the owner of `row`. The previous owner is fenced from now on."""
@@ -669,7 +887,9 @@ class Tables:
         row.fence, row.reply, row.ended_at, row.digest = 0, reply.body, now, command.digest
         row.send_at = now + self.timings.dispatch_lease
         row.due_at = (
-            self.expiry(row, now) if command.retention is None else now + command.retention
+            self.expiry(row, now)
+            if command.retention is None
+            else now + max(command.retention, reply.requester.result_ttl or timedelta())
         )
         heapq.heappush(self.tombstones, (row.due_at, row.task_id))
         self.put(row)
@@ -691,11 +911,37 @@ class Tables:
             return _FAR_FUTURE
         # Until the deadline, a duplicate of the request may still arrive and must find the
         # tombstone.
-        tombstone = max(ended_at, row.requester.deadline or ended_at) + self.timings.tombstone_ttl
+        tombstone = max(
+            max(ended_at, row.requester.deadline or ended_at) + self.timings.tombstone_ttl,
+            ended_at + (row.requester.result_ttl or timedelta()),
+        )
         if not _is_resumable(row):
             return tombstone
         return max(tombstone, ended_at + self.timings.checkpoint_ttl)
 
 
+def _seq(call: CallRow) -> int:
+    return call.seq
+
+
 def _is_resumable(row: TaskRow) -> bool:
     return row.operation is not None and row.state is not TaskState.COMPLETED
+
+
+def continue_task(
+    tables: Tables, row: TaskRow, last: CallRow, replica: Replica, *, run_id: RunId, slots: int
+) -> JoinCompleted | TaskReady:
+    """Close the calls that the join no longer needs, and acquire the task or make it ready.
+
+    `replica` acquires it if a slot is free, it reads the state's format, and the task is not
+    suspended.
+    """
+    cancels = tables.close_calls(row, row.pending_calls, _NOT_NEEDED.kind, _NOT_NEEDED.message)
+    if slots > 0 and row.readable_by(replica) and not row.is_suspended:
+        return JoinCompleted(
+            row.task_id, last.sub_task_id, tables.assign_owner(row, replica, run_id), cancels
+        )
+    row.run_id = run_id
+    row.make_ready(tables.clock.now())
+    tables.put(row)
+    return TaskReady(row.task_id, last.sub_task_id, cancels)

@@ -6,6 +6,7 @@ from datetime import datetime
 
 from meshpoint.adapters.inprocess.catalog import InProcessCatalog
 from meshpoint.adapters.inprocess.due import InProcessDueWork
+from meshpoint.adapters.inprocess.mailbox import InProcessMailbox
 from meshpoint.adapters.inprocess.operations import InProcessOperations
 from meshpoint.adapters.inprocess.outbox import InProcessOutbox
 from meshpoint.adapters.inprocess.rows import Tables
@@ -16,6 +17,7 @@ from meshpoint.ports.clock import Clock
 
 class InProcessStore(
     InProcessTransitions,
+    InProcessMailbox,
     InProcessDueWork,
     InProcessOutbox,
     InProcessCatalog,

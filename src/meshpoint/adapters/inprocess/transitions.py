@@ -17,11 +17,12 @@ from meshpoint.adapters.inprocess.rows import (
     OperationRow,
     Tables,
     TaskRow,
+    continue_task,
     next_keep_alive_at,
 )
 from meshpoint.errors import AgentMisbehaved
-from meshpoint.model.ids import RunId, TaskId
-from meshpoint.model.outcomes import FailureKind
+from meshpoint.model.ids import TaskId
+from meshpoint.model.outcomes import Failed, FailureKind, encode_outcome
 from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import (
     MAX_ROW_BYTES,
@@ -33,13 +34,21 @@ from meshpoint.model.tasks import (
     Run,
     TaskState,
     add_canceller,
+    add_reply_address,
     cancel_applies,
+    dropped_address,
     has_log,
     logged_format,
     same_requester,
 )
 from meshpoint.model.transitions import (
     Append,
+    Attach,
+    Attached,
+    AttachEnded,
+    AttachRefused,
+    AttachResult,
+    AttachUnknown,
     Begin,
     BeginCommitted,
     BeginResult,
@@ -127,6 +136,10 @@ class InProcessTransitions:
         """Cancel tasks in any state."""
         return [self._cancel(cancel) for cancel in cancels]
 
+    async def attach(self, attaches: Sequence[Attach]) -> list[AttachResult]:
+        """Add reply addresses to tasks that have not ended."""
+        return [self._attach(attach) for attach in attaches]
+
     async def find_dispatches(
         self, calls: Sequence[tuple[TaskId, TaskId]]
     ) -> list[Dispatch | None]:
@@ -165,7 +178,8 @@ class InProcessTransitions:
         row.request, row.digest, row.resume_token = begin.request, begin.digest, begin.order
         row.state_format = begin.state_format or ""
         if begin.queued:
-            row.state, row.owner, row.attempt, row.due_at = TaskState.READY, None, 0, now
+            row.state, row.owner, row.attempt = TaskState.READY, None, 0
+            row.due_at = max(now, begin.start_at or now)
         row.keep_alive_at = next_keep_alive_at(begin.requester, now)
         if begin.operation is not None:
             row.operation = OperationRow(begin.operation, now, begin.operation.preserve)
@@ -236,8 +250,15 @@ class InProcessTransitions:
         if call.state is not CallState.PENDING:
             if call.claim_id == claim.id:
                 return _repeated_result(row, call, claim, replica)
-            row.count_late_usage(call, claim.outcome.usage)
-            return DuplicateOutcome(task_id, sub_task_id)
+            now = self._tables.clock.now()
+            if isinstance(claim.outcome, Failed) or not row.let_win(call, now):
+                row.count_late_usage(call, claim.outcome.usage)
+                return DuplicateOutcome(task_id, sub_task_id)
+        elif (retried := row.retry(call, claim, self._tables.clock.now())) is not None:
+            call.outcome, call.state = encode_outcome(claim.outcome), CallState.DONE
+            call.claim_id = claim.id
+            self._tables.put(row)
+            return retried
         row.record_outcome(call, claim.outcome, claim.id)
         if not row.is_join_met:
             self._tables.put(row)
@@ -313,6 +334,27 @@ class InProcessTransitions:
                 return CancelCommitted(row.to_reply(now), notices)
         assert_never(row.state)
 
+    def _attach(self, command: Attach) -> AttachResult:
+        row = self._tables.tasks.get(command.task_id)
+        if row is None or row.agent != command.agent:
+            return AttachUnknown()
+        if row.is_early_cancel and not cancel_applies(row.requester.app_id, command.sender):
+            return AttachUnknown()
+        if not row.is_early_cancel and not same_requester(row.requester.app_id, command.sender):
+            return AttachRefused(row.requester.app_id)
+        if row.state.is_final:
+            return AttachEnded(row.to_reply(self._tables.clock.now()))
+        before = row.reply_addresses
+        if command.reply_to not in before:
+            row.set_reply_addresses(
+                add_reply_address(
+                    before,
+                    command.reply_to,
+                    keeps_first=row.requester.parent_task_id is not None,
+                )
+            )
+        return Attached(row.state, dropped_address(before, row.reply_addresses))
+
     def _progress(self, update: Progress) -> ProgressRecorded | None:
         row = self._tables.live.get(update.task_id)
         call = row.calls.get(update.sub_task_id) if row else None
@@ -327,7 +369,9 @@ class InProcessTransitions:
             extended = min(self._tables.clock.now() + call.idle_timeout, call.deadline)
             if extended - call.due_at >= call.idle_timeout / 10:
                 call.due_at = extended
-        return ProgressRecorded(row.task_id, row.requester)
+        return ProgressRecorded(
+            row.task_id, row.requester, call.idle_timeout, row.further_reply_to
+        )
 
 
 def _check_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
@@ -368,31 +412,10 @@ def _repeat_cancel(row: TaskRow, cancel: Cancel, now: datetime) -> CancelResult:
 
 
 def _committed_pause(row: TaskRow) -> PauseCommitted:
-    unsent = [call for call in row.pending_calls if call.dispatched_at is None]
+    unsent = [row.to_dispatch(call) for call in row.pending_calls if call.dispatched_at is None]
     return PauseCommitted(
-        row.state, tuple(replace(row.to_dispatch(call), attempt=1) for call in unsent)
+        row.state, tuple(replace(each, attempt=1) for each in unsent if not each.is_retry)
     )
-
-
-def continue_task(
-    tables: Tables, row: TaskRow, last: CallRow, replica: Replica, *, run_id: RunId, slots: int
-) -> JoinCompleted | TaskReady:
-    """Close the calls that the join no longer needs, and acquire the task or make it ready.
-
-    `replica` acquires it if a slot is free, it reads the state's format, and the task is not
-    suspended.
-    """
-    cancels = tables.close_calls(
-        row, row.pending_calls, FailureKind.CANCELLED, "no longer needed: the join is met"
-    )
-    if slots > 0 and row.readable_by(replica) and not row.is_suspended:
-        return JoinCompleted(
-            row.task_id, last.sub_task_id, tables.assign_owner(row, replica, run_id), cancels
-        )
-    row.run_id = run_id
-    row.make_ready(tables.clock.now())
-    tables.put(row)
-    return TaskReady(row.task_id, last.sub_task_id, cancels)
 
 
 def _repeated_result(

@@ -78,6 +78,7 @@ _RESUME_COLUMNS = comma_separated(
             "request",
         ),
         *columns.REQUESTER,
+        "further_reply_to",
         *columns.RESTORED,
         *("checkpoint_seq", "retry_count", "rescues", "dead_reason", "request_digest", "log_seq"),
     ),
@@ -106,8 +107,8 @@ done_calls AS (
                                           AND l.status = 'done')))"""
 
 # Insert the calls and joins of the tasks in `written`. The calls of a task rarely differ in peer,
-# headers and timeouts, so these terms are passed once per distinct value: the driver visits each
-# array element several times.
+# headers and timeouts, so each distinct combination of these terms is passed once, and each call
+# has the number of its combination. The numbers are text: the driver is slow to encode arrays.
 _NEW_CALL = comma_separated(name for name in columns.NEW_CALL if name != "outcome")
 _INSERT_CALLS_AND_JOINS = f"""
 calls AS (
@@ -117,8 +118,8 @@ calls AS (
          c.call_id, terms.peer, terms.headers, c.request, 'pending', 1, terms.idle_timeout,
          LEAST(w.now + terms.timeout, w.now + terms.idle_timeout, w.task_deadline),
          coalesce(LEAST(w.now + terms.timeout, w.task_deadline), {NO_DEADLINE.timestamp()}), w.now
-    FROM unnest($3::text[], $4::text[], $5::bytea[], $6::int[]) WITH ORDINALITY
-         AS c(sub_task_id, call_id, request, terms, place)
+    FROM unnest($3::text[], $4::text[], $5::bytea[], string_to_array($6::text, ',')::int[])
+         WITH ORDINALITY AS c(sub_task_id, call_id, request, terms, place)
     JOIN unnest($7::text[], $8::int[], $9::text[], $10::text[],
                  $11::double precision[], $12::double precision[])
          WITH ORDINALITY AS terms(task_id, first, peer, headers, timeout, idle_timeout, number)
@@ -153,6 +154,7 @@ _NEW_TASK_TYPES = {
     "parent_task_id": "text",
     "idle_timeout": "double precision",
     "request_digest": "text",
+    "result_ttl": "double precision",
 }
 
 
@@ -191,7 +193,7 @@ written AS (
     {_REQUESTER}, keep_alive_at, checkpointed_at, request_digest,{column}
     {_CONTEXT})
   SELECT task_id, agent, 'waiting', generation, 1, run_id, 0, wake_at, request, {_REQUESTER},
-         now + idle_timeout / $44::int, now, request_digest,{value} {_CONTEXT}
+         now + idle_timeout / $45::int, now, request_digest,{value} {_CONTEXT}
     FROM given
   ON CONFLICT DO NOTHING
   RETURNING logical_task_id, agent_name, generation, task_deadline, checkpointed_at AS now
@@ -207,9 +209,9 @@ PAUSE_NEW = _pause_new("pause")
 PAUSE_NEW_WITH_LOG = _pause_new(
     "pause with log",
     column=" log_seq,",
-    value=" ($45::int[])[place::int],",
+    value=" ($46::int[])[place::int],",
     returned=", run_id, log_seq, log_seq AS new_entries",
-    logged=_append_entries(46),
+    logged=_append_entries(47),
 )
 
 
@@ -302,7 +304,8 @@ SELECT written.logical_task_id FROM written, clock
 """
 
 # Record outcomes of calls whose join needs an outcome of every call. Tasks whose join is met are
-# assigned to the replica `$2`, or made ready. Suspended tasks are left to the general transaction.
+# assigned to the replica `$2`, or made ready. Suspended tasks, and failures of calls that may be
+# retried, are left to the general transaction.
 #
 # Returns one row per task:
 # - the positions in the arrays of the outcomes recorded;
@@ -328,8 +331,8 @@ WITH locked AS MATERIALIZED (
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT c.*, terms.task_id, terms.ok, terms.sender, l.generation, l.state_format
-    FROM unnest($5::text[], $6::text[], $7::bytea[], $8::int[]) WITH ORDINALITY
-         AS c(sub_task_id, claim_id, outcome, terms, place)
+    FROM unnest($5::text[], $6::text[], $7::bytea[], string_to_array($8::text, ',')::int[])
+         WITH ORDINALITY AS c(sub_task_id, claim_id, outcome, terms, place)
     JOIN unnest($9::text[], $10::boolean[], $11::text[]) WITH ORDINALITY
          AS terms(task_id, ok, sender, number)
       ON terms.number = c.terms
@@ -340,6 +343,7 @@ recorded AS (
     FROM given AS g
    WHERE c.logical_task_id = g.task_id AND c.sub_task_id = g.sub_task_id AND c.status = 'pending'
      AND c.invocation_id = g.generation AND (g.sender IS NULL OR g.sender = c.peer_agent)
+     AND (g.ok OR c.retry IS NULL)
   RETURNING c.logical_task_id, g.generation, g.state_format, g.place::int, g.ok,
             c.call_id, c.peer_agent, c.seq),
 counted AS MATERIALIZED (
@@ -371,8 +375,21 @@ owned AS (
     owner = CASE WHEN met.acquired THEN $2::text END, attempt = met.acquired::int,
     wake_at = CASE WHEN met.acquired THEN clock.now + $14::double precision ELSE clock.now END
     FROM met, clock WHERE t.logical_task_id = met.logical_task_id
-  RETURNING {_RESUME_COLUMNS})
-SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*, size.*, log.*,
+  RETURNING {_RESUME_COLUMNS}),
+logs AS MATERIALIZED (
+  SELECT owned.logical_task_id AS task_id, size.log_bytes, entries.*
+    FROM owned JOIN met ON met.logical_task_id = owned.logical_task_id AND met.acquired,
+         LATERAL (
+           SELECT sum(octet_length(s.entry)) AS log_bytes
+             FROM agent_task_log AS s
+            WHERE s.logical_task_id = owned.logical_task_id AND s.seq <= owned.log_seq) AS size,
+         LATERAL (
+           SELECT array_agg(l.entry ORDER BY l.seq) AS log_entries, max(l.seq) AS log_last
+             FROM agent_task_log AS l
+            WHERE size.log_bytes <= $16::bigint
+              AND l.logical_task_id = owned.logical_task_id AND l.seq <= owned.log_seq) AS entries
+   WHERE owned.log_seq > 0)
+SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*, logs.*,
        CASE WHEN met.acquired THEN counted.seqs END AS seqs,
        CASE WHEN met.acquired THEN counted.call_ids END AS call_ids,
        CASE WHEN met.acquired THEN counted.peers END AS peers
@@ -389,16 +406,7 @@ SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*, size
              WHERE s.logical_task_id = counted.logical_task_id
                AND s.invocation_id = counted.generation
                AND s.status <> 'pending') <= $15::bigint) AS before ON true
-  LEFT JOIN LATERAL (
-    SELECT sum(octet_length(s.entry)) AS log_bytes
-      FROM agent_task_log AS s
-     WHERE owned.log_seq > 0 AND met.acquired
-       AND s.logical_task_id = owned.logical_task_id AND s.seq <= owned.log_seq) AS size ON true
-  LEFT JOIN LATERAL (
-    SELECT array_agg(l.entry ORDER BY l.seq) AS log_entries, max(l.seq) AS log_last
-      FROM agent_task_log AS l
-     WHERE size.log_bytes <= $16::bigint
-       AND l.logical_task_id = owned.logical_task_id AND l.seq <= owned.log_seq) AS log ON true
+  LEFT JOIN logs ON logs.task_id = owned.logical_task_id
 """
 
 # The same, but tasks that other sessions hold are skipped and left to the general transaction.
@@ -458,7 +466,8 @@ ended AS (
     keep_alive_at = NULL, reply = given.reply, reply_sent = false, reply_attempts = 1,
     dead_reason = given.dead_reason,
     request = CASE WHEN given.dead_reason IS NOT NULL THEN t.request END,
-    ended_at = clock.now, expires_at = GREATEST(clock.now, t.task_deadline) + $3::double precision,
+    ended_at = clock.now, expires_at = GREATEST(
+      GREATEST(clock.now, t.task_deadline) + $3::double precision, clock.now + t.result_ttl),
     suspended_at = NULL,
     {emptied(columns.WIPED_AT_END)}
     FROM locked AS given, clock WHERE t.logical_task_id = given.task_id
@@ -584,8 +593,9 @@ SELECT due.logical_task_id, due.complete FROM due
 """
 
 # Mark replies as sent if their tasks have not ended again since and their addresses are the same.
-# The rows stay as tombstones. Replies are given in lock order. The lateral join looks up each row
-# separately, so that no plan compares all rows with all replies.
+# The rows stay as tombstones, whose replies are due to the first further address if there is any.
+# Replies are given in lock order. The lateral join looks up each row separately, so that no plan
+# compares all rows with all replies.
 CONFIRM_REPLIED = f"""/* commits: confirm replied */
 WITH {_ASYNC_COMMIT},
 locked AS MATERIALIZED (
@@ -595,14 +605,20 @@ locked AS MATERIALIZED (
                    WHERE logical_task_id = sent.task_id AND fence = sent.fence
                      AND coalesce(reply_to, '') = sent.reply_to AND ended_at IS NOT NULL
                      AND NOT reply_sent FOR NO KEY UPDATE SKIP LOCKED) AS t)
-UPDATE agent_paused_tasks AS t SET reply_sent = true, wake_at = expires_at
+UPDATE agent_paused_tasks AS t SET
+  reply_sent = (further_reply_to IS NULL),
+  wake_at = CASE WHEN further_reply_to IS NULL THEN expires_at ELSE ended_at END,
+  reply_attempts = CASE WHEN further_reply_to IS NULL THEN reply_attempts ELSE 1 END,
+  reply_to = coalesce(split_part(further_reply_to, chr(10), 1), reply_to),
+  further_reply_to =
+    nullif(substr(further_reply_to, length(split_part(further_reply_to, chr(10), 1)) + 2), '')
   FROM locked WHERE t.logical_task_id = locked.logical_task_id
 """
 
 # Look up tasks by id, without a lock; ended tasks include their reply. Also returns the time, in a
 # row of NULLs if no task exists.
 LOOKUP = f"""/* reads: lookup */
-SELECT {comma_separated(columns.REPLY, "t.")}, t.request_digest, clock.now
+SELECT {comma_separated(columns.REPLY, "t.")}, t.request_digest, t.resume_token, clock.now
   FROM (SELECT coalesce($1::double precision,
                         CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS double precision))
                AS now) AS clock

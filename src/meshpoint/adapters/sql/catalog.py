@@ -8,16 +8,21 @@ from typing import Any
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import catalog_statements as sql
+from meshpoint.adapters.sql import statements
 from meshpoint.adapters.sql.codec import unpack
-from meshpoint.adapters.sql.database import Database
+from meshpoint.adapters.sql.database import Database, StoreOptions
+from meshpoint.adapters.sql.owning import read_log_in_parts
 from meshpoint.adapters.sql.records import usage_from_column
 from meshpoint.adapters.sql.rows import (
     epoch_seconds,
     instant,
     is_suspended,
+    resumable_from_row,
     tried_versions,
     unpack_outcome,
 )
+from meshpoint.errors import StoreUnavailable
+from meshpoint.model.call_attempts import CallAttempt
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.model.tasks import (
@@ -25,10 +30,17 @@ from meshpoint.model.tasks import (
     NO_DEADLINE,
     CallState,
     CallSummary,
+    ListPosition,
+    StoredCall,
+    StoredTask,
     TaskFilter,
     TaskState,
     TaskSummary,
+    has_log,
 )
+from meshpoint.model.waits import display_name
+
+_MAX_READS = 5
 
 
 class SqlCatalog:
@@ -43,15 +55,17 @@ class SqlCatalog:
         states: Sequence[TaskState] = (),
         where: TaskFilter = EVERY_TASK,
         limit: int = 100,
-        after: TaskId | None = None,
+        after: TaskId | ListPosition | None = None,
     ) -> list[TaskSummary]:
         """List tasks, newest first. Without `states`, in every state."""
         parameters = _parameters(states, where)
-        if after is not None:
-            position = await self._database.fetch(sql.READ_POSITION, task_id=after)
-            if not position:
+        if isinstance(after, str):
+            rows = await self._database.fetch(sql.READ_POSITION, task_id=after)
+            if not rows:
                 return []
-            parameters |= {"after_at": position[0].checkpointed_at, "after_id": after}
+            after = ListPosition(rows[0].checkpointed_at, after)
+        if after is not None:
+            parameters |= {"after_at": after.at, "after_id": after.task_id}
         rows = await self._list(agent, parameters, limit)
         waits = await self._read_waits(
             [row.logical_task_id for row in rows if row.status == TaskState.WAITING]
@@ -66,7 +80,8 @@ class SqlCatalog:
             place = (
                 {"prefix": names.prefix} if agent is None else {"agent": names.qualified(agent)}
             )
-            rows = list(await self._fetch_page(place | parameters, limit))
+            values = place | parameters
+            rows = list(await self._database.fetch(sql.list_tasks(values), **values, limit=limit))
         else:
             agents = await self._agents() if agent is None else [names.qualified(agent)]
             rows = [
@@ -77,7 +92,7 @@ class SqlCatalog:
 
     async def _list_agent(
         self, agent: str, parameters: dict[str, Any], limit: int
-    ) -> list[Row[Any]]:
+    ) -> Sequence[Row[Any]]:
         """List the tasks of an agent, one state at a time, as the index orders them."""
         states = parameters.get("states", [state.value for state in TaskState])
         conditions = {name: value for name, value in parameters.items() if name != "states"}
@@ -85,17 +100,12 @@ class SqlCatalog:
             states = [state for state in states if state == TaskState.WAITING]
         if parameters.get("suspended"):
             states = [state for state in states if not TaskState(state).is_final]
-        return [
-            row
-            for state in states
-            for row in await self._fetch_page(
-                {**conditions, "agent": agent, "status": state}, limit
-            )
-        ]
-
-    async def _fetch_page(self, parameters: dict[str, Any], limit: int) -> Sequence[Row[Any]]:
-        statement = sql.list_tasks(parameters)
-        return await self._database.fetch(statement, **parameters, limit=limit)
+        if not states:
+            return []
+        conditions["agent"] = agent
+        statement = sql.list_tasks_of_states(conditions, len(states))
+        chosen = {f"status_{number}": state for number, state in enumerate(states)}
+        return await self._database.fetch(statement, **conditions, **chosen, limit=limit)
 
     async def _agents(self) -> list[str]:
         """The qualified names of the agents of this namespace that have tasks."""
@@ -120,6 +130,36 @@ class SqlCatalog:
                 return await unpack(row.request)
         return None
 
+    async def stored_task(self, task_id: TaskId) -> StoredTask | None:
+        """A task that has not ended, with its calls and its log. Takes no locks.
+
+        Reads the row again at the end. If it has changed, the parts may be inconsistent, so all
+        of them are read again.
+
+        Raises:
+            StoreUnavailable: The task changed during every read.
+            ValueError: A value in its row is damaged.
+        """
+        row = await self._read_stored(task_id)
+        for _ in range(_MAX_READS):
+            if row is None:
+                return None
+            parameters = {"task_id": task_id, "generation": row.generation}
+            calls = await self._database.fetch(sql.READ_CALLS, **parameters)
+            has_entries = row.log_seq and (not row.generation or has_log(row.state_format))
+            log = await read_log_in_parts(self._database, row) if has_entries else ()
+            again = await self._read_stored(task_id)
+            if again is not None and _version(again) == _version(row):
+                return await _stored_task(row, calls, log, self._database.options)
+            row = again
+        raise StoreUnavailable(f"task {task_id} changes faster than it can be read")
+
+    async def _read_stored(self, task_id: TaskId) -> Row[Any] | None:
+        for row in await self._database.fetch(statements.READ_TASKS, ids=[task_id]):
+            if self._is_in_namespace(row) and not TaskState(row.status).is_final:
+                return row
+        return None
+
     def _is_in_namespace(self, row: Row[Any]) -> bool:
         return bool(row.agent_name.startswith(self._database.options.names.prefix))
 
@@ -127,7 +167,7 @@ class SqlCatalog:
         """The peers that have not answered yet, by task."""
         waits: dict[str, list[str]] = {}
         for row in await self._database.fetch(sql.READ_WAITS, ids=list(ids)) if ids else ():
-            waits.setdefault(row.logical_task_id, []).append(row.peer_agent)
+            waits.setdefault(row.logical_task_id, []).append(display_name(row.peer_agent))
         return waits
 
     def _summary(
@@ -169,7 +209,33 @@ class SqlCatalog:
             parked_reason=row.parked_reason,
             tried_versions=tried_versions(row.tried_versions),
             suspended_at=instant(row.suspended_at) if is_suspended(row) else None,
+            position=ListPosition(row.checkpointed_at, row.logical_task_id),
+            needed=None if has_ended else row.needed,
         )
+
+
+def _version(row: Row[Any]) -> tuple[Any, ...]:
+    """Columns that change with a task's owner, its calls or its log."""
+    return row.run_id, row.fence, row.generation, row.log_seq
+
+
+async def _stored_task(
+    row: Row[Any],
+    calls: Sequence[Row[Any]],
+    log: Sequence[bytes] | None,
+    options: StoreOptions,
+) -> StoredTask:
+    stored_calls = [
+        StoredCall(
+            call.call_id,
+            AgentName(call.peer_agent),
+            await unpack(call.request) or b"",
+            None if call.status == CallState.PENDING else await unpack_outcome(call.outcome),
+        )
+        for call in calls
+    ]
+    resumable = await resumable_from_row(row, (), log, options.names, options.max_join_bytes)
+    return StoredTask(resumable, TaskState(row.status), tuple(stored_calls), row.app_version)
 
 
 def _parameters(states: Sequence[TaskState], where: TaskFilter) -> dict[str, Any]:
@@ -189,21 +255,33 @@ def _parameters(states: Sequence[TaskState], where: TaskFilter) -> dict[str, Any
 async def _call_summary(row: Row[Any]) -> CallSummary:
     outcome = None if row.outcome is None else await unpack_outcome(row.outcome)
     absolute_deadline = instant(row.absolute_deadline)
+    attempt = CallAttempt.decode(row.retry)
+    is_later = attempt is not None and attempt.number > 1
+    dispatched_at, sends = row.dispatched_at, row.send_attempts
+    if row.send_attempts > 0 and not is_later:
+        sends = max(sends, row.join_send_attempts or 0)
+        if dispatched_at is None and (row.status != CallState.PENDING or row.send_due_at is None):
+            dispatched_at = row.join_dispatched_at
+    is_unsent = row.status == CallState.PENDING and sends == 0 and row.send_due_at is not None
     return CallSummary(
         sub_task_id=TaskId(row.sub_task_id),
         call_id=row.call_id,
         peer=AgentName(row.peer_agent),
-        generation=row.invocation_id,
+        generation=row.generation,
         state=CallState(row.status),
         outcome=None
         if outcome is None
         else "ok"
         if isinstance(outcome, Ok)
         else outcome.kind.value,
-        dispatched_at=None if row.dispatched_at is None else instant(row.dispatched_at),
+        dispatched_at=None if dispatched_at is None else instant(dispatched_at),
         deadline=instant(row.timeout_deadline),
         message=outcome.message if isinstance(outcome, Failed) else None,
         since=instant(row.created_at),
-        attempts=row.attempts,
+        sends=sends,
         absolute_deadline=absolute_deadline if absolute_deadline < NO_DEADLINE else None,
+        attempt=1 if attempt is None else attempt.number,
+        max_attempts=None if attempt is None else attempt.policy.max_attempts,
+        is_superseded=bool(row.is_superseded),
+        due_at=instant(row.send_due_at) if is_unsent else None,
     )

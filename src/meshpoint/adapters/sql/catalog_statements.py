@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
+from meshpoint.adapters.sql.columns import GENERATION
+
 _SUMMARY = """t.logical_task_id, t.agent_name, t.status, t.generation, t.fence, t.attempt,
        t.owner, t.wake_at, t.checkpointed_at, t.ended_at, t.dead_reason, t.rescues,
        t.requester_app_id, t.parent_task_id, t.user_id, t.effective_session_id, t.task_deadline,
        t.state_format, t.app_version, t.retry_count, t.incompatible_since, t.parked_reason,
        t.tried_versions, t.suspended_at, t.cancel_requested, j.completed_count, j.total_expected,
-       j.join_deadline, o.subject"""
+       j.needed, j.join_deadline, o.subject"""
 
 _TABLES = """agent_paused_tasks AS t LEFT JOIN agent_parallel_invocations AS j
     ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation
@@ -34,7 +36,9 @@ _CONDITIONS: Final = {
    AND t.ended_at IS NULL) = :suspended""",
     "waiting_for": """t.status = 'waiting' AND EXISTS (
        SELECT 1 FROM agent_peer_sub_tasks AS c
-        WHERE c.logical_task_id = t.logical_task_id AND c.peer_agent = :waiting_for
+        WHERE c.logical_task_id = t.logical_task_id
+          AND c.peer_agent IN (CAST(:waiting_for AS text), '~' || CAST(:waiting_for AS text),
+                               '~?' || CAST(:waiting_for AS text))
           AND c.status = 'pending')""",
     # The first condition is for the index, the second one for tasks of the same time.
     "after_at": """t.checkpointed_at <= :after_at
@@ -64,6 +68,19 @@ SELECT {_SUMMARY}
  WHERE {" AND ".join(chosen)}
  ORDER BY t.checkpointed_at DESC, t.logical_task_id DESC LIMIT :limit
 """
+
+
+def list_tasks_of_states(parameters: Collection[str], count: int) -> str:
+    """Return the statement that lists tasks of `count` states: `status_0`, `status_1`, …
+
+    Each state has an index scan and a limit of its own. One statement reads them all, because a
+    task that changes its state between two statements would be in none or in both.
+    """
+    each = list_tasks({*parameters, "status"})
+    return " UNION ALL ".join(
+        f"SELECT * FROM ({each.replace(':status', f':status_{number}')}) AS s{number}"
+        for number in range(count)
+    )
 
 
 # Read the names of all agents, with one index lookup for each.
@@ -101,21 +118,22 @@ READ_REQUEST = """
 SELECT agent_name, request FROM agent_paused_tasks WHERE logical_task_id = :task_id
 """
 
-# Show the calls of a task. `dispatched_at` is the call's own, or its join's if all requests of the
-# pause were sent together.
-SHOW_CALLS = """
-SELECT c.sub_task_id, c.call_id, c.peer_agent, c.invocation_id, c.status, c.outcome,
-       c.timeout_deadline, c.absolute_deadline, c.created_at,
-       CASE WHEN c.send_attempts > 0 AND j.send_attempts > c.send_attempts
-            THEN j.send_attempts ELSE c.send_attempts
-       END AS attempts,
-       CASE WHEN c.dispatched_at IS NOT NULL THEN c.dispatched_at
-            WHEN c.send_attempts > 0 AND (c.status <> 'pending' OR c.send_due_at IS NULL)
-            THEN j.dispatched_at
-       END AS dispatched_at
+# Read the calls of one pause of a task, in call order.
+READ_CALLS = """
+SELECT call_id, peer_agent, request, status, outcome FROM agent_peer_sub_tasks
+ WHERE logical_task_id = :task_id AND invocation_id = :generation ORDER BY seq
+"""
+
+# List the attempts at the calls of a task. A request was sent at `dispatched_at`, or at
+# `join_dispatched_at` if all requests of the pause were sent together.
+SHOW_CALLS = f"""
+SELECT c.sub_task_id, c.call_id, c.peer_agent, c.status, c.outcome, c.retry, c.send_due_at,
+       c.timeout_deadline, c.absolute_deadline, c.created_at, c.send_attempts, c.dispatched_at,
+       j.send_attempts AS join_send_attempts, j.dispatched_at AS join_dispatched_at,
+       {GENERATION} AS generation, c.invocation_id < -1 AS is_superseded
   FROM agent_peer_sub_tasks AS c LEFT JOIN agent_parallel_invocations AS j
-    ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
- WHERE c.logical_task_id = :task_id ORDER BY c.invocation_id, c.seq
+    ON j.logical_task_id = c.logical_task_id AND j.invocation_id = {GENERATION}
+ WHERE c.logical_task_id = :task_id ORDER BY generation, c.seq, c.created_at
 """
 
 
@@ -129,12 +147,14 @@ SELECT status, CASE WHEN generation > 0 THEN state_format END AS state_format, a
  GROUP BY status, CASE WHEN generation > 0 THEN state_format END, app_version
 """
 
-# Count the open calls of an agent's waiting tasks, by peer. Works on the tables of every release.
+# Count the open calls of an agent's waiting tasks, by peer, without waits that no peer answers.
+# Works on the tables of every release.
 COUNT_WAITS = """
 SELECT c.peer_agent, count(DISTINCT t.logical_task_id) AS tasks
   FROM agent_paused_tasks AS t JOIN agent_peer_sub_tasks AS c
     ON c.logical_task_id = t.logical_task_id AND c.invocation_id = t.generation
  WHERE t.agent_name = :agent AND t.status = 'waiting' AND c.status = 'pending'
+   AND c.peer_agent NOT LIKE '~%'
  GROUP BY c.peer_agent ORDER BY c.peer_agent
 """
 

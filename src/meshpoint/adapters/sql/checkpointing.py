@@ -6,11 +6,12 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from operator import attrgetter
 from typing import Any
 
 from sqlalchemy import Row
 
-from meshpoint.adapters.sql import operation_statements
+from meshpoint.adapters.sql import mailbox, operation_statements
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.appending import tasks_with_unknown_entries, write_logs
 from meshpoint.adapters.sql.batcher import PART_BYTES, split_by_size
@@ -33,6 +34,7 @@ from meshpoint.adapters.sql.rows import (
     group_by_task,
     instant,
     is_early_cancel,
+    is_later_attempt,
     keep_alive_at,
     outcome_columns,
     ready_at,
@@ -40,6 +42,7 @@ from meshpoint.adapters.sql.rows import (
 )
 from meshpoint.adapters.sql.subtasking import save_with_pauses
 from meshpoint.errors import AgentMisbehaved
+from meshpoint.model.call_attempts import CallAttempt
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Ok
 from meshpoint.model.tasks import (
@@ -68,6 +71,7 @@ from meshpoint.model.transitions import (
     PauseResult,
     TaskLocked,
 )
+from meshpoint.model.waits import SLEEP_PEER, is_wait, sleep_end
 
 
 async def begin(
@@ -163,7 +167,9 @@ def _begin_columns(tx: Transaction, command: Begin, request: Packed, now: float)
         "status": (TaskState.READY if command.queued else TaskState.RUNNING).value,
         "owner": None if command.queued else command.replica.id,
         "attempt": 0 if command.queued else 1,
-        "wake_at": now if command.queued else now + command.replica.lease.total_seconds(),
+        "wake_at": max(now, epoch_seconds(command.start_at) or now)
+        if command.queued
+        else now + command.replica.lease.total_seconds(),
         "request": request,
         "now": now,
         "checkpoint_seq": None if command.operation is None else 0,
@@ -185,6 +191,9 @@ class PackedPause:
     bodies: tuple[Packed, ...]
     outcomes: tuple[Packed, ...]
     met: bool  # the join is met by calls that are not sent
+    sendable: Sequence[PlannedCall]  # unanswered calls to peers
+    waits: bool  # some calls are waits that no peer answers
+    retries: bool  # some calls may be retried
     closed: int  # number of calls that are not sent, because they have an outcome
     succeeded: int  # number of closed calls with a result
     earliest_timeout: float | None  # seconds until the first sendable call times out
@@ -212,9 +221,18 @@ class PackedPause:
             raise AgentMisbehaved(
                 f"the task's state has {size} bytes; a checkpoint keeps {MAX_ROW_BYTES} at most"
             )
-        sendable = [call for call in pause.calls if call.outcome is None]
-        closed = len(pause.calls) - len(sendable)
-        succeeded = sum(isinstance(call.outcome, Ok) for call in pause.calls)
+        open_calls = [call for call in pause.calls if call.outcome is None]
+        # Most calls of a pause have the same peer and timeouts, so these are checked once each.
+        waits = any(map(is_wait, {call.peer for call in open_calls}))
+        sendable = [call for call in open_calls if not is_wait(call.peer)] if waits else open_calls
+        timeouts = {
+            timeout
+            for call in sendable
+            for timeout in (call.timeout, call.idle_timeout)
+            if timeout is not None
+        }
+        closed = len(pause.calls) - len(open_calls)
+        succeeded = sum(isinstance(call.outcome, Ok) for call in pause.calls) if closed else 0
         met = pause.join.met(total=len(pause.calls), completed=closed, succeeded=succeeded)
         kept = (
             [call.outcome or (NOT_NEEDED if met else None) for call in pause.calls]
@@ -223,7 +241,7 @@ class PackedPause:
         )
         bodies = tuple(await pack_all([call.body for call in pause.calls]))
         checkpoint = None if pause.checkpoint is None else checkpoint_rows(pause.checkpoint)
-        entries = await pack_entries(log.entries)
+        entries = await pack_entries(log.entries) if log.entries else ()
         return cls(
             pause,
             await pack(pause.request),
@@ -231,9 +249,12 @@ class PackedPause:
             bodies=bodies,
             outcomes=tuple(await outcome_columns(kept)) if closed else (None,) * len(pause.calls),
             met=met,
+            sendable=sendable,
+            waits=waits,
+            retries=any(map(_RETRY, sendable)),
             closed=closed,
             succeeded=succeeded,
-            earliest_timeout=min([_shortest_timeout(call) for call in sendable], default=None),
+            earliest_timeout=duration_seconds(min(timeouts, default=None)),
             checkpoint=checkpoint,
             entries=entries,
             size=_size(pause, (*bodies, *entries), checkpoint),
@@ -256,15 +277,21 @@ class PackedPause:
     def fits_fast_path(self) -> bool:
         """Whether the fast path can write it.
 
-        It cannot if a call has an outcome already, if the pause adds children or a checkpoint,
-        or if it is larger than one statement may be.
+        It cannot if a call has an outcome already, is a wait, or may be retried, if the pause adds
+        children or a checkpoint, or if it is larger than one statement may be.
         """
         return not (
-            self.closed or self.pause.children or self.checkpoint or self.size > PART_BYTES
+            self.closed
+            or self.waits
+            or self.retries
+            or self.pause.children
+            or self.checkpoint
+            or self.size > PART_BYTES
         )
 
 
 _NO_CHANGE = LogChange()
+_RETRY = attrgetter("retry")
 
 
 def _size(pause: Pause, values: Iterable[Packed], checkpoint: CheckpointRows | None) -> int:
@@ -293,12 +320,15 @@ async def pause(tx: Transaction, pauses: Sequence[PackedPause]) -> list[PauseRes
             packed.pause.run.task_id: _check_pause(tx, packed.pause, locked, unknown)
             for packed in batch
         }
-        await _write_pauses(
+        written = await _write_pauses(
             tx, [packed for packed in batch if results[packed.pause.run.task_id] is None], locked
         )
         await _reload_dispatches(tx, results)
+        committed = {
+            packed.pause.run.task_id: committed_pause(packed, locked.now) for packed in written
+        }
         return [
-            results[packed.pause.run.task_id] or committed_pause(packed, locked.now)
+            results[packed.pause.run.task_id] or committed[packed.pause.run.task_id]
             for packed in batch
         ]
 
@@ -345,8 +375,18 @@ def _check_pause(
 
 async def _write_pauses(
     tx: Transaction, batch: Sequence[PackedPause], locked: LockedTasks
-) -> None:
+) -> Sequence[PackedPause]:
+    """Write pauses, with the outcomes from the mailboxes. Returns the pauses as written."""
     batch = sorted(batch, key=lambda packed: packed.pause.run.task_id)
+    delivered = await mailbox.deliver(
+        tx, [packed.pause for packed in batch if packed.waits], locked.rows, locked.now
+    )
+    batch = [
+        packed
+        if (changed := delivered.get(packed.pause.run.task_id)) is None
+        else await PackedPause.pack(changed)
+        for packed in batch
+    ]
     await tx.execute_many(
         sql.INSERT_PAUSED,
         [
@@ -385,6 +425,14 @@ async def _write_pauses(
     ):
         await tx.execute_many(sql.INSERT_CALL, part)
     await tx.execute_many(
+        sql.CONFIRM_CALL_DISPATCHED,
+        [
+            {"task_id": row["task_id"], "sub_task_id": row["sub_task_id"]}
+            for row in calls
+            if is_wait(row["peer"]) and row["outcome"] is None
+        ],
+    )
+    await tx.execute_many(
         sql.INSERT_JOIN, [_join_columns(tx, packed, locked.now) for packed in batch]
     )
     await tx.execute_many(
@@ -404,6 +452,8 @@ async def _write_pauses(
         ],
         locked.now,
     )
+    await mailbox.record_questions(tx, [(packed.pause, packed.bodies) for packed in batch])
+    return batch
 
 
 async def write_revived(tx: Transaction, packed: PackedPause, row: Row[Any], now: float) -> None:
@@ -425,7 +475,7 @@ async def _reload_dispatches(tx: Transaction, results: dict[TaskId, PauseResult 
             sends = [
                 await dispatch_from_row(row, tx.options.names, attempt=1)
                 for row in rows.get(task_id, [])
-                if (row.send_due_at or row.join_due_at) is not None
+                if (row.send_due_at or row.join_due_at) is not None and not is_later_attempt(row)
             ]
             results[task_id] = PauseCommitted(found.state, tuple(sends))
 
@@ -449,8 +499,7 @@ def committed_pause(packed: PackedPause, now: float) -> PauseCommitted:
                 call.headers,
                 deadline_of[call.timeout],
             )
-            for call in pause.calls
-            if call.outcome is None
+            for call in packed.sendable
         ),
     )
 
@@ -473,6 +522,14 @@ def _shortest_timeout(call: PlannedCall) -> float:
     return min(timeout.total_seconds() for timeout in timeouts if timeout is not None)
 
 
+def _wait_ends(pause: Pause, now: float) -> list[float]:
+    return [
+        _call_deadlines(pause, call, now)[1]
+        for call in pause.calls
+        if is_wait(call.peer) and call.outcome is None
+    ]
+
+
 def _join_deadline(pause: Pause, now: float) -> float | None:
     return None if pause.join.deadline is None else now + pause.join.deadline.total_seconds()
 
@@ -486,6 +543,7 @@ def _task_columns(
         earliest_timeout,
         epoch_seconds(pause.requester.deadline),
         _join_deadline(pause, now),
+        *(_wait_ends(pause, now) if packed.waits else ()),
     ]
     return {
         "task_id": pause.run.task_id,
@@ -509,8 +567,9 @@ def _call_columns(tx: Transaction, packed: PackedPause, now: float) -> list[Colu
     for seq, (call, body, outcome) in enumerate(
         zip(pause.calls, packed.bodies, packed.outcomes, strict=True)
     ):
-        sent = call.outcome is None and not packed.met
-        absolute_deadline = _absolute_deadline(pause, call.timeout, now)
+        is_open = call.outcome is None and not packed.met
+        absolute_deadline, timeout_deadline = _call_deadlines(pause, call, now)
+        attempt = CallAttempt.first(call, now)
         rows.append(
             {
                 "task_id": pause.run.task_id,
@@ -522,20 +581,35 @@ def _call_columns(tx: Transaction, packed: PackedPause, now: float) -> list[Colu
                 "peer": call.peer,
                 "headers": json.dumps(call.headers),
                 "request": body,
-                "status": CallState.PENDING.value if sent else CallState.DONE.value,
+                "status": CallState.PENDING.value if is_open else CallState.DONE.value,
                 "outcome": outcome,
-                "send_attempts": 1 if sent else 0,
+                "send_attempts": int(is_open and not is_wait(call.peer)),
                 "idle_timeout": duration_seconds(call.idle_timeout),
-                "timeout_deadline": min(absolute_deadline, now + _shortest_timeout(call)),
+                "timeout_deadline": timeout_deadline,
                 "absolute_deadline": absolute_deadline,
                 "now": now,
+                "retry": None if attempt is None else attempt.encode(),
             }
         )
     return rows
 
 
+def _call_deadlines(pause: Pause, call: PlannedCall, now: float) -> tuple[float, float]:
+    """The absolute deadline of a call, and the earlier of its idle and its absolute deadline.
+
+    For a sleep, its end, and the earlier of that and its task's deadline.
+    """
+    if call.peer == SLEEP_PEER:
+        end = sleep_end(call.headers, now)
+        return end, min(end, _absolute_deadline(pause, None, now))
+    absolute_deadline = _absolute_deadline(pause, call.timeout, now)
+    if is_wait(call.peer):
+        return absolute_deadline, absolute_deadline
+    return absolute_deadline, min(absolute_deadline, now + _shortest_timeout(call))
+
+
 def _join_columns(tx: Transaction, packed: PackedPause, now: float) -> Columns:
-    pause = packed.pause
+    pause, is_sent = packed.pause, bool(packed.sendable) and not packed.met
     return {
         "task_id": pause.run.task_id,
         "generation": pause.run.generation + 1,
@@ -545,6 +619,6 @@ def _join_columns(tx: Transaction, packed: PackedPause, now: float) -> Columns:
         "needed": pause.join.needed,
         "join_deadline": _join_deadline(pause, now),
         "agent": tx.options.names.qualified(pause.run.agent),
-        "send_due_at": None if packed.met else now + tx.options.backoff(1),
-        "send_attempts": 0 if packed.met else 1,
+        "send_due_at": now + tx.options.backoff(1) if is_sent else None,
+        "send_attempts": int(is_sent),
     }

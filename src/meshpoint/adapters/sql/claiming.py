@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,22 @@ from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.late_usage import has_late_usage, record_late_usage
 from meshpoint.adapters.sql.locking import lock_tasks
 from meshpoint.adapters.sql.owning import OwnedTasks, assign_owners, read_owned
+from meshpoint.adapters.sql.retrying import (
+    AttemptFailure,
+    CallKey,
+    PlannedRetry,
+    plan_retries,
+    supersede_open_attempt,
+    write_retries,
+)
 from meshpoint.adapters.sql.rows import NOT_NEEDED, Columns, cancel_notice_from_row, group_by_task
+from meshpoint.model.call_attempts import superseded
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import AgentName
-from meshpoint.model.outcomes import Ok, encode_outcome
+from meshpoint.model.outcomes import Failed, Ok, encode_outcome
 from meshpoint.model.tasks import CallState, CancelNotice, Replica, Resumable, TaskState
 from meshpoint.model.transitions import (
+    CallRetried,
     Claim,
     ClaimResult,
     DuplicateOutcome,
@@ -31,6 +41,8 @@ from meshpoint.model.transitions import (
     UnknownCall,
     WrongSender,
 )
+
+_NO_FENCES: Mapping[str, int] = {}
 
 
 @dataclass(slots=True)
@@ -72,12 +84,20 @@ class _Tally:
 
 
 async def claim(
-    tx: Transaction, claims: Sequence[tuple[Claim, Packed]], replica: Replica, slots: int
+    tx: Transaction,
+    claims: Sequence[tuple[Claim, Packed]],
+    replica: Replica,
+    slots: int,
+    unread: Mapping[str, int] = _NO_FENCES,
 ) -> tuple[list[ClaimResult], OwnedTasks]:
     """Record outcomes, each given as the claim and the packed outcome.
 
     Returns the tasks that this replica owns now as `TaskReady`, and their rows to be decoded. A
-    repeated claim finds what it wrote and gets its first result again.
+    repeated claim finds what it wrote and gets its first result again. A failed attempt at a call
+    that is retried does not count.
+
+    `unread` has tasks that this replica has just acquired, with their fences. Their runs have not
+    begun, so a task is read again if a claim changes an outcome.
     """
     locked = await lock_tasks(tx, [command.task_id for command, _ in claims])
     agent = tx.options.names.qualified(replica.agent)
@@ -87,6 +107,17 @@ async def claim(
         (row.logical_task_id, row.sub_task_id): row
         for row in await tx.fetch(sql.READ_CALLS, pairs=keys)
     }
+    attempts = await _read_attempts(tx, claims, tallies, calls, locked.now)
+    if attempts.repeated:  # they depend on what the other claims of their calls write
+        first = [place for place in range(len(claims)) if place not in attempts.repeated]
+        results, owned = await claim(
+            tx, [claims[place] for place in first], replica, slots, unread
+        )
+        more, owned_later = await claim(
+            tx, [claims[place] for place in attempts.repeated], replica, slots - len(owned), unread
+        )
+        by_place = dict(zip([*first, *attempts.repeated], [*results, *more], strict=True))
+        return [by_place[place] for place in range(len(claims))], owned | owned_later
     results = [
         TaskLocked(command.task_id, command.sub_task_id)
         if command.task_id in locked.locked_elsewhere
@@ -96,9 +127,11 @@ async def claim(
             tallies.get(command.task_id),
             calls.get((command.task_id, command.sub_task_id)),
             replica,
+            attempts,
         )
         for command, outcome in claims
     ]
+    await _write_attempts(tx, claims, results, attempts, locked.now)
     met_before = [each.task_id for each in results if isinstance(each, TaskReady)]
     owned_before = [id_ for id_ in met_before if _is_owner(replica, tallies[id_].row)]
     cancels = await _write_outcomes(
@@ -117,8 +150,16 @@ async def claim(
         if isinstance(results[place], TaskReady) or (tally and tally.met_by is command):
             results[place] = TaskReady(task_id, command.sub_task_id, cancels.get(task_id, ()))
     owned_now = [columns["task_id"] for columns in owners if columns["owner"] is not None]
-    await record_late_usage(tx, _late_claims(claims, results, tallies, calls, owned_now))
-    return results, await read_owned(tx, owned_before + owned_now)
+    still_unread = {
+        task_id
+        for task_id, tally in tallies.items()
+        if _is_owner(replica, tally.row)
+        and (task_id in owned_before or unread.get(task_id) == tally.row.fence)
+    }
+    late = _late_claims(claims, results, tallies, calls, owned_now, still_unread)
+    await record_late_usage(tx, late)
+    changed = still_unread.intersection(task_id for task_id, _ in late).difference(owned_before)
+    return results, await read_owned(tx, [*owned_before, *owned_now, *sorted(changed)])
 
 
 def _late_claims(
@@ -127,11 +168,12 @@ def _late_claims(
     tallies: Mapping[str, _Tally],
     calls: Mapping[tuple[str, str], Row[Any]],
     owned: Sequence[str],
+    unread: Collection[str],
 ) -> dict[tuple[str, str], tuple[Claim, Row[Any]]]:
     """Claims that came too late to be outcomes, but have tokens for `record_late_usage`.
 
     `owned` are the tasks that this batch has assigned to a run, which sees none of their later
-    claims.
+    claims. The runs of `unread` tasks will read the outcomes after this.
     """
     late: dict[tuple[str, str], tuple[Claim, Row[Any]]] = {}
     running = set[str]()
@@ -145,7 +187,8 @@ def _late_claims(
             continue
         if command.sub_task_id in tally.answered or key in late:
             continue
-        if has_late_usage(command, tally.row, calls[key]):
+        is_unread = command.task_id in unread
+        if has_late_usage(command, tally.row, calls[key], is_unread=is_unread):
             late[key] = (command, tally.row)
     return late
 
@@ -162,19 +205,115 @@ def with_tasks(
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempts:
+    """What a batch of claims means for calls that are retried.
+
+    Attributes:
+        retries: the attempts that follow the failed ones.
+        open_attempts: the open attempts of calls for which an earlier attempt has a result.
+        repeated: places of claims of a call for which the batch has an earlier claim.
+    """
+
+    retries: Mapping[CallKey, PlannedRetry] = field(default_factory=dict)
+    open_attempts: Mapping[CallKey, Row[Any]] = field(default_factory=dict)
+    repeated: Sequence[int] = ()
+
+
+_NO_ATTEMPTS = _Attempts()
+
+
+async def _read_attempts(
+    tx: Transaction,
+    claims: Sequence[tuple[Claim, Packed]],
+    tallies: Mapping[str, _Tally],
+    calls: Mapping[CallKey, Row[Any]],
+    now: float,
+) -> _Attempts:
+    if all(call.retry is None for call in calls.values()):
+        return _NO_ATTEMPTS
+    seen, repeated = set[tuple[str, str]](), list[int]()
+    failures, open_attempts = dict[CallKey, AttemptFailure](), dict[CallKey, Row[Any]]()
+    for place, (command, _) in enumerate(claims):
+        key, tally = (command.task_id, command.sub_task_id), tallies.get(command.task_id)
+        call = calls.get(key)
+        if call is None or call.retry is None or tally is None:
+            continue
+        if tally.row.status != TaskState.WAITING or command.sender not in {None, call.peer_agent}:
+            continue
+        is_earlier = (
+            isinstance(command.outcome, Ok)
+            and call.invocation_id == superseded(tally.row.generation)
+            and call.claim_id != command.id
+        )
+        if not (is_earlier or call.status == CallState.PENDING):
+            continue  # a duplicate in any case
+        if (command.task_id, call.call_id) in seen:
+            repeated.append(place)
+            continue
+        if is_earlier:
+            found = await tx.fetch(
+                sql.READ_OPEN_ATTEMPT, task_id=command.task_id, call_id=call.call_id
+            )
+            if not found:
+                continue
+            open_attempts[key] = found[0]
+        elif isinstance(command.outcome, Failed):
+            failures[key] = AttemptFailure(
+                command.outcome, now, command.retryable, command.retry_after
+            )
+        seen.add((command.task_id, call.call_id))
+    if repeated:
+        return _Attempts(repeated=repeated)
+    return _Attempts(await plan_retries(tx, failures), open_attempts)
+
+
+async def _write_attempts(
+    tx: Transaction,
+    claims: Sequence[tuple[Claim, Packed]],
+    results: Sequence[ClaimResult],
+    attempts: _Attempts,
+    now: float,
+) -> None:
+    if attempts is _NO_ATTEMPTS:
+        return
+    closed: dict[CallKey, Columns] = {}
+    for (command, outcome), result in zip(claims, results, strict=True):
+        key = (command.task_id, command.sub_task_id)
+        if isinstance(result, CallRetried):
+            closed[key] = {
+                "status": CallState.DONE.value,
+                "outcome": outcome,
+                "claim_id": command.id,
+                "send_due_at": None,
+            }
+        elif isinstance(result, StillWaiting) and key in attempts.open_attempts:
+            await supersede_open_attempt(tx, key, attempts.open_attempts[key], now)
+    await write_retries(tx, [attempts.retries[key] for key in closed], closed)
+
+
 def _apply_claim(
-    command: Claim, outcome: Packed, tally: _Tally | None, call: Row[Any] | None, replica: Replica
+    command: Claim,
+    outcome: Packed,
+    tally: _Tally | None,
+    call: Row[Any] | None,
+    replica: Replica,
+    attempts: _Attempts,
 ) -> ClaimResult:
     """Record a claim on its task's tally, or return why it does not count."""
     if tally is None or call is None:
         return UnknownCall(command.task_id, command.sub_task_id)
     if command.sender is not None and command.sender != call.peer_agent:
         return WrongSender(command.task_id, command.sub_task_id, AgentName(call.peer_agent))
-    if call.status != CallState.PENDING:
+    key, is_waiting = (command.task_id, command.sub_task_id), tally.row.status == TaskState.WAITING
+    wins_late = key in attempts.open_attempts and isinstance(command.outcome, Ok)
+    if call.status != CallState.PENDING and not wins_late:
         return _repeated_result(command, tally.row, call, replica)
-    current = tally.row.status == TaskState.WAITING and call.invocation_id == tally.row.generation
+    current = is_waiting and (call.invocation_id == tally.row.generation or wins_late)
     if tally.met_by or command.sub_task_id in tally.answered or not current:
         return DuplicateOutcome(command.task_id, command.sub_task_id)
+    if key in attempts.retries:
+        return attempts.retries[key].to_result()
     tally.record(command, outcome, call)
     return StillWaiting(command.task_id, command.sub_task_id)
 
@@ -248,5 +387,7 @@ async def close_pending(
 def _notices(tx: Transaction, rows: Sequence[Row[Any]]) -> dict[str, tuple[CancelNotice, ...]]:
     return {
         task_id: tuple(cancel_notice_from_row(row, tx.options.names) for row in calls)
-        for task_id, calls in group_by_task(rows).items()
+        for task_id, calls in group_by_task(
+            [row for row in rows if row.status == CallState.CANCELLING]
+        ).items()
     }

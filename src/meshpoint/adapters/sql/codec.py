@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import zstandard
 
+from meshpoint.model.log_entries import LogEntries
 from meshpoint.own_threads import run_in_own_thread
 
 Packed: TypeAlias = bytes | None
@@ -71,13 +72,15 @@ async def _pack_entry(entry: bytes) -> bytes:
     return packed
 
 
-async def unpack_entries(stored: Sequence[bytes]) -> tuple[bytes, ...]:
+async def unpack_entries(stored: Sequence[bytes]) -> LogEntries:
     """Decode what `pack_entries` encoded.
 
     Raises:
         ValueError: This release does not know a marker.
     """
-    return tuple([each[1:] if each[:1] == RAW else await unpack(each) or b"" for each in stored])
+    # Entries without compression are not copied, since all of them together may take megabytes.
+    marked = [each if each[:1] == RAW else RAW + (await unpack(each) or b"") for each in stored]
+    return LogEntries(marked, len(RAW))
 
 
 async def unpack(stored: bytes | None) -> bytes | None:

@@ -50,7 +50,7 @@ def replaced(names: Iterable[str]) -> str:
     return ", ".join(f"{name} = excluded.{name}" for name in names)
 
 
-REQUESTER = _between(tasks, "reply_to", "idle_timeout")
+REQUESTER = (*_between(tasks, "reply_to", "idle_timeout"), "result_ttl")
 REPLY = (
     "logical_task_id",
     "agent_name",
@@ -92,7 +92,9 @@ RESTORED = tuple(name for name in CONTEXT if name not in _FOR_PEOPLE)
 """The part of `CONTEXT` that the next segment needs."""
 
 # The statements that insert them have their values in the order of the tables.
-NEW_CALL = _names(calls, without={"claim_id", "dispatched_at", "send_due_at", "unroutable_since"})
+NEW_CALL = _names(
+    calls, without={"claim_id", "dispatched_at", "send_due_at", "unroutable_since", "retry"}
+)
 NEW_JOIN = _names(joins, without={"dispatched_at"})
 NEW_OPERATION = _names(operations)
 
@@ -116,6 +118,9 @@ RECORDS_MARK = "+records"
 An earlier release does not find them. It takes the version for another one and leaves the task to
 others, instead of running its subtasks again.
 """
+
+GENERATION = "CASE WHEN c.invocation_id < -1 THEN -2 - c.invocation_id ELSE c.invocation_id END"
+"""The generation of a call `c`, also if it is an earlier attempt (`superseded`)."""
 
 # `attempt` and `rescues` count as after a checkpoint with progress.
 APPENDED = f"""attempt = 1, rescues = CASE WHEN rescues > {SUSPECT_AFTER_RESCUES}

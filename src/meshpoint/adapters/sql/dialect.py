@@ -20,7 +20,8 @@ class _ParameterFragment:
 
     `{one_of:ids}` compares with any element of the list bound as `ids`. `{jsonb:name}` converts
     the JSON text bound as `name` to the type of a JSON column, and `{as_jsonb:text}` converts an
-    expression.
+    expression. `{first_line:text}` and `{other_lines:text}` split a text, and are NULL if it has
+    no such line.
     """
 
     def __init__(self, template: str) -> None:
@@ -82,6 +83,10 @@ _POSTGRES = {
     "record_list": "CAST(json_agg(CAST(record AS json)) AS text)",
     "result_object": "CAST(json_object_agg(name, result) AS text)",
     "as_jsonb": _ParameterFragment("CAST({} AS jsonb)"),
+    "first_line": _ParameterFragment("split_part({0}, chr(10), 1)"),
+    "other_lines": _ParameterFragment(
+        "nullif(substr({0}, length(split_part({0}, chr(10), 1)) + 2), '')"
+    ),
 }
 
 # On SQLite, rows need no locks: a write transaction holds the file's only write lock from its
@@ -103,4 +108,8 @@ _SQLITE = {
     "record_list": "json_group_array(json(record))",
     "result_object": "json_group_object(name, result)",
     "as_jsonb": _ParameterFragment("{}"),
+    "first_line": _ParameterFragment("substr({0}, 1, instr({0} || char(10), char(10)) - 1)"),
+    "other_lines": _ParameterFragment(
+        "nullif(substr({0}, instr({0} || char(10), char(10)) + 1), '')"
+    ),
 }

@@ -295,30 +295,22 @@ class SqlDueWork:
     ) -> dict[str, Resumable]:
         readable: dict[str, Resumable] = {}
         damaged: list[tuple[Run, Exception]] = []
+        options = self._database.options
         for task_id, task in owned.items():
             try:
-                readable[task_id] = await self._decode(task)
+                readable[task_id] = await resumable_from_row(
+                    task.row, task.outcomes, task.log, options.names, options.max_join_bytes
+                )
             except Exception as error:  # one damaged row must not stop the other tasks
-                damaged.append((run_from_row(task.row, self._database.options.names), error))
+                run = run_from_row(task.row, options.names)
+                if task.row.cancel_requested:  # it only ends
+                    _log.warning("task %s: cancelling it, damaged row: %s", run.task_id, error)
+                    readable[task_id] = endable_from_row(task.row, run)
+                else:
+                    damaged.append((run, error))
         for run, reason in damaged:
             await self._park_damaged(run, reason, replica)
         return readable
-
-    async def _decode(self, task: OwnedTask) -> Resumable:
-        """Decode an owned task. If its cancel was requested, damaged content is left out."""
-        options = self._database.options
-        try:
-            return await resumable_from_row(
-                task.row, task.outcomes, task.log, options.names, options.max_join_bytes
-            )
-        except Exception as error:
-            if not task.row.cancel_requested:
-                raise
-            run = run_from_row(task.row, options.names)
-            _log.warning(
-                "task %s: cancelling it although its row is damaged: %s", run.task_id, error
-            )
-            return endable_from_row(task.row, run)
 
     async def _park_damaged(self, run: Run, error: Exception, replica: Replica | None) -> None:
         _log.error("task %s: cannot decode its row; parking it", run.task_id, exc_info=error)
@@ -432,6 +424,8 @@ async def _acquire(
 ) -> OwnedTasks:
     mine, _ = _split_suspects(due, suspects, lambda row: int(row.rescues))
     await tx.execute_many(sql.UPDATE_OWNER, [_acquired_columns(replica, row) for row in mine])
+    if resumed := [row.logical_task_id for row in mine if is_suspended(row)]:
+        await tx.execute(sql.CLEAR_SUSPENSIONS, ids=resumed)
     return await read_owned(tx, [row.logical_task_id for row in mine])
 
 
@@ -502,7 +496,7 @@ async def _overdue(tx: Transaction, picked: Row[Any], run: Run) -> Overdue:
             error,
         )
         await tx.execute(sql.UPDATE_UNANSWERABLE, task_id=run.task_id)
-        unknown = {"reply_to": None, "task_deadline": None, "idle_timeout": None}
+        unknown = dict.fromkeys(("reply_to", "task_deadline", "idle_timeout", "result_ttl"))
         row = SimpleNamespace(**{**picked._mapping, **unknown})
         return Overdue(endable_from_row(row, run), False, picked.parked_reason)
 

@@ -22,6 +22,7 @@ from meshpoint.adapters.sql.rows import (
     ready_at,
     reply_from_row,
     requester_from_row,
+    tombstone_expiry,
 )
 from meshpoint.adapters.sql.subtasking import EndingOperation, close_operations
 from meshpoint.model.ids import ReplicaId, TaskId
@@ -136,9 +137,7 @@ def _tombstone_columns(
         "wake_at": now + tx.options.backoff(1),
         "reply": reply,
         "now": now,
-        # Until then, a late duplicate of the request finds the tombstone; after that, it is past
-        # its deadline.
-        "expires_at": max(now, row.task_deadline or now) + tx.options.tombstone_ttl,
+        "expires_at": tombstone_expiry(row, now, tx.options.tombstone_ttl),
         "checkpoint_seq": None,
         "keep_usage": False,
         "keep_pause": False,

@@ -42,6 +42,13 @@ SQLite's own pauses grow to 100 ms (`sqliteDefaultBusyCallback` in main.c), so a
 waits longer rarely gets a contended lock.
 """
 
+_SQLITE_CACHE_KIB = 512
+"""A quarter of the default.
+
+The writes of other connections empty the cache, and a long log that is read through a small one
+stays in the processor's own caches.
+"""
+
 FAST_PATH_CONNECTIONS = 6
 """Connections that a store on PostgreSQL keeps for its fast path, in addition to its pool."""
 
@@ -68,19 +75,19 @@ def async_url(url: str) -> URL:
     try:
         parsed = make_url(url)
     except ArgumentError as error:
-        raise ConfigurationError("session_db_url", "is not a database URL", _FIX) from error
+        raise ConfigurationError("database", "is not a database URL", _FIX) from error
     name = parsed.drivername
     if name not in {*_DRIVERS, *_DRIVERS.values()}:
-        raise ConfigurationError("session_db_url", f"{name!r} is not supported", _FIX)
+        raise ConfigurationError("database", f"{name!r} is not supported", _FIX)
     if name.startswith("sqlite") and (parsed.database or ":memory:") == ":memory:":
-        raise ConfigurationError("session_db_url", "names no file", _FIX)
+        raise ConfigurationError("database", "names no file", _FIX)
     _check_options(parsed, _SQLITE_OPTIONS if name.startswith("sqlite") else _POSTGRES_OPTIONS)
     if "sslmode" in parsed.query:  # libpq's name for the option
         parsed = parsed.difference_update_query(["sslmode"]).update_query_dict(
             {"ssl": parsed.query["sslmode"]}
         )
     if parsed.get_backend_name() == "postgresql":
-        extras.POSTGRESQL.require("session_db_url")
+        extras.POSTGRESQL.require("database")
     return parsed.set(drivername=_DRIVERS.get(name, name))
 
 
@@ -89,16 +96,14 @@ def _check_options(url: URL, known: frozenset[str]) -> None:
     for name, value in url.query.items():
         if name not in known:
             problem = f"has the unknown option {name!r:.80}"
-            raise ConfigurationError("session_db_url", problem, f"use {', '.join(sorted(known))}")
+            raise ConfigurationError("database", problem, f"use {', '.join(sorted(known))}")
         if name in {"ssl", "sslmode"} and value not in _SSL_MODES:
             raise ConfigurationError(
-                "session_db_url", f"has no such {name}", f"use {', '.join(_SSL_MODES)}"
+                "database", f"has no such {name}", f"use {', '.join(_SSL_MODES)}"
             )
         numbers = [value] if isinstance(value, str) else value
         if name in {"port", "timeout"} and not all(each.isdecimal() for each in numbers):
-            raise ConfigurationError(
-                "session_db_url", f"has a {name} that is not a whole number", _FIX
-            )
+            raise ConfigurationError("database", f"has a {name} that is not a whole number", _FIX)
 
 
 def engine_for(
@@ -214,6 +219,7 @@ def _prepare_sqlite(engine: Engine, command_timeout: timedelta) -> None:
             "journal_mode = WAL",
             "synchronous = FULL",
             "foreign_keys = ON",  # off by default, and set for each connection
+            f"cache_size = -{_SQLITE_CACHE_KIB}",
             busy,
         ):
             cursor.execute(f"PRAGMA {pragma}")
@@ -222,13 +228,9 @@ def _prepare_sqlite(engine: Engine, command_timeout: timedelta) -> None:
 
 def _require_regular_file(path: Path) -> None:
     if not path.parent.is_dir():
-        raise ConfigurationError(
-            "session_db_url", f"there is no folder {path.parent}", "create it"
-        )
+        raise ConfigurationError("database", f"there is no folder {path.parent}", "create it")
     if path.exists() and not path.is_file():
-        raise ConfigurationError(
-            "session_db_url", f"{path} is not a regular file", "name another file"
-        )
+        raise ConfigurationError("database", f"{path} is not a regular file", "name another file")
 
 
 def make_files_private(engine: Engine) -> None:
@@ -247,8 +249,6 @@ def make_files_private(engine: Engine) -> None:
             try:
                 create_private(Path(path))
             except FileExistsError as error:
-                raise ConfigurationError(
-                    "session_db_url", str(error), "name another file"
-                ) from error
+                raise ConfigurationError("database", str(error), "name another file") from error
             except OSError:
                 return  # SQLite has the better error message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import Row
@@ -14,12 +14,27 @@ from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import lock_child_rows
 from meshpoint.adapters.sql.owning import OwnedTasks, assign_owners, read_owned
+from meshpoint.adapters.sql.retrying import (
+    AttemptFailure,
+    CallKey,
+    PlannedRetry,
+    plan_retries,
+    write_retries,
+)
 from meshpoint.adapters.sql.rows import Columns, cancel_notice_from_row, group_by_task
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import TaskId, new_id
-from meshpoint.model.outcomes import Failed, FailureKind, encode_outcome, peer_missing
-from meshpoint.model.tasks import MAX_SWEEP_DELAY, CancelNotice, Replica, Resumable
+from meshpoint.model.outcomes import (
+    Failed,
+    FailureKind,
+    Ok,
+    Outcome,
+    encode_outcome,
+    peer_missing,
+)
+from meshpoint.model.tasks import MAX_SWEEP_DELAY, CallState, CancelNotice, Replica, Resumable
 from meshpoint.model.transitions import ExpiryResult, JoinCompleted, StillWaiting, TaskReady
+from meshpoint.model.waits import SLEEP_PEER, is_wait, overdue_outcome
 
 _TIMED_OUT = Failed(FailureKind.TIMEOUT, "the peer did not answer in time")
 _MIN_EXTENSION = 0.1  # of the idle timeout
@@ -48,23 +63,58 @@ def extensions(calls: Sequence[Row[Any] | None]) -> list[Columns]:
 
 @dataclass(frozen=True, slots=True)
 class _WaitingTask:
-    """A locked waiting task, its join, and its pending calls, at the time of the lock."""
+    """A locked waiting task, its join, and its pending calls, at the time of the lock.
+
+    `retries` maps the id of each attempt past its deadline to the attempt that follows it.
+    """
 
     row: Row[Any]
     join: Row[Any]
     pending: Sequence[Row[Any]]
+    retries: dict[str, PlannedRetry] = field(default_factory=dict)
 
     @property
     def timed_out(self) -> list[Row[Any]]:
-        """The pending calls past their deadline; all pending calls if the join is past its own."""
+        """The pending calls past their deadline; all pending calls if the join is past its own.
+
+        This includes sleeps past their end.
+        """
         if self.join.join_deadline is not None and self.join.join_deadline <= self.row.now:
             return list(self.pending)
         return [call for call in self.pending if call.timeout_deadline <= self.row.now]
 
     @property
+    def closed(self) -> list[Row[Any]]:
+        """The calls in `timed_out` that end. The others are retried."""
+        return [call for call in self.timed_out if call.sub_task_id not in self.retries]
+
+    @property
     def completed(self) -> int:
         completed: int = self.join.completed_count
-        return completed + len(self.timed_out)
+        return completed + len(self.closed)
+
+    @property
+    def succeeded(self) -> int:
+        succeeded: int = self.join.succeeded_count
+        return succeeded + sum(map(self.has_slept, self.timed_out))
+
+    def failed_attempts(self) -> dict[CallKey, AttemptFailure]:
+        """The failures of attempts past their deadline, for calls that may be retried."""
+        return {
+            (call.logical_task_id, call.sub_task_id): AttemptFailure(
+                self.failure(call), self.row.now
+            )
+            for call in self.timed_out
+            if call.retry is not None
+        }
+
+    def failure(self, call: Row[Any]) -> Failed:
+        """The outcome of a peer call past its deadline."""
+        return peer_missing(call.peer_agent) if self.is_unroutable(call) else _TIMED_OUT
+
+    def has_slept(self, call: Row[Any]) -> bool:
+        """Whether the call is a sleep past its end, so that its result is due."""
+        return bool(call.peer_agent == SLEEP_PEER and call.absolute_deadline <= self.row.now)
 
     @property
     def met(self) -> bool:
@@ -72,13 +122,13 @@ class _WaitingTask:
         return join.met(
             total=self.join.total_expected,
             completed=self.completed,
-            succeeded=self.join.succeeded_count,
+            succeeded=self.succeeded,
         )
 
     def is_unroutable(self, call: Row[Any]) -> bool:
         """Whether the call was never sent, because its peer has no queue."""
-        unsent = call.dispatched_at is None and self.join.send_due_at is not None
-        return unsent and call.unroutable_since is not None
+        is_due = self.join.send_due_at is not None or call.send_due_at is not None
+        return call.dispatched_at is None and is_due and call.unroutable_since is not None
 
     @property
     def next_deadline(self) -> float:
@@ -87,6 +137,7 @@ class _WaitingTask:
         deadlines = [
             call.timeout_deadline for call in self.pending if call.sub_task_id not in closed
         ]
+        deadlines += [retry.timeout_deadline() for retry in self.retries.values()]
         join_deadline = [] if self.join.join_deadline is None else [self.join.join_deadline]
         return float(min(deadlines + join_deadline))
 
@@ -95,6 +146,8 @@ async def expire(
     tx: Transaction, due: Sequence[Row[Any]], replica: Replica, slots: int
 ) -> tuple[list[ExpiryResult], OwnedTasks]:
     """Close calls past their deadline, count them, and acquire the tasks whose joins are met.
+
+    A call that may be tried again stays open, and only its attempt is closed.
 
     Acquires at most `slots` of the `due` tasks; further ones become ready. Returns acquired tasks
     as ready, and their rows to be decoded.
@@ -115,6 +168,11 @@ async def expire(
     for task in tasks:
         if task.met and not task.timed_out:
             raise ValueError(f"task {task.row.logical_task_id} waits although its join is met")
+    failures = {key: failed for task in tasks for key, failed in task.failed_attempts().items()}
+    retries = await plan_retries(tx, failures)
+    by_task = {task.row.logical_task_id: task.retries for task in tasks}
+    for (task_id, sub_task_id), retry in retries.items():
+        by_task[task_id][sub_task_id] = retry
     cancels = await _close_timed_out(tx, tasks)
     tasks = [task for task in tasks if task.timed_out]
     met = [(task.row, new_id(), task.row.now) for task in tasks if task.met]
@@ -173,20 +231,33 @@ async def _close_timed_out(
 
     Returns the cancels to send, by task.
     """
-    timed_out = await pack(encode_outcome(_TIMED_OUT))
+    await _write_retries(tx, tasks)
     await tx.execute_many(
         sql.UPDATE_TIMED_OUT,
         [
             {
                 "task_id": task.row.logical_task_id,
                 "sub_task_id": call.sub_task_id,
-                "outcome": await pack(encode_outcome(peer_missing(call.peer_agent)))
-                if task.is_unroutable(call)
-                else timed_out,
+                "outcome": await pack(encode_outcome(task.failure(call))),
                 "send_due_at": task.row.now + tx.options.backoff(1),
             }
             for task in tasks
-            for call in task.timed_out
+            for call in task.closed
+            if not is_wait(call.peer_agent)
+        ],
+    )
+    await tx.execute_many(
+        sql.UPDATE_CALL_OUTCOME,
+        [
+            {
+                "task_id": task.row.logical_task_id,
+                "sub_task_id": call.sub_task_id,
+                "outcome": await pack(encode_outcome(_wait_outcome(task, call))),
+                "claim_id": None,
+            }
+            for task in tasks
+            for call in task.closed
+            if is_wait(call.peer_agent)
         ],
     )
     await tx.execute_many(
@@ -196,7 +267,7 @@ async def _close_timed_out(
                 "task_id": task.row.logical_task_id,
                 "generation": task.row.generation,
                 "completed": task.join.total_expected if task.met else task.completed,
-                "succeeded": task.join.succeeded_count,
+                "succeeded": task.succeeded,
                 "met": task.met,
             }
             for task in tasks
@@ -217,15 +288,46 @@ async def _close_timed_out(
     )
     return {
         task.row.logical_task_id: (
-            *(cancel_notice_from_row(call, tx.options.names) for call in task.timed_out),
+            *(
+                cancel_notice_from_row(call, tx.options.names)
+                for call in task.timed_out
+                if _is_sent(call)
+            ),
             *no_longer_needed.get(task.row.logical_task_id, ()),
         )
         for task in tasks
     }
 
 
+async def _write_retries(tx: Transaction, tasks: Sequence[_WaitingTask]) -> None:
+    closed: dict[CallKey, Columns] = {}
+    for task in tasks:
+        for call in task.timed_out:
+            if call.sub_task_id in task.retries:
+                closed[(call.logical_task_id, call.sub_task_id)] = {
+                    "status": CallState.CANCELLING.value,
+                    "outcome": await pack(encode_outcome(task.failure(call))),
+                    "send_due_at": task.row.now + tx.options.backoff(1),
+                }
+    await write_retries(tx, [retry for task in tasks for retry in task.retries.values()], closed)
+
+
+def _is_sent(call: Row[Any]) -> bool:
+    """Whether a peer may have the request of this call, so that a cancel is due.
+
+    If another replica takes the request after this was read, the sweeper sends the cancel.
+    """
+    return bool(call.send_attempts > 0)
+
+
+def _wait_outcome(task: _WaitingTask, call: Row[Any]) -> Outcome:
+    """The outcome of a wait past its deadline."""
+    return Ok(None) if task.has_slept(call) else overdue_outcome(call.peer_agent)
+
+
 def _expiry_result(task: _WaitingTask, cancels: tuple[CancelNotice, ...]) -> ExpiryResult:
     task_id = TaskId(task.row.logical_task_id)
     timed_out = tuple(TaskId(call.sub_task_id) for call in task.timed_out)
     kind = TaskReady if task.met else StillWaiting
-    return ExpiryResult(task_id, timed_out, kind(task_id, timed_out[-1]), cancels)
+    retried = tuple(retry.to_result() for retry in task.retries.values())
+    return ExpiryResult(task_id, timed_out, kind(task_id, timed_out[-1]), cancels, retried)

@@ -141,19 +141,19 @@ def as_configuration_error(error: BaseException | None) -> ConfigurationError | 
         return None
     if _sqlite_name(error) == "SQLITE_NOTADB":
         return ConfigurationError(
-            "session_db_url", "the file exists but is not a SQLite database", "name another file"
+            "database", "the file exists but is not a SQLite database", "name another file"
         )
     if _is_misconfigured(error):
         return ConfigurationError(
-            "session_db_url",
+            "database",
             f"cannot be used: {summarize(_dbapi_error(error))}",
             "correct the URL",
         )
     if is_pooler_switch(error):
-        return ConfigurationError("session_db_url", _POOLER, _POOLER_FIX)
+        return ConfigurationError("database", _POOLER, _POOLER_FIX)
     if _sqlstate(error).startswith(_REFUSED):
         return ConfigurationError(
-            "session_db_url", f"the database refused: {_dbapi_error(error)}", "correct the URL"
+            "database", f"the database refused: {_dbapi_error(error)}", "correct the URL"
         )
     return None
 

@@ -21,7 +21,7 @@ from meshpoint.adapters.sql.batcher import PART_BYTES
 from meshpoint.adapters.sql.checkpointing import PackedPause, committed_pause
 from meshpoint.adapters.sql.codec import Packed
 from meshpoint.adapters.sql.columns import CONTEXT
-from meshpoint.adapters.sql.database import StoreOptions
+from meshpoint.adapters.sql.database import LockedRows, StoreOptions
 from meshpoint.adapters.sql.engine import FAST_PATH_CONNECTIONS
 from meshpoint.adapters.sql.owning import OwnedTask, OwnedTasks, complete_log
 from meshpoint.adapters.sql.prepared import PreparedConnection
@@ -125,7 +125,7 @@ class FastPath:
                     if not written:
                         raise
                     break
-                written.update({row.logical_task_id: (row.now, row.task_deadline) for row in rows})
+                written.update({task_id: (now, deadline) for task_id, now, deadline in rows})
         return {
             place: committed_pause(pauses[place].with_deadline(deadline), now)
             for task_id, place in places.items()
@@ -167,6 +167,7 @@ class FastPath:
             [requester.parent_task_id for requester in requesters],
             [duration_seconds(requester.idle_timeout) for requester in requesters],
             [packed.pause.digest for packed in fresh],
+            [duration_seconds(requester.result_ttl) for requester in requesters],
         )
 
     async def claim(
@@ -174,21 +175,25 @@ class FastPath:
         claims: Sequence[tuple[Claim, Packed]],
         replica: Replica,
         slots: int,
-        *,
-        skip_locked: bool,
+        locked_rows: LockedRows,
     ) -> tuple[dict[int, ClaimResult], OwnedTasks]:
         """Record outcomes of pending calls, and acquire the tasks whose joins are met.
 
-        Returns acquired tasks as ready, and their rows to be decoded.
+        Leaves out recently locked tasks. Returns acquired tasks as ready, and their rows to be
+        decoded.
         """
         places = _first_positions((command.task_id, command.sub_task_id) for command, _ in claims)
+        if locked_ids := locked_rows.recently_locked(command.task_id for command, _ in claims):
+            places = {key: place for key, place in places.items() if key[0] not in locked_ids}
+            if not places:
+                return {}, {}
         commands = [claims[place] for place in places.values()]
         terms, term_numbers = _number_distinct(
             (command.task_id, isinstance(command.outcome, Ok), command.sender)
             for command, _ in commands
         )
         rows = await self._claims.write(
-            sql.CLAIM_SKIP_LOCKED if skip_locked else sql.CLAIM,
+            sql.CLAIM_SKIP_LOCKED if locked_rows.skip_locked else sql.CLAIM,
             self._now,
             replica.id,
             sorted({task_id for task_id, _, _ in terms}),
@@ -208,24 +213,20 @@ class FastPath:
         results: dict[int, ClaimResult] = {}
         owned, unseen = dict[str, OwnedTask](), list[Claim]()
         for row in rows:
-            for number in row["places"]:
-                command, _ = claims[positions[number]]
-                results[positions[number]] = StillWaiting(command.task_id, command.sub_task_id)
+            recorded = [positions[number] for number in row["places"]]
+            for place in recorded:
+                command, _ = claims[place]
+                results[place] = StillWaiting(command.task_id, command.sub_task_id)
             if (acquired := row["acquired"]) is None:
                 continue
-            last = positions[max(row["places"])]
-            command, _ = claims[last]
-            results[last] = TaskReady(command.task_id, command.sub_task_id)
+            command, _ = claims[max(recorded)]
+            results[max(recorded)] = TaskReady(command.task_id, command.sub_task_id)
             if acquired:
-                outcomes = _outcomes(
-                    row, [claims[positions[number]][0].outcome for number in row["places"]]
-                )
+                outcomes = _outcomes(row, [claims[place][0].outcome for place in recorded])
                 if len(outcomes) == row["total_expected"]:
-                    # Each lookup of a column in a record is slow, and decoding reads them all.
-                    columns = SimpleNamespace(**dict(row))
-                    owned[command.task_id] = OwnedTask(
-                        columns, outcomes, await self._complete_log(columns)
-                    )
+                    columns = _attributes(row)
+                    log = await self._complete_log(columns) if columns.log_seq else ()
+                    owned[command.task_id] = OwnedTask(columns, outcomes, log)
                 else:  # some were recorded while this statement waited for the task's lock
                     unseen.append(command)
         return results, owned | await self._read_owned(unseen, replica)
@@ -290,11 +291,11 @@ class FastPath:
             command, _ = ends[place]
             results[place] = EndCommitted(
                 Reply(
-                    self._options.names.plain(row.agent_name),
+                    command.run.agent,
                     command.run.task_id,
                     command.state,
                     command.reply,
-                    requester_from_row(row),
+                    requester_from_row(_attributes(row)),
                     fence=command.run.fence,
                 )
             )
@@ -354,6 +355,11 @@ class FastPath:
             await self._confirms.write(
                 sql.CONFIRM_REPLIED, *map(list, zip(*in_order, strict=True))
             )
+
+
+def _attributes(row: Any) -> Any:
+    """The row's columns as plain attributes, because look-ups in a driver record are slow."""
+    return SimpleNamespace(**dict(row))
 
 
 def _first_positions(keys: Iterable[Hashable]) -> dict[Any, int]:
@@ -421,11 +427,11 @@ def _entry_arrays(logs: Sequence[tuple[TaskId, Sequence[bytes]]]) -> list[list[A
     ]
 
 
-def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
+def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any] | str]:
     """The columns of the pauses' calls, as arrays.
 
-    The first four have one element per call, the others one per distinct terms (task, peer,
-    headers and timeouts).
+    The first four have one element per call, the last of these as text. The others have one
+    element per distinct combination of task, peer, headers and timeouts.
     """
     calls = [call for packed in pauses for call in packed.pause.calls]
     first_places = accumulate((len(packed.pause.calls) for packed in pauses), initial=1)
@@ -458,8 +464,10 @@ def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
 
 def _number_distinct(
     terms: Iterable[tuple[Any, ...]],
-) -> tuple[Collection[tuple[Any, ...]], list[int]]:
-    """The distinct `terms`, and for each term its number among them, from 1 as in SQL arrays."""
+) -> tuple[Collection[tuple[Any, ...]], str]:
+    """The distinct `terms`, and for each term its number among them, from 1 as in SQL arrays.
+
+    The numbers are text, separated by commas: the driver encodes an array much more slowly.
+    """
     numbers: dict[tuple[Any, ...], int] = {}
-    assigned = [numbers.setdefault(each, len(numbers) + 1) for each in terms]
-    return numbers, assigned
+    return numbers, ",".join([str(numbers.setdefault(each, len(numbers) + 1)) for each in terms])

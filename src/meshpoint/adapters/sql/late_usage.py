@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.records import usage_from_column
 from meshpoint.adapters.sql.subtasking import read_outcome
+from meshpoint.model.call_attempts import superseded
 from meshpoint.model.outcomes import encode_outcome, lacks_usage
 from meshpoint.model.tasks import TaskState
 from meshpoint.model.transitions import Claim
@@ -23,28 +24,31 @@ LateClaims: TypeAlias = Mapping[tuple[str, str], tuple[Claim, Row[Any]]]
 """Claims that came too late, each with the locked row of its task, by task and call."""
 
 
-def has_late_usage(claim: Claim, row: Row[Any], call: Row[Any]) -> bool:
+def has_late_usage(claim: Claim, row: Row[Any], call: Row[Any], *, is_unread: bool) -> bool:
     """Whether a claim of a closed call has tokens that its task can still count.
 
-    A running task has read its outcomes, and an ended one counts only as an operation that keeps
-    its last pause.
+    A running task has read its outcomes unless `is_unread`, and an ended one counts only as an
+    operation that keeps its last pause.
     """
     if claim.outcome.usage.is_empty or call.claim_id is not None:
         return False
-    if call.invocation_id != row.generation:
+    if call.invocation_id not in {row.generation, superseded(row.generation)}:
         return False
     state = TaskState(row.status)
-    return row.checkpoint_seq is not None if state.is_final else state is not TaskState.RUNNING
+    if state.is_final:
+        return row.checkpoint_seq is not None
+    return is_unread or state is not TaskState.RUNNING
 
 
 async def record_late_usage(tx: Transaction, late: LateClaims) -> None:
     """Add the tokens of each claim to the outcome of its call, once.
 
-    The tokens of an ended operation are added to its row as well.
+    The tokens of an ended operation, and of an earlier attempt at a call, are added to the task's
+    row as well.
     """
     if not late:
         return
-    ended: dict[str, list[tuple[str, TokenUsage]]] = {}
+    added: list[tuple[str, str, TokenUsage]] = []
     for call in await tx.fetch(sql.READ_CALL_OUTCOMES, pairs=json.dumps(sorted(late))):
         claim, row = late[(call.logical_task_id, call.sub_task_id)]
         recorded, usage = await read_outcome(call), claim.outcome.usage
@@ -56,18 +60,22 @@ async def record_late_usage(tx: Transaction, late: LateClaims) -> None:
             sub_task_id=claim.sub_task_id,
             outcome=await pack(encode_outcome(replace(recorded, usage=usage))),
         )
-        if TaskState(row.status).is_final:
-            ended.setdefault(claim.task_id, []).append((call.peer_agent, usage))
-    if ended:
-        await _add_to_operations(tx, ended)
+        if TaskState(row.status).is_final or call.invocation_id != row.generation:
+            added.append((claim.task_id, call.peer_agent, usage))
+    await add_usage(tx, added)
 
 
-async def _add_to_operations(
-    tx: Transaction, used: Mapping[str, list[tuple[str, TokenUsage]]]
-) -> None:
-    for row in await tx.fetch(sql.READ_PAUSE_USAGE, ids=sorted(used)):
+async def add_usage(tx: Transaction, used: Iterable[tuple[str, str, TokenUsage]]) -> None:
+    """Add tokens, each given with its task and its peer, to the totals of locked tasks."""
+    by_task: dict[str, list[tuple[str, TokenUsage]]] = {}
+    for task_id, peer, usage in used:
+        if not usage.is_empty:
+            by_task.setdefault(task_id, []).append((peer, usage))
+    if not by_task:
+        return
+    for row in await tx.fetch(sql.READ_PAUSE_USAGE, ids=sorted(by_task)):
         total = usage_from_column(row.token_usage) or TokenUsage()
-        for peer, usage in used[row.logical_task_id]:
+        for peer, usage in by_task[row.logical_task_id]:
             total.merge(usage, source=peer)
         await tx.execute(
             sql.UPDATE_USAGE, task_id=row.logical_task_id, token_usage=total.model_dump_json()

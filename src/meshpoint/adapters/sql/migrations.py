@@ -49,7 +49,7 @@ def migrations_folder() -> Path:
         if (folder / "env.py").is_file():
             return folder
     raise ConfigurationError(
-        "session_db_url", "the migrations were not installed", "reinstall meshpoint"
+        "database", "the migrations were not installed", "reinstall meshpoint"
     )
 
 
@@ -186,7 +186,7 @@ def _lock_tables(connection: Connection) -> None:
 def _plan_downgrade(connection: Connection, target: str | None) -> DowngradePlan:
     recorded = recorded_revision(connection)
     if recorded is None:
-        raise ConfigurationError("session_db_url", "the database has no tables", "use another one")
+        raise ConfigurationError("database", "the database has no tables", "use another one")
     known = {
         script.revision: script
         for script in ScriptDirectory.from_config(_config()).walk_revisions()
@@ -215,7 +215,7 @@ def _plan_downgrade(connection: Connection, target: str | None) -> DowngradePlan
 
 def _unknown_revision(recorded: str | None) -> ConfigurationError:
     problem = f"the database is at revision {recorded}, which this release does not know"
-    return ConfigurationError("session_db_url", problem, "run the release that upgraded it")
+    return ConfigurationError("database", problem, "run the release that upgraded it")
 
 
 def _upgrade(connection: Connection) -> None:
@@ -229,7 +229,7 @@ def _upgrade(connection: Connection) -> None:
             raise
         problem = f"a migration conflicts with an existing object: {summarize(error)}"
         raise ConfigurationError(
-            "session_db_url", problem, "use an empty database, or remove the object"
+            "database", problem, "use an empty database, or remove the object"
         ) from error
 
 

@@ -98,6 +98,11 @@ UPDATE agent_operations
  WHERE operation_id = :task_id
 """
 
+# Read an operation's list of children.
+READ_CHILDREN = """
+SELECT children FROM agent_operations WHERE operation_id = :task_id
+"""
+
 # Empty an operation's list of children.
 CLEAR_CHILDREN = """
 UPDATE agent_operations SET children = '[]' WHERE operation_id = :task_id

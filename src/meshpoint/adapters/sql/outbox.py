@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import Row
@@ -206,7 +207,10 @@ def _stored_reply_columns(
     tx: Transaction, command: StoreReply, body: Packed, now: float
 ) -> Columns:
     reply, deadline = command.reply, command.reply.requester.deadline
-    default_expiry = max(now, deadline.timestamp() if deadline else now) + tx.options.tombstone_ttl
+    expires_at = max(now, deadline.timestamp() if deadline else now) + tx.options.tombstone_ttl
+    if command.retention is not None:
+        expires_at = now + command.retention.total_seconds()
+    result_ttl = reply.requester.result_ttl or timedelta()
     return {
         **_reply_due_columns(tx, command, now),
         "agent": tx.options.names.qualified(reply.agent),
@@ -215,9 +219,7 @@ def _stored_reply_columns(
         "reply": body,
         "digest": command.digest,
         "now": now,
-        "expires_at": default_expiry
-        if command.retention is None
-        else now + command.retention.total_seconds(),
+        "expires_at": max(expires_at, now + result_ttl.total_seconds()),
     }
 
 
@@ -284,7 +286,10 @@ async def record_unroutable(tx: Transaction, calls: Sequence[UnroutableCall]) ->
 
 
 async def _confirm_dispatched(tx: Transaction, sent: AbstractSet[tuple[str, str]]) -> None:
-    """Mark a pause as sent if `sent` has all its unsent requests, else mark single requests."""
+    """Mark a pause as sent if `sent` has all its unsent requests, else mark each request.
+
+    Later attempts have their own due time, and are marked one by one.
+    """
     if not sent:
         return
     pauses, single_calls = list[Columns](), list[Columns]()
@@ -292,13 +297,18 @@ async def _confirm_dispatched(tx: Transaction, sent: AbstractSet[tuple[str, str]
         await tx.fetch(sql.READ_DISPATCHES, ids=sorted({task_id for task_id, _ in sent}))
     )
     for task_id, calls in rows.items():
-        due = [call for call in calls if (call.send_due_at or call.join_due_at) is not None]
+        due = [call for call in calls if call.send_due_at is None and call.join_due_at is not None]
         confirmed = [call for call in due if (task_id, call.sub_task_id) in sent]
-        if due and len(confirmed) == len(due) and all(call.send_due_at is None for call in due):
+        if due and len(confirmed) == len(due):
             pauses.append({"task_id": task_id, "generation": due[0].invocation_id})
-        else:
-            single_calls += [
-                {"task_id": task_id, "sub_task_id": call.sub_task_id} for call in confirmed
-            ]
+            confirmed = []
+        confirmed += [
+            call
+            for call in calls
+            if call.send_due_at is not None and (task_id, call.sub_task_id) in sent
+        ]
+        single_calls += [
+            {"task_id": task_id, "sub_task_id": call.sub_task_id} for call in confirmed
+        ]
     await tx.execute_many(sql.CONFIRM_JOIN_DISPATCHED, pauses)
     await tx.execute_many(sql.CONFIRM_CALL_DISPATCHED, single_calls)

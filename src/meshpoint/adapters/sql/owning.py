@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 from sqlalchemy import Row
@@ -136,17 +135,16 @@ async def _read_small_logs(
     """Read the logs of locked tasks. `None` for a log that is too large."""
     if not rows:
         return {}
-    ids = sorted(row.logical_task_id for row in rows)
-    read = await tx.fetch(sql.READ_LOGS, ids=ids, max_bytes=PART_BYTES)
-    entries = group_by_task(sorted(read, key=attrgetter("seq")))
-    found = {row.logical_task_id: entries.get(row.logical_task_id, []) for row in rows}
+    logs: dict[str, dict[int, bytes]] = {row.logical_task_id: {} for row in rows}
+    read: Sequence[Any] = await tx.fetch(sql.READ_LOGS, ids=sorted(logs), max_bytes=PART_BYTES)
+    for task_id, seq, entry in read:
+        logs[task_id][seq] = entry
     return {
         row.logical_task_id: complete_log(
-            row,
-            found[row.logical_task_id][-1].seq if found[row.logical_task_id] else None,
-            [each.entry for each in found[row.logical_task_id]],
+            row, max(log, default=None), [log[seq] for seq in sorted(log)]
         )
         for row in rows
+        for log in [logs[row.logical_task_id]]
     }
 
 
@@ -178,12 +176,12 @@ async def _with_missing_parts(database: Database, task: OwnedTask, max_bytes: in
     if outcomes is None and row.outcome_bytes <= max_bytes:
         outcomes = await _read_outcomes_in_parts(database, row)
     if log is None:
-        log = await _read_log_in_parts(database, row)
+        log = await read_log_in_parts(database, row)
     return OwnedTask(row, outcomes, log)
 
 
-async def _read_log_in_parts(database: Database, row: Any) -> list[bytes] | None:
-    """Read the log of an owned task in several reads.
+async def read_log_in_parts(database: Database, row: Any) -> list[bytes] | None:
+    """Read the log of a task in several reads.
 
     It does not change while the task is owned, so the reads need no common transaction. Returns
     `None` if an entry is missing, because another run owns the task by now or the log is damaged.

@@ -20,6 +20,7 @@ from meshpoint.adapters.sql.rows import (
     instant,
     unpack_outcome,
 )
+from meshpoint.model.call_attempts import CallAttempt
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.operations import KeptCall, LastPause, OperationStatus, OperationSummary
@@ -376,17 +377,21 @@ async def last_pause_from_rows(row: Any, calls: Sequence[Any], names: AgentNames
 
 
 async def _kept_call(call: Any) -> KeptCall:
-    idle = call.idle_timeout
+    idle, attempt = call.idle_timeout, CallAttempt.decode(call.retry)
+    timeout = call.absolute_deadline - call.created_at
+    if call.absolute_deadline >= NO_DEADLINE.timestamp():
+        timeout = None
+    if attempt is not None:
+        timeout = attempt.timeout
     planned = PlannedCall(
         sub_task_id=TaskId(call.sub_task_id),
         call_id=call.call_id,
         peer=AgentName(call.peer_agent),
         body=await unpack(call.request) or b"",
-        timeout=None
-        if call.absolute_deadline >= NO_DEADLINE.timestamp()
-        else timedelta(seconds=max(call.absolute_deadline - call.created_at, 1.0)),
+        timeout=None if timeout is None else timedelta(seconds=max(timeout, 1.0)),
         idle_timeout=None if idle is None else timedelta(seconds=idle),
         headers=json.loads(call.correlation_data),
+        retry=None if attempt is None else attempt.policy,
     )
     outcome = (
         Failed(FailureKind.CANCELLED)

@@ -126,10 +126,14 @@ async def context_from_row(row: Any) -> CheckpointDict:
 
 
 def _text_copy(places: Sequence[Mapping[str, object]], *names: str) -> str | None:
-    value = next((place[name] for name in names for place in places if name in place), None)
-    # This is only a copy for people, so a character that PostgreSQL cannot store must not fail the
-    # checkpoint.
-    return value.replace("\0", "") if isinstance(value, str) else None
+    for name in names:
+        for place in places:
+            if name in place:
+                value = place[name]
+                # This is only a copy for people, so a character that PostgreSQL cannot store must
+                # not fail the checkpoint.
+                return value.replace("\0", "") if isinstance(value, str) else None
+    return None
 
 
 def requester_columns(requester: Requester) -> dict[str, Any]:
@@ -140,6 +144,7 @@ def requester_columns(requester: Requester) -> dict[str, Any]:
         "parent_task_id": requester.parent_task_id,
         "task_deadline": epoch_seconds(requester.deadline),
         "idle_timeout": duration_seconds(requester.idle_timeout),
+        "result_ttl": duration_seconds(requester.result_ttl),
     }
 
 
@@ -151,7 +156,28 @@ def requester_from_row(row: Any) -> Requester:
         parent_task_id=row.parent_task_id,
         deadline=None if row.task_deadline is None else instant(row.task_deadline),
         idle_timeout=None if row.idle_timeout is None else timedelta(seconds=row.idle_timeout),
+        result_ttl=None if row.result_ttl is None else timedelta(seconds=row.result_ttl),
     )
+
+
+ADDRESS_SEPARATOR = "\n"  # cannot occur in an address, since addresses are printable
+
+
+def followers_from_row(row: Any) -> tuple[Address, ...]:
+    """Decode the addresses, other than the first, that get a task's reply."""
+    if row.further_reply_to is None:
+        return ()
+    return tuple(Address(each) for each in row.further_reply_to.split(ADDRESS_SEPARATOR) if each)
+
+
+def tombstone_expiry(row: Any, ended_at: float, tombstone_ttl: float) -> float:
+    """When the row of a task that ended at `ended_at` may be deleted.
+
+    Until then, a late duplicate of the request finds the tombstone; after that, it is past its
+    deadline.
+    """
+    duplicates_until: float = max(ended_at, row.task_deadline or ended_at) + tombstone_ttl
+    return max(duplicates_until, ended_at + (row.result_ttl or 0.0))
 
 
 def keep_alive_at(requester: Requester, now: float) -> float | None:
@@ -185,12 +211,19 @@ async def existing_task_from_row(row: Any, names: AgentNames) -> ExistingTask:
         requester=row.requester_app_id,
         digest=row.request_digest,
         is_early_cancel=is_early_cancel(row),
+        reply_to=None if row.reply_to is None else Address(row.reply_to),
+        order=row.resume_token,
     )
 
 
 def is_early_cancel(row: Any) -> bool:
     """Whether a row is the tombstone of a cancel that arrived before its request."""
     return bool(row.status == TaskState.CANCELLED and row.fence == 0 and row.reply_to is None)
+
+
+def is_later_attempt(row: Row[Any]) -> bool:
+    """Whether this is a later attempt at its call. The previous release sets its times alike."""
+    return row.retry is not None and row.send_due_at is not None
 
 
 async def dispatch_from_row(row: Row[Any], names: AgentNames, attempt: int) -> Dispatch:
@@ -205,6 +238,7 @@ async def dispatch_from_row(row: Row[Any], names: AgentNames, attempt: int) -> D
         headers=json.loads(row.correlation_data),
         deadline=instant(row.absolute_deadline),
         attempt=attempt,
+        is_retry=is_later_attempt(row),
         unroutable_for=None
         if row.unroutable_since is None
         else timedelta(seconds=max(row.now - row.unroutable_since, 0.0)),
@@ -306,8 +340,9 @@ async def resumable_from_row(
         crash_reason=row.dead_reason,
         refusal_reason=refused,
         digest=row.request_digest,
-        log=await unpack_entries(log),
+        log=await unpack_entries(log) if log else (),
         log_seq=row.log_seq,
+        followers=followers_from_row(row),
     )
 
 

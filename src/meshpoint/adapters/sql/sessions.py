@@ -95,12 +95,12 @@ async def _check_session(engine: AsyncEngine, driver: Any, time: DatabaseTime) -
                 "and a pooler prevents Meshpoint from setting it"
             )
             raise ConfigurationError(
-                "session_db_url", problem, f"run: ALTER ROLE … SET {name} = '{needed}'"
+                "database", problem, f"run: ALTER ROLE … SET {name} = '{needed}'"
             )
     if missing := await driver.fetchrow(_MISSING_PRIVILEGE, _WRITTEN_TABLES):
         problem = f"the role may not {missing['privilege']} in the table {missing['name']}"
         fix = "run: GRANT SELECT, INSERT, UPDATE, DELETE ON the tables of Meshpoint TO the role"
-        raise ConfigurationError("session_db_url", problem, fix)
+        raise ConfigurationError("database", problem, fix)
     if session["pid"] != driver.get_server_pid():
         await _check_prepared_statements(engine, driver)
 

@@ -18,7 +18,7 @@ lock is older than the lock.
 from __future__ import annotations
 
 from meshpoint.adapters.sql import columns
-from meshpoint.adapters.sql.columns import APPENDED, assigned, comma_separated, emptied
+from meshpoint.adapters.sql.columns import APPENDED, GENERATION, assigned, comma_separated, emptied
 
 _REQUESTER, _REQUESTER_VALUES = (
     comma_separated(columns.REQUESTER),
@@ -38,7 +38,8 @@ LOCK_TASKS = f"""
 WITH locked AS MATERIALIZED (
   SELECT logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt,
          cancel_requested, suspended_at, state_format, {_REQUESTER}, ended_at,
-         incompatible_since, tried_versions, checkpoint_seq, retry_count, log_seq
+         incompatible_since, tried_versions, checkpoint_seq, retry_count, log_seq,
+         further_reply_to
     FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
    ORDER BY logical_task_id {{for_update}})
 SELECT locked.*, {{clock}} AS now
@@ -61,8 +62,8 @@ SELECT logical_task_id, status, fence FROM agent_paused_tasks WHERE logical_task
 # Limit lock waits for the rest of this transaction.
 SET_LOCK_TIMEOUT = "SELECT set_config('lock_timeout', :limit, true)"
 
-# Lock the calls, joins, checkpoints, subtask records, operations and log entries of locked tasks.
-# Returns the tasks with a row that another session holds.
+# Lock the calls, joins, checkpoints, subtask records, operations, log entries and mailboxes of
+# locked tasks. Returns the tasks with a row that another session holds.
 LOCK_CHILD_ROWS = """
 WITH calls AS MATERIALIZED (
   SELECT logical_task_id, sub_task_id FROM agent_peer_sub_tasks
@@ -81,6 +82,15 @@ operations AS MATERIALIZED (
    WHERE operation_id {one_of:ids} {for_delete_skip_locked}),
 entries AS MATERIALIZED (
   SELECT logical_task_id, seq FROM agent_task_log
+   WHERE logical_task_id {one_of:ids} {for_delete_skip_locked}),
+signals AS MATERIALIZED (
+  SELECT logical_task_id, seq FROM agent_task_signals
+   WHERE logical_task_id {one_of:ids} {for_delete_skip_locked}),
+questions AS MATERIALIZED (
+  SELECT logical_task_id, sub_task_id FROM agent_task_questions
+   WHERE logical_task_id {one_of:ids} {for_delete_skip_locked}),
+task_values AS MATERIALIZED (
+  SELECT logical_task_id, key FROM agent_task_values
    WHERE logical_task_id {one_of:ids} {for_delete_skip_locked})
 SELECT c.logical_task_id AS task_id FROM agent_peer_sub_tasks AS c
  WHERE c.logical_task_id {one_of:ids}
@@ -102,13 +112,25 @@ SELECT l.logical_task_id FROM agent_task_log AS l
  WHERE l.logical_task_id {one_of:ids}
    AND (l.logical_task_id, l.seq) NOT IN (SELECT * FROM entries)
 UNION
+SELECT s.logical_task_id FROM agent_task_signals AS s
+ WHERE s.logical_task_id {one_of:ids}
+   AND (s.logical_task_id, s.seq) NOT IN (SELECT * FROM signals)
+UNION
+SELECT q.logical_task_id FROM agent_task_questions AS q
+ WHERE q.logical_task_id {one_of:ids}
+   AND (q.logical_task_id, q.sub_task_id) NOT IN (SELECT * FROM questions)
+UNION
+SELECT v.logical_task_id FROM agent_task_values AS v
+ WHERE v.logical_task_id {one_of:ids}
+   AND (v.logical_task_id, v.key) NOT IN (SELECT * FROM task_values)
+UNION
 SELECT o.operation_id FROM agent_operations AS o
  WHERE o.operation_id {one_of:ids} AND o.operation_id NOT IN (SELECT * FROM operations)
 """
 
 # Look up tasks by id, without a lock; ended tasks include their reply.
 LOOKUP = f"""
-SELECT {_REPLY}, request_digest, {{instant}} AS now
+SELECT {_REPLY}, request_digest, resume_token, {{instant}} AS now
   FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
 """
 
@@ -305,6 +327,12 @@ WHERE logical_task_id = :task_id AND ended_at IS NOT NULL
   AND (reply_sent OR coalesce(reply_to, '') <> CAST(:reply_to AS text))
 """
 
+# Replace the addresses that get the reply of a task.
+UPDATE_REPLY_ADDRESSES = """
+UPDATE agent_paused_tasks SET reply_to = :reply_to, further_reply_to = :further_reply_to
+WHERE logical_task_id = :task_id AND ended_at IS NULL
+"""
+
 # Ask the owners of running tasks to cancel them.
 SET_CANCEL_REQUESTED = """
 UPDATE agent_paused_tasks SET cancel_requested = true, suspended_at = NULL
@@ -326,6 +354,11 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
+# End the suspensions of tasks that an earlier release has resumed.
+CLEAR_SUSPENSIONS = """
+UPDATE agent_paused_tasks SET suspended_at = NULL WHERE logical_task_id {one_of:ids}
+"""
+
 # Extend the leases of running tasks.
 UPDATE_LEASES = """
 UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id {one_of:ids}
@@ -339,7 +372,10 @@ _DUE_TASKS = """FROM agent_paused_tasks
  WHERE agent_name = :agent AND wake_at <= {instant} AND status"""
 # The far `wake_at` of suspended tasks hides them, unless an earlier release has changed it.
 _NOT_SUSPENDED = "AND (suspended_at IS NULL OR cancel_requested)"
-_READY = f"{_DUE_TASKS} = 'ready' {_READABLE} {_NOT_SUSPENDED}"
+# A new attempt that an earlier release began ends the suspension, but its row still has it.
+_IS_NEW_ATTEMPT = "(generation = 0 AND attempt = 0 AND retry_count > 0)"
+_READY = f"""{_DUE_TASKS} = 'ready' {_READABLE}
+   AND (suspended_at IS NULL OR cancel_requested OR {_IS_NEW_ATTEMPT})"""
 _CAN_BE_RESCUED = f"({_IS_READABLE} OR (:fails_lost AND checkpoint_seq IS NOT NULL))"
 _LOST = f"{_DUE_TASKS} = 'running' AND {_CAN_BE_RESCUED}"
 _LOST_UNREAD = f"""FROM agent_paused_tasks
@@ -403,7 +439,7 @@ UPDATE {table} SET send_due_at = {{instant}} + :delay
 # Pick waiting tasks that may have passed a deadline.
 PICK_EXPIRED = f"""
 SELECT logical_task_id, agent_name, generation, fence, run_id, attempt, state_format,
-       {_SUSPENSION}, {{instant}} AS now
+       task_deadline, {_SUSPENSION}, {{instant}} AS now
   {_EXPIRED} ORDER BY wake_at LIMIT :limit {{skip_locked}}
 """
 
@@ -505,25 +541,84 @@ DELETE FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
 # Insert one call of a pause.
 INSERT_CALL = f"""
 INSERT INTO agent_peer_sub_tasks (
-  {comma_separated(columns.NEW_CALL)})
+  {comma_separated(columns.NEW_CALL)}, retry)
 VALUES (
   :task_id, :sub_task_id, :agent, :generation, :seq, :call_id, :peer, :headers, :request,
-  :status, :outcome, :send_attempts, :idle_timeout, :timeout_deadline, :absolute_deadline, :now)
+  :status, :outcome, :send_attempts, :idle_timeout, :timeout_deadline, :absolute_deadline, :now,
+  :retry)
+"""
+
+# Insert the next attempt at a call, with its own due time. It has not been sent.
+INSERT_ATTEMPT = """
+INSERT INTO agent_peer_sub_tasks (
+  logical_task_id, sub_task_id, agent_name, invocation_id, seq, call_id, peer_agent,
+  correlation_data, request, status, send_due_at, send_attempts, idle_timeout, timeout_deadline,
+  absolute_deadline, created_at, retry)
+SELECT logical_task_id, :next_id, agent_name, invocation_id, seq, call_id, peer_agent,
+       :headers, :request, 'pending', :due_at, 0, idle_timeout, :timeout_deadline,
+       :absolute_deadline, :now, :retry
+  FROM agent_peer_sub_tasks WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
+"""
+
+# Move an attempt at a call out of its generation, or back into it, with its outcome. An attempt
+# that was never leased to a sender needs no cancel. Leases do not lock the task, so only this
+# statement can check that.
+UPDATE_ATTEMPT = """
+UPDATE agent_peer_sub_tasks SET
+  invocation_id = -2 - invocation_id, outcome = :outcome, claim_id = :claim_id,
+  status = CASE WHEN CAST(:status AS varchar) = 'cancelling' AND send_attempts = 0 THEN 'done'
+                ELSE CAST(:status AS varchar) END,
+  send_due_at = CASE WHEN send_attempts > 0 THEN CAST(:send_due_at AS double precision) END,
+  send_attempts = CASE WHEN send_attempts = 0
+                         OR CAST(:send_due_at AS double precision) IS NULL THEN send_attempts
+                       ELSE 1 END
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
+"""
+
+# Read attempts at calls by key, with what the next attempt repeats.
+READ_ATTEMPTS = """
+SELECT c.logical_task_id, c.sub_task_id, c.peer_agent, c.correlation_data, c.request,
+       c.idle_timeout, c.retry, t.task_deadline, t.checkpoint_seq, j.join_deadline
+  FROM {pairs} JOIN agent_peer_sub_tasks AS c
+    ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
+  JOIN agent_paused_tasks AS t
+    ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
+  JOIN agent_parallel_invocations AS j
+    ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
+"""
+
+# Read the open attempt at a call of the last pause.
+READ_OPEN_ATTEMPT = """
+SELECT c.sub_task_id
+  FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
+    ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
+ WHERE c.logical_task_id = :task_id AND c.call_id = :call_id AND c.status = 'pending'
 """
 
 # Read calls by key, with the counters of their join.
-READ_CALLS = """
-SELECT c.logical_task_id, c.sub_task_id, c.invocation_id, c.peer_agent, c.status, c.claim_id,
-       j.total_expected, j.completed_count, j.succeeded_count, j.needed
-  FROM {pairs} JOIN agent_peer_sub_tasks AS c
+READ_CALLS = f"""
+SELECT c.logical_task_id, c.sub_task_id, c.invocation_id, c.call_id, c.peer_agent, c.status,
+       c.claim_id, c.retry, j.total_expected, j.completed_count, j.succeeded_count, j.needed
+  FROM {{pairs}} JOIN agent_peer_sub_tasks AS c
     ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
   LEFT JOIN agent_parallel_invocations AS j
-    ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
+    ON j.logical_task_id = c.logical_task_id
+   AND j.invocation_id = {GENERATION}
+"""
+
+# Read questions by key, with the requesters of their tasks.
+READ_QUESTIONS = """
+SELECT c.logical_task_id, c.sub_task_id, c.agent_name, c.peer_agent, c.request, c.outcome,
+       t.requester_app_id
+  FROM {pairs} JOIN agent_peer_sub_tasks AS c
+    ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
+  JOIN agent_paused_tasks AS t
+    ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
 """
 
 # Read the outcomes of calls by key.
 READ_CALL_OUTCOMES = """
-SELECT c.logical_task_id, c.sub_task_id, c.peer_agent, c.outcome
+SELECT c.logical_task_id, c.sub_task_id, c.invocation_id, c.peer_agent, c.outcome
   FROM {pairs} JOIN agent_peer_sub_tasks AS c
     ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
 """
@@ -537,7 +632,7 @@ SELECT c.*, {instant} AS now FROM {pairs} JOIN agent_peer_sub_tasks AS c
 # Read the calls without an outcome of tasks, in call order.
 READ_PENDING = """
 SELECT logical_task_id, sub_task_id, agent_name, peer_agent, timeout_deadline, absolute_deadline,
-       idle_timeout, dispatched_at, unroutable_since
+       idle_timeout, dispatched_at, send_due_at, send_attempts, unroutable_since, retry
   FROM agent_peer_sub_tasks
  WHERE logical_task_id {one_of:ids} AND status = 'pending' ORDER BY logical_task_id, seq
 """
@@ -555,24 +650,32 @@ UPDATE agent_peer_sub_tasks SET outcome = :outcome
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
 """
 
-# Close a call past its deadline, and make a cancel to its peer due.
+# Close a call past its deadline, and make a cancel to its peer due, unless its request was never
+# leased to a sender.
 UPDATE_TIMED_OUT = """
 UPDATE agent_peer_sub_tasks SET
-  status = 'cancelling', outcome = :outcome, send_due_at = :send_due_at, send_attempts = 1
+  status = CASE WHEN send_attempts = 0 THEN 'done' ELSE 'cancelling' END,
+  outcome = :outcome,
+  send_due_at = CASE WHEN send_attempts > 0 THEN CAST(:send_due_at AS double precision) END,
+  send_attempts = CASE WHEN send_attempts > 0 THEN 1 ELSE 0 END
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
 """
 
-# Close the pending calls of tasks, and make cancels to their peers due.
+# Close the pending calls of tasks, and make cancels to their peers due. Waits, and attempts that
+# were never due, have none.
 CLOSE_PENDING = """
 UPDATE agent_peer_sub_tasks SET
-  status = 'cancelling', outcome = :outcome, send_due_at = :send_due_at, send_attempts = 1
+  status = CASE WHEN send_attempts = 0 THEN 'done' ELSE 'cancelling' END,
+  outcome = :outcome,
+  send_due_at = CASE WHEN send_attempts > 0 THEN CAST(:send_due_at AS double precision) END,
+  send_attempts = CASE WHEN send_attempts > 0 THEN 1 ELSE 0 END
 WHERE logical_task_id {one_of:ids} AND status = 'pending'
-RETURNING logical_task_id, sub_task_id, agent_name, peer_agent, seq
+RETURNING logical_task_id, sub_task_id, agent_name, peer_agent, seq, status
 """
 
 # Read the calls of a pause with an unsent cancel, in call order.
 READ_CANCELLING = """
-SELECT c.logical_task_id, c.sub_task_id, c.agent_name, c.peer_agent
+SELECT c.logical_task_id, c.sub_task_id, c.agent_name, c.peer_agent, c.status
   FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
     ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
  WHERE c.logical_task_id {one_of:ids} AND c.status = 'cancelling'
@@ -611,9 +714,10 @@ SELECT c.*, j.send_due_at AS join_due_at, j.send_attempts AS attempts, {instant}
  ORDER BY c.logical_task_id, c.seq
 """
 
-# Delete the done calls of tasks. Calls with an unsent cancel stay.
+# Delete the done calls of tasks. Calls with an unsent cancel stay, but not waits, which have none.
 DELETE_DONE_CALLS = """
-DELETE FROM agent_peer_sub_tasks WHERE logical_task_id {one_of:ids} AND status = 'done'
+DELETE FROM agent_peer_sub_tasks
+ WHERE logical_task_id {one_of:ids} AND (status = 'done' OR peer_agent LIKE '~%')
 """
 
 # Delete all calls of tasks, before the tasks are deleted.
@@ -625,7 +729,7 @@ DELETE FROM agent_peer_sub_tasks WHERE logical_task_id {one_of:ids}
 READ_PROGRESS = """
 SELECT c.logical_task_id, c.sub_task_id, c.peer_agent, c.idle_timeout AS call_idle_timeout,
        c.timeout_deadline, c.absolute_deadline, t.reply_to, t.requester_app_id, t.parent_task_id,
-       t.task_deadline, t.idle_timeout, {instant} AS now
+       t.task_deadline, t.idle_timeout, t.result_ttl, t.further_reply_to, {instant} AS now
   FROM {pairs} JOIN agent_peer_sub_tasks AS c
     ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
   JOIN agent_paused_tasks AS t ON t.logical_task_id = c.logical_task_id
@@ -709,8 +813,8 @@ DELETE_JOINS = """
 DELETE FROM agent_parallel_invocations WHERE logical_task_id {one_of:ids}
 """
 
-# Pick calls whose cancel is due, or whose request is due if the previous release wrote them. A
-# request past its deadline is left out: its call is about to expire.
+# Pick calls whose cancel is due, and later attempts whose request is due. A request past its
+# deadline is left out: its attempt is about to expire.
 PICK_UNSENT_CALLS = f"""
 SELECT c.*, c.send_attempts AS attempts, {{instant}} AS now
   {_UNSENT_CALLS}
@@ -772,7 +876,7 @@ WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pe
   AND dispatched_at IS NULL
 """
 
-# Make requests due earlier: a join's, or a call's own if the previous release wrote it.
+# Make requests due earlier: a join's, or a later attempt's.
 ADVANCE_JOIN = """
 UPDATE agent_parallel_invocations SET send_due_at = :due_at
 WHERE logical_task_id = :task_id AND invocation_id = :generation AND send_due_at > :due_at
@@ -784,11 +888,11 @@ WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pe
 """
 
 # Mark a cancel as sent if the task still needs the call's outcome, because it is in the same
-# generation and has not ended, or has kept its last pause.
-CONFIRM_CANCEL_SENT = """
-UPDATE agent_peer_sub_tasks SET status = 'done', send_due_at = NULL
+# generation, or an earlier attempt at one, and has not ended, or has kept its last pause.
+CONFIRM_CANCEL_SENT = f"""
+UPDATE agent_peer_sub_tasks AS c SET status = 'done', send_due_at = NULL
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'cancelling'
-  AND invocation_id = (SELECT generation FROM agent_paused_tasks AS t
+  AND {GENERATION} = (SELECT generation FROM agent_paused_tasks AS t
                         WHERE t.logical_task_id = :task_id
                           AND (t.ended_at IS NULL OR t.state IS NOT NULL))
 """
@@ -800,9 +904,14 @@ WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'ca
 """
 
 # Mark a reply as sent if the task has not ended again since and the address is the same. The row
-# stays as a tombstone.
+# stays as a tombstone. If there are further addresses, the reply is due to the first of them.
 CONFIRM_REPLY_SENT = """
-UPDATE agent_paused_tasks SET reply_sent = true, wake_at = expires_at
+UPDATE agent_paused_tasks SET
+  reply_sent = (further_reply_to IS NULL),
+  wake_at = CASE WHEN further_reply_to IS NULL THEN expires_at ELSE ended_at END,
+  reply_attempts = CASE WHEN further_reply_to IS NULL THEN reply_attempts ELSE 1 END,
+  reply_to = coalesce({first_line:further_reply_to}, reply_to),
+  further_reply_to = {other_lines:further_reply_to}
 WHERE logical_task_id = :task_id AND fence = :fence AND coalesce(reply_to, '') = :reply_to
   AND ended_at IS NOT NULL AND NOT reply_sent
 """

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from meshpoint.adapters.sql import (
     appending,
+    attaching,
     checkpointing,
     claiming,
     ending,
     expiring,
+    mailbox,
     outbox,
     sessions,
     tables,
@@ -36,11 +38,22 @@ from meshpoint.adapters.sql.rows import (
     AgentNames,
     dispatch_from_row,
     existing_task_from_row,
+    followers_from_row,
     outcome_columns,
     requester_from_row,
 )
 from meshpoint.errors import CommitInDoubt, ConfigurationError, RowLocked, StoreUnavailable
-from meshpoint.model.ids import TaskId
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.mailbox import (
+    Mailbox,
+    MailResult,
+    RecordAnswer,
+    SendSignal,
+    SetValue,
+    StoredValue,
+    TooManyValues,
+)
+from meshpoint.model.questions import AskedQuestion, QuestionKey
 from meshpoint.model.tasks import (
     CancelNotice,
     Dispatch,
@@ -52,6 +65,8 @@ from meshpoint.model.tasks import (
 )
 from meshpoint.model.transitions import (
     Append,
+    Attach,
+    AttachResult,
     Begin,
     BeginResult,
     Cancel,
@@ -305,7 +320,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
         if tables.is_outdated(revision):
             problem = f"the database's tables are at revision {revision or 'none'}"
             fix = "run: meshpoint db upgrade --db URL (or --config FILE)"
-            raise ConfigurationError("session_db_url", problem, fix)
+            raise ConfigurationError("database", problem, fix)
 
     async def close(self) -> None:
         """Write the pending confirms for up to two seconds, then release every connection."""
@@ -397,35 +412,31 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
         self, packed: Sequence[_PackedClaim], replica: Replica, slots: int
     ) -> tuple[list[ClaimResult], OwnedTasks]:
         results, owned = dict[int, ClaimResult](), dict[str, OwnedTask]()
-        locked_ids = self._locked_rows.recently_locked(command.task_id for command, _ in packed)
-        free = [
-            place for place, (command, _) in enumerate(packed) if command.task_id not in locked_ids
-        ]
-        if self._fast_path is not None and free:
+        if self._fast_path is not None:
             try:
-                recorded, owned = await self._fast_path.claim(
-                    [packed[place] for place in free],
-                    replica,
-                    slots,
-                    skip_locked=self._locked_rows.skip_locked,
+                results, owned = await self._fast_path.claim(
+                    packed, replica, slots, self._locked_rows
                 )
-                results = {free[place]: result for place, result in recorded.items()}
             except RowLocked:
                 self._locked_rows.record_timeout()
-        rest = [place for place in range(len(packed)) if place not in results]
-        if rest:
+        if rest := [place for place in range(len(packed)) if place not in results]:
             others, acquired = await self._claim_in_transaction(
-                [packed[place] for place in rest], replica, slots - len(owned)
+                [packed[place] for place in rest], replica, slots - len(owned), owned
             )
             results.update(zip(rest, others, strict=True))
             owned |= acquired
         return [results[place] for place in range(len(packed))], owned
 
     async def _claim_in_transaction(
-        self, packed: Sequence[_PackedClaim], replica: Replica, slots: int
+        self,
+        packed: Sequence[_PackedClaim],
+        replica: Replica,
+        slots: int,
+        acquired_before: OwnedTasks,
     ) -> tuple[list[ClaimResult], OwnedTasks]:
+        unread = {task_id: task.row.fence for task_id, task in acquired_before.items()}
         results, owned = await self._database.write(
-            lambda tx: claiming.claim(tx, packed, replica, slots)
+            lambda tx: claiming.claim(tx, packed, replica, slots, unread)
         )
         # Replicas lock a join's rows only briefly; longer locks belong to people.
         for pause in _LOCK_RETRY_DELAYS:
@@ -441,6 +452,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
                     claims=[packed[place] for place in again],
                     replica=replica,
                     slots=slots - len(owned),
+                    unread=unread,
                 )
             )
             for place, result in zip(again, others, strict=True):
@@ -459,6 +471,12 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
         packed = [(command, await pack(command.reply)) for command in cancels]
         return await self._database.write(lambda tx: ending.cancel(tx, packed))
 
+    async def attach(self, attaches: Sequence[Attach]) -> list[AttachResult]:
+        """Add a reply address to tasks that have not ended."""
+        if not attaches:
+            return []
+        return await self._database.write(lambda tx: attaching.attach(tx, attaches))
+
     async def find_dispatches(
         self, calls: Sequence[tuple[TaskId, TaskId]]
     ) -> list[Dispatch | None]:
@@ -473,6 +491,41 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
             for row in await self._database.fetch(sql.READ_REQUESTS, pairs=keys)
         }
         return [found.get(call) for call in calls]
+
+    async def find_questions(self, keys: Sequence[QuestionKey]) -> list[AskedQuestion | None]:
+        """Read the questions with these keys; `None` for a key that its task has not asked."""
+        if not keys:
+            return []
+        found = await mailbox.find_questions(self._database, keys)
+        return [found.get(key) for key in keys]
+
+    async def signal(self, signals: Sequence[SendSignal]) -> list[MailResult]:
+        """Keep signals, and deliver them to tasks that wait for them."""
+        if not signals:
+            return []
+        packed = [(command, await pack(command.value)) for command in signals]
+        return await self._database.write(lambda tx: mailbox.signal(tx, packed))
+
+    async def answer(self, answers: Sequence[RecordAnswer]) -> list[MailResult]:
+        """Record answers to questions, or keep them for the next wait."""
+        if not answers:
+            return []
+        outcomes = await outcome_columns(command.outcome for command in answers)
+        packed = list(zip(answers, outcomes, strict=True))
+        return await self._database.write(lambda tx: mailbox.answer(tx, packed))
+
+    async def set_value(self, command: SetValue) -> SaveResult | TooManyValues:
+        """Set a value of the task running under exactly this fence."""
+        packed = await pack(command.value)
+        return await self._database.write(lambda tx: mailbox.set_value(tx, command, packed))
+
+    async def value(self, task_id: TaskId, agent: AgentName, key: str) -> StoredValue | None:
+        """Read a value of a task; `None` if the agent has no such task."""
+        return await mailbox.read_value(self._database, task_id, agent, key)
+
+    async def mailbox(self, task_id: TaskId) -> Mailbox:
+        """Read what is kept for a task."""
+        return await mailbox.read_mailbox(self._database, task_id)
 
     async def record_progress(self, updates: Sequence[Progress]) -> list[ProgressRecorded | None]:
         """Extend idle deadlines, and return the requesters to forward the updates to."""
@@ -491,7 +544,16 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
                 lambda tx: tx.execute_many(sql.EXTEND_IDLE_DEADLINE, deadlines)
             )
         return [
-            None if row is None else ProgressRecorded(update.task_id, requester_from_row(row))
+            None
+            if row is None
+            else ProgressRecorded(
+                update.task_id,
+                requester_from_row(row),
+                None
+                if row.call_idle_timeout is None
+                else timedelta(seconds=row.call_idle_timeout),
+                followers_from_row(row),
+            )
             for update, row in zip(updates, calls, strict=True)
         ]
 
@@ -527,7 +589,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
         rest = sent
         if self._fast_path is not None:
             left, locked_sends = await self._fast_path.confirm_dispatched(
-                [send for send in sent if isinstance(send, Dispatch)]
+                [send for send in sent if isinstance(send, Dispatch) and not send.is_retry]
             )
             await self._fast_path.confirm_replied(
                 [send for send in sent if isinstance(send, Reply)]
@@ -536,7 +598,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
                 self._confirm_batcher.put_nowait(locked_sends)
             else:
                 left += locked_sends
-            rest = [*left, *(send for send in sent if isinstance(send, CancelNotice))]
+            rest = [*left, *(send for send in sent if _is_confirmed_singly(send))]
         by_task: dict[TaskId, list[OutboxItem]] = {}
         for send in rest:
             by_task.setdefault(send.task_id, []).append(send)
@@ -545,6 +607,10 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
             part = [*chain.from_iterable(tasks[first : first + _CONFIRM_LOCK_BATCH])]
             await self._database.write(partial(outbox.confirm_sent, sent=part))
         return [None] * len(sent)
+
+
+def _is_confirmed_singly(send: OutboxItem) -> bool:
+    return isinstance(send, CancelNotice) or (isinstance(send, Dispatch) and send.is_retry)
 
 
 def _add_duplicates(claims: Sequence[Claim], results: Sequence[ClaimResult]) -> list[ClaimResult]:

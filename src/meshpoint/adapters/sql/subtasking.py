@@ -23,7 +23,13 @@ from meshpoint.adapters.sql.records import (
     usage_details,
     without_counted_usage,
 )
-from meshpoint.adapters.sql.rows import FAR_FUTURE, Columns, group_by_task, unpack_outcome
+from meshpoint.adapters.sql.rows import (
+    FAR_FUTURE,
+    Columns,
+    group_by_task,
+    tombstone_expiry,
+    unpack_outcome,
+)
 from meshpoint.model.bodies import without_security_context
 from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, SaveCommitted
@@ -301,13 +307,10 @@ async def _copy_last_checkpoint(
 def expiry(
     row: Row[Any], state: TaskState, ended_at: float, options: StoreOptions, *, preserve: bool
 ) -> float:
-    """When an operation may be deleted.
-
-    Until then, a late duplicate of its request finds the row; after that, it is past its deadline.
-    """
+    """When an operation may be deleted."""
     if preserve:
         return FAR_FUTURE
-    tombstone: float = max(ended_at, row.task_deadline or ended_at) + options.tombstone_ttl
+    tombstone = tombstone_expiry(row, ended_at, options.tombstone_ttl)
     return (
         tombstone
         if state is TaskState.COMPLETED

@@ -3,13 +3,13 @@
 Instants are seconds since the epoch by the database's clock. `agent_name` is the namespace and the
 agent's name, so that several meshes can share a database. `invocation_id` is the generation, that
 is, the number of the pause. It is -1 for calls of a revived task that only wait for their cancel
-to be sent.
+to be sent, and -2 - g for earlier attempts at the calls of pause g (`model.call_attempts`).
 
 A call's key begins with its task, so that the calls of a task are adjacent and the tables can be
 partitioned by `logical_task_id`. Calls and joins have no foreign key to their task: a transaction
 that deletes a task deletes them too, and checking the key would cost as much as writing the row.
-The same holds for operations and checkpoints. Log entries and subtask records do have a foreign
-key, because they are large, and only few tasks have any.
+The same holds for operations and checkpoints. Log entries, subtask records and mailboxes do have a
+foreign key, because only few tasks have any.
 
 A deliverable is stored as JSON text in a JSON string, since PostgreSQL would reorder its keys,
 round its numbers and reject NUL.
@@ -43,7 +43,7 @@ from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
 from meshpoint.errors import ConfigurationError
 
-REVISION = "0011"
+REVISION = "0014"
 """The newest migration of this release, which it requires. It also works with a later one."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -136,6 +136,11 @@ tasks = Table(
     # Since when a person has suspended the task. While it is `ready`, `wake_at` is then the far
     # future, so that no replica of any release acquires it.
     Column("suspended_at", Float),
+    # Addresses that also get the reply, one per line. Once the reply has been sent to `reply_to`,
+    # the first of them takes its place.
+    Column("further_reply_to", Text),
+    # Seconds to keep the row of an ended task at least; NULL: as long as any other.
+    Column("result_ttl", Float),
 )
 
 # What the pauses of a task appended to its state, in the order of `seq`. The run that owns the
@@ -152,6 +157,57 @@ task_log = Table(
     Column("seq", Integer, primary_key=True, autoincrement=False),
     Column("run_id", String, nullable=False),
     Column("entry", LargeBinary, nullable=False),
+)
+
+
+def _task_key() -> Column[Any]:
+    return Column(
+        "logical_task_id",
+        _id(),
+        ForeignKey(tasks.c.logical_task_id, ondelete="CASCADE"),
+        primary_key=True,
+    )
+
+
+# Signals in the order in which they were accepted. `value` is NULL once the task has received it:
+# the row then only recognizes a repeated signal. Every writer has locked the task.
+signals = Table(
+    "agent_task_signals",
+    metadata,
+    _task_key(),
+    Column("seq", Integer, primary_key=True, autoincrement=False),
+    Column("signal_id", _id(), nullable=False),
+    Column("name", String, nullable=False),
+    Column("sender", String, nullable=False),
+    Column("size", Integer, nullable=False),  # of the value, as JSON
+    Column("digest", String, nullable=False),  # of the name and the value
+    Column("value", LargeBinary),
+    Column("sent_at", Float, nullable=False),
+    Column("received_at", Float),
+)
+
+# The questions that a task has asked, as the latest pause with each asked it. Every writer has
+# locked the task.
+questions = Table(
+    "agent_task_questions",
+    metadata,
+    _task_key(),
+    Column("sub_task_id", _id(), primary_key=True),
+    Column("request", LargeBinary, nullable=False),
+    Column("answer", LargeBinary),  # the outcome; NULL while the question is open
+    # Whether the answer arrived while the task was not waiting for it. The next pause with the
+    # question takes it.
+    Column("is_kept", Boolean, nullable=False, server_default=false()),
+)
+
+# The latest values that `ctx.set_value` has set. The run that owns the task writes them.
+values = Table(
+    "agent_task_values",
+    metadata,
+    _task_key(),
+    Column("key", _id(), primary_key=True),
+    Column("value", LargeBinary, nullable=False),
+    Column("set_at", Float, nullable=False),
 )
 
 calls = Table(
@@ -171,8 +227,8 @@ calls = Table(
     Column("claim_id", String),
     # When the request was sent; NULL if the join has that time for all requests of the pause.
     Column("dispatched_at", Float),
-    # When the cancel is due; NULL if none is. Requests are due by the join, except in rows of the
-    # previous release, which set this column for them too.
+    # When the cancel is due; NULL if none is. A join says when its requests are due, except for
+    # later attempts, which are due here.
     Column("send_due_at", Float),
     Column("send_attempts", Integer, nullable=False),  # 0 if the request was never due
     Column("idle_timeout", Float),
@@ -181,6 +237,9 @@ calls = Table(
     Column("created_at", Float, nullable=False),
     # When the broker first returned the request because the peer has no queue.
     Column("unroutable_since", Float),
+    # The policy by which the call is retried, and the number of this attempt, as JSON
+    # (`model.call_attempts`); NULL without a policy.
+    Column("retry", Text),
 )
 
 joins = Table(
@@ -291,6 +350,7 @@ def _partial_index(
     return Index(name, *columns, postgresql_where=where, sqlite_where=where)
 
 
+Index("ix_agent_task_signals_id", signals.c.logical_task_id, signals.c.signal_id, unique=True)
 Index("ix_agent_operations_newest", operations.c.agent_name, operations.c.created_at)
 _partial_index(
     "ix_agent_operations_subject",
@@ -349,6 +409,9 @@ POSTGRES_STORAGE = (
         for column in ("request", "outcome")
     ),
     "ALTER TABLE agent_task_log ALTER COLUMN entry SET STORAGE EXTERNAL",
+    "ALTER TABLE agent_task_signals ALTER COLUMN value SET STORAGE EXTERNAL",
+    "ALTER TABLE agent_task_questions ALTER COLUMN request SET STORAGE EXTERNAL",
+    "ALTER TABLE agent_task_values ALTER COLUMN value SET STORAGE EXTERNAL",
     # Each checkpoint writes these columns anew, and most rows live for seconds: compression does
     # not pay.
     *(
@@ -415,9 +478,7 @@ def recorded_revision(connection: Connection) -> str | None:
 def _version_table_error(problem: str) -> ConfigurationError:
     """The error for a version table that Alembic did not write, or that was changed since."""
     fix = "use another database, or repair or drop that table"
-    return ConfigurationError(
-        "session_db_url", f"cannot use table {VERSION_TABLE}: {problem}", fix
-    )
+    return ConfigurationError("database", f"cannot use table {VERSION_TABLE}: {problem}", fix)
 
 
 def create_if_empty(connection: Connection) -> None:

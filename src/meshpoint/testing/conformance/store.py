@@ -30,23 +30,28 @@ import pytest
 
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
+from meshpoint.testing.conformance.store_attaching import AttachingSuite
 from meshpoint.testing.conformance.store_cancels import CancelSuite
 from meshpoint.testing.conformance.store_catalog import CatalogSuite
 from meshpoint.testing.conformance.store_claims import ClaimSuite
 from meshpoint.testing.conformance.store_last_pause import LastPauseSuite
 from meshpoint.testing.conformance.store_leases import LeaseSuite
 from meshpoint.testing.conformance.store_logs import LogSuite
+from meshpoint.testing.conformance.store_mailbox import MailboxSuite
 from meshpoint.testing.conformance.store_memory import MemorySuite
 from meshpoint.testing.conformance.store_operations import OperationSuite
 from meshpoint.testing.conformance.store_outbox import OutboxSuite
 from meshpoint.testing.conformance.store_parking import ParkingSuite
 from meshpoint.testing.conformance.store_pauses import PauseSuite
+from meshpoint.testing.conformance.store_questions import QuestionSuite
 from meshpoint.testing.conformance.store_records import RecordSuite
 from meshpoint.testing.conformance.store_replicas import ReplicasSuite
 from meshpoint.testing.conformance.store_rerequests import RerequestSuite
 from meshpoint.testing.conformance.store_retention import RetentionSuite
+from meshpoint.testing.conformance.store_retries import RetrySuite
 from meshpoint.testing.conformance.store_revivals import ReviveSuite
 from meshpoint.testing.conformance.store_runs import RunSuite
+from meshpoint.testing.conformance.store_sleeps import SleepSuite
 from meshpoint.testing.conformance.store_suspending import SuspendingSuite
 from meshpoint.testing.conformance.store_suspension_ends import (
     SuspendingRacesSuite,
@@ -60,6 +65,10 @@ class CheckpointStoreSuite(
     PauseSuite,
     LogSuite,
     ClaimSuite,
+    SleepSuite,
+    QuestionSuite,
+    MailboxSuite,
+    RetrySuite,
     CancelSuite,
     LeaseSuite,
     ParkingSuite,
@@ -67,6 +76,7 @@ class CheckpointStoreSuite(
     SuspensionEndSuite,
     SuspendingRacesSuite,
     OutboxSuite,
+    AttachingSuite,
     UnroutableSuite,
     CatalogSuite,
     OperationSuite,

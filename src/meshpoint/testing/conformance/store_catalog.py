@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from meshpoint.model.calls import ALL, AT_LEAST, FIRST
 from meshpoint.model.ids import AgentName, TaskId
-from meshpoint.model.tasks import TaskFilter, TaskState
+from meshpoint.model.tasks import TaskFilter, TaskState, logged_format
+from meshpoint.model.transitions import LogChange
 from meshpoint.model.usage import TokenUsage
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
@@ -21,6 +25,7 @@ from meshpoint.testing.conformance.build import (
     a_claim,
     a_pause,
     a_release,
+    a_replica,
     a_requester,
     an_end,
     begun,
@@ -30,6 +35,8 @@ from meshpoint.testing.conformance.build import (
     paused,
     resumed,
     row,
+    write_end,
+    write_pause,
 )
 
 HOTELS = AgentName("hotels")
@@ -81,6 +88,20 @@ class CatalogSuite:
         assert (await row(store, pause.run.task_id))[0].waiting_for == (HOTELS,)
         assert await store.tasks(where=TaskFilter(waiting_for=PEER)) == []
 
+    async def test_a_task_says_how_many_results_its_join_needs(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        for join, needed in ((ALL, None), (FIRST, 1), (AT_LEAST(2), 2)):
+            pause = await paused(store, "a", "b", "c", join=join)
+            assert (await row(store, pause.run.task_id))[0].needed == needed
+            (listed,) = await store.tasks(limit=1)
+            assert (listed.task_id, listed.needed) == (pause.run.task_id, needed)
+            await write_end(
+                store, an_end((await resumed(store, pause, *"abc"[: needed or 3])).run)
+            )
+            assert (await row(store, pause.run.task_id))[0].needed is None
+            clock.advance(SECOND)
+
     async def test_tasks_are_listed_in_pages(
         self, store: CheckpointStore, clock: FakeClock
     ) -> None:
@@ -95,6 +116,21 @@ class CatalogSuite:
             pages += [task.task_id for task in page]
         assert pages == everything
         assert await store.tasks(after=TaskId("nobody")) == []
+
+    async def test_a_page_begins_where_the_last_task_was_listed(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        others = [await _paused_later(store, clock) for _ in range(2)][::-1]
+        pause = await paused(store)
+        (first,) = await store.tasks(limit=1)
+        clock.advance(SECOND)
+        await write_pause(store, a_pause("b", run=(await resumed(store, pause)).run))
+        (moved,) = await store.tasks(limit=1)
+        assert first.task_id == moved.task_id == pause.run.task_id
+        assert moved.position != first.position
+        for listed in (first, moved):
+            found = await store.tasks(after=listed.position)
+            assert [task.task_id for task in found] == others
 
     async def test_pages_are_filtered(self, store: CheckpointStore, clock: FakeClock) -> None:
         pauses = [await _paused_later(store, clock) for _ in range(3)]
@@ -124,7 +160,7 @@ class CatalogSuite:
         assert (task.user_id, task.session_id) == ("ada", "s-1")
         assert (task.deadline, task.ended_at, task.state_format) == (deadline, None, FORMAT)
         assert (task.usage, task.waiting_for) == (usage, (PEER,))
-        assert (call.since, call.attempts) == (clock.now(), 1)
+        assert (call.since, call.sends) == (clock.now(), 1)
         assert call.absolute_deadline == clock.now() + TIMEOUT
         assert await store.stored_request(task.task_id) == b"request"
 
@@ -169,6 +205,45 @@ class CatalogSuite:
         run = await begun(store)
         assert await store.stored_request(run.task_id) is not None
         assert await store.stored_request(TaskId("nobody")) is None
+
+    async def test_a_waiting_task_is_read_with_its_calls(self, store: CheckpointStore) -> None:
+        pause = await paused(store, "a", "b")
+        await store.claim([a_claim(pause, "b", error("no seat"))], HERE, 1)
+        stored = await store.stored_task(pause.run.task_id)
+        assert stored is not None
+        assert (stored.state, stored.resumable.run.generation) == (TaskState.WAITING, 1)
+        assert (stored.resumable.state, stored.resumable.state_format) == (b"state", FORMAT)
+        assert (stored.resumable.request, stored.resumable.outcomes) == (b"request", ())
+        assert [(call.call_id, call.peer, call.outcome) for call in stored.calls] == [
+            ("a", PEER, None),
+            ("b", PEER, error("no seat")),
+        ]
+        assert [call.body for call in stored.calls] == [call.body for call in pause.calls]
+
+    async def test_a_task_is_read_with_its_log_and_without_later_entries(
+        self, store: CheckpointStore
+    ) -> None:
+        pause = replace(
+            a_pause(state_format=logged_format(FORMAT)), log=LogChange((b"one", b"two"))
+        )
+        await write_pause(store, pause)
+        stored = await store.stored_task(pause.run.task_id)
+        assert stored is not None
+        assert (list(stored.resumable.log), stored.resumable.log_seq) == ([b"one", b"two"], 2)
+        assert await resumed(store, pause, replica=a_replica("R", formats=[pause.state_format]))
+        running = await store.stored_task(pause.run.task_id)
+        assert running is not None
+        assert (running.state, running.resumable.log) == (TaskState.RUNNING, stored.resumable.log)
+
+    async def test_only_tasks_that_have_not_ended_are_read(self, store: CheckpointStore) -> None:
+        run = await ended(store)
+        assert await store.stored_task(run.task_id) is None
+        assert await store.stored_task(TaskId("nobody")) is None
+        begun_run = await begun(store)
+        stored = await store.stored_task(begun_run.task_id)
+        assert stored is not None
+        assert (stored.state, stored.calls) == (TaskState.RUNNING, ())
+        assert stored.resumable.request is not None
 
 
 async def _paused_later(store: CheckpointStore, clock: FakeClock) -> TaskId:

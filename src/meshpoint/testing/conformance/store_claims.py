@@ -428,6 +428,19 @@ class ClaimSuite:
         unknown = TokenUsage()
         assert [each.usage for each in outcomes(task).values()] == [unknown, USAGE, unknown]
 
+    async def test_a_late_response_counts_its_tokens_in_the_batch_that_completes_the_join(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        pause = await paused(store, a_call("a", timeout=5 * SECOND), a_call("b"))
+        clock.advance(6 * SECOND)
+        await store.expire(HERE, 10, 1)
+        late = a_claim(pause, "a", replace(ok(), usage=USAGE))
+        first, last = await store.claim([late, a_claim(pause, "b")], HERE, 1)
+        assert first == DuplicateOutcome(late.task_id, late.sub_task_id)
+        assert isinstance(last, JoinCompleted)
+        assert kinds(last.task) == ["timeout", "ok"]
+        assert [each.usage for each in outcomes(last.task).values()] == [USAGE, TokenUsage()]
+
     async def test_another_peer_counts_no_tokens(
         self, store: CheckpointStore, clock: FakeClock
     ) -> None:

@@ -68,7 +68,7 @@ async def with_log(store: CheckpointStore, *entries: bytes) -> Resumable:
 async def log_of_revived(store: CheckpointStore, task_id: TaskId) -> tuple[bytes, ...]:
     """The log of a task that is resumed from its request."""
     await store.revive(a_revive(task_id, without_checkpoint=True))
-    return one(await store.acquire(HERE, 10)).log
+    return tuple(one(await store.acquire(HERE, 10)).log)
 
 
 def an_append(run: Run, *entries: bytes, after: int = 0, replaces: bool = False) -> Append:

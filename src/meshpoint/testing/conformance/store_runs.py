@@ -62,6 +62,13 @@ class RunSuite:
             running: ExistingTask(running, AGENT, TaskState.RUNNING),
         }
 
+    async def test_lookup_finds_the_order_of_a_request(self, store: CheckpointStore) -> None:
+        begin = replace(a_begin(), order="!token")
+        await store.begin([begin])
+        await write_end(store, an_end(replace(begin.run, fence=1)))
+        found = await store.lookup([begin.run.task_id])
+        assert found[begin.run.task_id].order == "!token"
+
     async def test_lookup_of_nothing_finds_nothing(self, store: CheckpointStore) -> None:
         assert await store.lookup([]) == {}
 

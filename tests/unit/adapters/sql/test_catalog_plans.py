@@ -72,6 +72,15 @@ def test_each_filter_has_an_index(
     assert not [step for step in plan if step.startswith("SCAN") and "json_each" not in step], plan
 
 
+def test_the_states_of_a_listing_are_read_by_an_index(connection: sqlite3.Connection) -> None:
+    values = {"agent": "test/travel", "after_at": 1.0, "after_id": "x"}
+    states = {"status_0": "waiting", "status_1": "ready"}
+    statement = sql.list_tasks_of_states(values, len(states))
+    plan = explain(connection, statement, **values, **states, limit=10)
+    assert sum("due (agent_name=? AND status=?" in step for step in plan) == 2, plan
+    assert not [step for step in plan if step.startswith("SCAN t")], plan
+
+
 @pytest.mark.parametrize("name", ["SHOW_TASK", "SHOW_CALLS", "READ_REQUEST", "READ_POSITION"])
 def test_one_task_is_found_by_its_id(connection: sqlite3.Connection, name: str) -> None:
     plan = explain(connection, getattr(sql, name), task_id="x")

@@ -14,7 +14,8 @@ from meshpoint.adapters.sql import columns, tables
         (
             columns.NEW_CALL,
             tables.calls,
-            {"claim_id", "dispatched_at", "send_due_at", "unroutable_since"},
+            # pauses with retried calls have a statement of their own
+            {"claim_id", "dispatched_at", "send_due_at", "unroutable_since", "retry"},
         ),
         (columns.NEW_JOIN, tables.joins, {"dispatched_at"}),
         (columns.NEW_OPERATION, tables.operations, set()),

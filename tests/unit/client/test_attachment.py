@@ -1,0 +1,277 @@
+"""A handle asks the agent for the outcome of a task that its connection has not requested."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+from typing import Any
+
+import pytest
+
+from idle_loop import idle
+from meshpoint import (
+    InvalidOption,
+    MeshClosed,
+    OtherRequester,
+    Peer,
+    TaskHandle,
+    TaskNotFound,
+    UnknownAgent,
+)
+from meshpoint.client import attachment, transport
+from meshpoint.model.bodies import AttachBody, parse_body
+from meshpoint.model.envelopes import attach_status
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.messages import AttachStatus, Header, Message, MessageType
+
+from .calling import ROME, Call, Plan, travel
+
+
+def attaches(call: Call) -> list[Message]:
+    return [each for each in call.agent.messages if each.type is MessageType.ATTACH]
+
+
+async def wait_for_attaches(call: Call, count: int = 1) -> Message:
+    await call.agent.wait_until(lambda: len(attaches(call)) >= count)
+    return attaches(call)[count - 1]
+
+
+async def send_status(
+    call: Call, attach: Message, status: AttachStatus | str, requester: str | None = None
+) -> None:
+    assert attach.reply_to is not None
+    task_id = TaskId(attach.correlation_id)
+    envelope = attach_status(
+        AgentName("travel"), task_id, attach.reply_to, AttachStatus.UNKNOWN, requester
+    )
+    assert envelope is not None
+    message = envelope[1]
+    message.headers[Header.ATTACH.value] = str(status)
+    await call.agent.send_to_address(attach.reply_to, message)
+
+
+def wait(handle: TaskHandle[Any]) -> asyncio.Task[Any]:
+    return asyncio.ensure_future(handle.result())
+
+
+async def test_nothing_is_sent_before_the_handle_is_used(call: Call) -> None:
+    handle = call.mesh.task(travel, "order-17")
+    await idle()
+    assert attaches(call) == []
+    assert (handle.agent, handle.id) == ("travel", "order-17")
+
+
+async def test_the_result_is_typed(call: Call) -> None:
+    waiting = wait(call.mesh.task(travel, "order-17"))
+    attach = await wait_for_attaches(call)
+    assert parse_body(AttachBody, attach.body).id == "order-17"
+    assert (attach.app_id, attach.reply_to) == ("api", call.transport.reply_to)
+    await call.agent.respond(attach, {"text": "by train"})
+    assert await waiting == Plan(text="by train")
+
+
+async def test_all_waits_of_a_connection_share_one_attach(call: Call) -> None:
+    waits = [wait(call.mesh.task(travel, "order-17")) for _ in range(3)]
+    waits.append(wait(call.mesh.task("travel", "order-17")))
+    attach = await wait_for_attaches(call)
+    await send_status(call, attach, AttachStatus.RECORDED)
+    await idle()
+    assert len(attaches(call)) == 1
+    await call.agent.respond(attach, {"text": "by train"})
+    results = await asyncio.gather(*waits)
+    assert results == [*3 * [Plan(text="by train")], {"text": "by train"}]
+
+
+async def test_a_task_that_was_sent_here_needs_no_attach(call: Call) -> None:
+    await_sent = wait(await call.mesh.send(travel, ROME, task_id="order-17"))
+    waiting = wait(call.mesh.task(travel, "order-17"))
+    await call.agent.respond(await call.agent.wait_for_request(), {"text": "by train"})
+    assert await waiting == await await_sent == Plan(text="by train")
+    assert attaches(call) == []
+
+
+async def test_a_wait_that_was_given_up_leaves_nothing_behind(call: Call) -> None:
+    handle = call.mesh.task(travel, "order-17")
+    waiting = wait(handle)
+    await wait_for_attaches(call)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    del handle, waiting
+    gc.collect()
+    assert (call.open_tasks, call.transport._awaited) == ([], set())
+
+
+async def test_an_unknown_status_may_be_overruled(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0,))
+    waiting = wait(call.mesh.task(travel, "order-17"))
+    for count in (1, 2, 3):
+        attach = await wait_for_attaches(call, count)
+        if count < 3:
+            await send_status(call, attach, AttachStatus.RUNNING)
+        await send_status(call, attach, AttachStatus.UNKNOWN)
+        if count < 3:
+            await idle()
+            call.transport._open["travel", "order-17"].ask_again()
+    await send_status(call, await wait_for_attaches(call, 4), AttachStatus.UNKNOWN)
+    with pytest.raises(TaskNotFound):
+        await waiting
+    assert len(attaches(call)) == 4
+
+
+async def test_two_replies_to_one_attach_count_once(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0, 60.0))
+    waiting = wait(call.mesh.task(travel, "order-17"))
+    await send_status(call, await wait_for_attaches(call), AttachStatus.UNKNOWN)
+    attach = await wait_for_attaches(call, 2)
+    for _ in range(5):
+        await send_status(call, attach, AttachStatus.UNKNOWN)
+    await idle()
+    assert not waiting.done()
+    await call.agent.respond(attach, {"text": "by train"})
+    assert await waiting == Plan(text="by train")
+
+
+async def test_a_status_of_a_later_release_is_ignored(call: Call) -> None:
+    waiting = wait(call.mesh.task(travel, "order-17"))
+    attach = await wait_for_attaches(call)
+    await send_status(call, attach, "elsewhere")
+    await idle()
+    assert not waiting.done()
+    await send_status(call, attach, AttachStatus.REFUSED, "shop")
+    with pytest.raises(OtherRequester, match="belongs to 'shop', this client is 'api'"):
+        await waiting
+
+
+async def test_an_attach_that_the_broker_did_not_take_is_repeated(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attachment, "_OUTAGE_DELAY", 0.0)
+    call.broker.failures.extend(["not stored", "confirm lost"])
+    waiting = wait(call.mesh.task(travel, "order-17"))
+    attach = await wait_for_attaches(call, 2)
+    await call.agent.respond(attach, {"text": "by train"})
+    assert await waiting == Plan(text="by train")
+
+
+async def test_after_an_outage_open_tasks_are_asked_about(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0,))
+    waiting = wait(await call.mesh.send(travel, ROME))
+    states = iter([True, False, False, True])
+    monkeypatch.setattr(transport, "_CONNECTION_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(call.broker, "is_consuming", lambda _: next(states, True))
+    watcher = asyncio.create_task(call.transport._watch_connection())
+    for count in (1, 2):
+        await send_status(call, await wait_for_attaches(call, count), AttachStatus.UNKNOWN)
+    watcher.cancel()
+    await idle()
+    assert not waiting.done()  # its request may wait anywhere
+    assert len(attaches(call)) == 2
+    await call.agent.respond(await call.agent.wait_for_request(), {"text": "by train"})
+    assert await waiting == Plan(text="by train")
+
+
+async def test_an_attached_wait_ends_with_the_connection(call: Call) -> None:
+    waiting = wait(call.mesh.task(travel, "order-17"))
+    await wait_for_attaches(call)
+    await call.mesh.aclose()
+    with pytest.raises(MeshClosed):
+        await waiting
+    with pytest.raises(MeshClosed):
+        call.mesh.task(travel, "order-17")
+
+
+@pytest.mark.parametrize("task_id", ["", "a\nb", "a" * 249])
+async def test_an_invalid_id_is_refused(call: Call, task_id: str) -> None:
+    with pytest.raises(InvalidOption, match="task_id"):
+        call.mesh.task(travel, task_id)
+
+
+async def test_the_output_is_known_to_the_type_checker(call: Call) -> None:
+    handle: TaskHandle[Plan] = call.mesh.task(Peer("travel", str, Plan), "order-17")
+    assert handle.id == "order-17"
+
+
+class Asks:
+    """An attachment, and the error of its next attach."""
+
+    def __init__(self, *, is_requested: bool = False) -> None:
+        self.error: BaseException | None = None
+        self.attachment = attachment.Attachment("travel", "order-17")
+        self.attachment.ask_by(self._ask)
+        self.attachment.start(is_requested=is_requested)
+
+    async def _ask(self, wants_snapshot: bool) -> None:
+        if self.error is not None:
+            raise self.error
+
+    async def delay(self, *replies: AttachStatus) -> float:
+        """Attach, receive replies, and return the delay until the next attach."""
+        now = 100.0
+        await self.attachment.ask(now)
+        for status in replies:
+            self.attachment.record_status(status, now)
+        return self.attachment.due_at - now
+
+
+UNKNOWN, QUEUED = AttachStatus.UNKNOWN, AttachStatus.QUEUED
+RUNNING, RECORDED = AttachStatus.RUNNING, AttachStatus.RECORDED
+
+
+@pytest.mark.parametrize("status", [UNKNOWN, QUEUED])
+async def test_a_second_reply_to_one_attach_does_not_postpone_the_next(
+    status: AttachStatus,
+) -> None:
+    one, two = Asks(), Asks()
+    assert await two.delay(status, status) == await one.delay(status)
+    assert await two.delay(status) == await one.delay(status)
+
+
+@pytest.mark.parametrize("known", [QUEUED, RUNNING, RECORDED])
+async def test_a_known_task_resets_the_delays_of_unknown_replies(known: AttachStatus) -> None:
+    asks = Asks()
+    delays = [await asks.delay(UNKNOWN) for _ in range(5)]
+    await asks.delay(known)
+    assert [await asks.delay(UNKNOWN) for _ in range(5)] == delays == [0.25, 0.5, 1.0, 2.0, 4.0]
+
+
+async def test_a_running_task_resets_the_delays_of_queued_replies() -> None:
+    asks = Asks()
+    delays = [await asks.delay(QUEUED) for _ in range(3)]
+    await asks.delay(RUNNING)
+    assert [await asks.delay(QUEUED) for _ in range(3)] == delays == [0.5, 1.0, 2.0]
+
+
+async def test_attaches_without_a_reply_become_rare_until_a_reply() -> None:
+    asks = Asks()
+    assert [await asks.delay() for _ in range(6)] == [60.0, 120.0, 240.0, 480.0, 600.0, 600.0]
+    assert await asks.delay(RUNNING) == 10.0
+    assert await asks.delay() == 60.0
+
+
+async def test_a_requested_task_is_asked_for_once() -> None:
+    assert await Asks(is_requested=True).delay() == math.inf
+
+
+@pytest.mark.parametrize("is_requested", [True, False])
+async def test_a_cancelled_attach_is_repeated_by_the_next_wait(is_requested: bool) -> None:
+    asks = Asks(is_requested=is_requested)
+    asks.error = asyncio.CancelledError()
+    with pytest.raises(asyncio.CancelledError):
+        await asks.delay()
+    assert asks.attachment.due_at == 100.0
+
+
+async def test_lost_queues_of_an_agent_fail_only_tasks_that_were_not_requested() -> None:
+    requested, attached = Asks(is_requested=True), Asks()
+    requested.error = attached.error = UnknownAgent(AgentName("travel"))
+    assert await requested.delay() == 1.0
+    with pytest.raises(UnknownAgent):
+        await attached.delay()
+    assert attached.attachment.due_at == 100.0
