@@ -118,10 +118,14 @@ class SqlCatalog:
         rows = await self._database.fetch(sql.SHOW_TASK, task_id=task_id)
         if not rows or not self._is_in_namespace(rows[0]):
             return None
-        calls = await self._database.fetch(sql.SHOW_CALLS, task_id=task_id)
+        calls = [
+            (row.seq, await _call_summary(row))
+            for row in await self._database.fetch(sql.SHOW_CALLS, task_id=task_id)
+        ]
+        calls.sort(key=lambda each: (each[1].generation, each[0], each[1].attempt))
         waits = await self._read_waits([task_id])
         summary = self._summary(rows[0], waits.get(task_id, ()), rows[0].token_usage)
-        return summary, [await _call_summary(row) for row in calls]
+        return summary, [call for _, call in calls]
 
     async def stored_request(self, task_id: TaskId) -> bytes | None:
         """The encoded request of a task of this namespace. `None` if missing."""

@@ -127,7 +127,7 @@ SELECT call_id, peer_agent, request, status, outcome FROM agent_peer_sub_tasks
 # List the attempts at the calls of a task. A request was sent at `dispatched_at`, or at
 # `join_dispatched_at` if all requests of the pause were sent together.
 SHOW_CALLS = f"""
-SELECT c.sub_task_id, c.call_id, c.peer_agent, c.status, c.outcome, c.retry, c.send_due_at,
+SELECT c.sub_task_id, c.call_id, c.seq, c.peer_agent, c.status, c.outcome, c.retry, c.send_due_at,
        c.timeout_deadline, c.absolute_deadline, c.created_at, c.send_attempts, c.dispatched_at,
        j.send_attempts AS join_send_attempts, j.dispatched_at AS join_dispatched_at,
        {GENERATION} AS generation, c.invocation_id < -1 AS is_superseded
