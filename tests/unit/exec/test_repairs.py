@@ -102,7 +102,7 @@ DOUBT = "unless an argument differs: the flow has changed"
 
 
 def snapshot(folder: Path) -> dict[str, bytes | list[str]]:
-    """All files; for a database its rows, as SQLite may move pages from its journal at any time."""
+    """All files; of a database its rows, as SQLite moves pages from its journal at any time."""
     return {
         str(file.relative_to(folder)): rows(file) if file.suffix == ".db" else file.read_bytes()
         for file in folder.rglob("*")
