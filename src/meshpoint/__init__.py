@@ -61,6 +61,7 @@ from meshpoint.errors import (
 )
 from meshpoint.model.agent_memory import AgentMemory
 from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Call, Done, Join, Paused
+from meshpoint.model.cards import AgentCard, AgentSkill
 from meshpoint.model.context import A2AContext, Context, TaskExecutionContext
 from meshpoint.model.current_context import current_context
 from meshpoint.model.log_context import LogContextFilter
@@ -87,10 +88,12 @@ __all__ = [
     "FIRST",
     "A2AContext",
     "Addressable",
+    "AgentCard",
     "AgentCheckpointer",
     "AgentFailed",
     "AgentMemory",
     "AgentMisbehaved",
+    "AgentSkill",
     "AnswerRefused",
     "ArtifactUpdate",
     "Call",

@@ -25,6 +25,7 @@ from meshpoint.errors import (
     NotJson,
 )
 from meshpoint.model.calls import Done, Paused
+from meshpoint.model.cards import AgentSkill
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.current_context import running_context
 from meshpoint.model.declared_type import DeclaredType, TypeMismatch
@@ -57,6 +58,7 @@ def agent(
     config: Mapping[str, JsonValue] | None = None,
     resume_from: ResumeFrom = "start",
     merge_artifacts: bool = True,
+    skills: Sequence[AgentSkill] = (),
 ) -> Callable[[Callable[[TaskExecutionContext, In], Awaitable[Out]]], FunctionAgent[In, Out]]:
     """Turn an async function into an agent.
 
@@ -101,6 +103,8 @@ def agent(
         resume_from: Where a failed or cancelled operation resumes: at its "start", where it skips
             recorded subtasks, or at its "last-pause", where it reuses steps and results too.
         merge_artifacts: Add the artifacts of its peers' results to its own outcome.
+        skills: What it can do, for its card: peers that discover it also get its docstring and the
+            schemas of its types.
 
     Raises:
         ConfigurationError: The function is not async or lacks an annotation, two subtasks have the
@@ -132,6 +136,7 @@ def agent(
             plan=plan,
             local_names=local_names,
             merge_artifacts=merge_artifacts,
+            skills=skills,
         )
 
     return decorate
@@ -152,6 +157,7 @@ class FunctionAgent(Generic[In, Out]):
         plan: Plan | None = None,
         local_names: Mapping[str, Any] | None = None,
         merge_artifacts: bool = True,
+        skills: Sequence[AgentSkill] = (),
     ) -> None:
         if not version:
             raise ConfigurationError(
@@ -162,6 +168,7 @@ class FunctionAgent(Generic[In, Out]):
         # The format of the journal: each version has its own path through peer calls.
         self.state_format = f"{self.name}/function/{version}"
         self.plan = plan or Plan(version=version)
+        self.skills = tuple(skills)
         self.function, self._merge_artifacts = function, merge_artifacts
         self._build_replay: _BuildReplay = Replay
         self.__doc__ = function.__doc__

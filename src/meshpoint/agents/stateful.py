@@ -21,6 +21,7 @@ from meshpoint.errors import (
     PeerFailed,
 )
 from meshpoint.model.calls import ALL, Done, Join, Paused
+from meshpoint.model.cards import AgentSkill
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.context_runtime import UnsentCall
 from meshpoint.model.declared_type import DeclaredType, TypeMismatch, first_problem, loggable_cause
@@ -151,6 +152,8 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
     resume_from: ClassVar[ResumeFrom] = "start"
     merge_artifacts: ClassVar[bool] = True
     """Whether the artifacts of its peers' results are added to its own outcome."""
+    skills: ClassVar[tuple[AgentSkill, ...]] = ()
+    """What it can do, for its card."""
 
     plan: Plan
     _types: ClassVar[_Types | None] = None

@@ -15,9 +15,11 @@ from typing import Any, Protocol, TypeVar
 from pydantic import JsonValue
 
 from meshpoint.model.calls import Call, Join
+from meshpoint.model.cards import AgentCard
 from meshpoint.model.json_values import json_digest
 from meshpoint.model.memory import Answer, Command, MemoryRecovery
 from meshpoint.model.outcomes import Failed, Ok, Outcome
+from meshpoint.model.peer_directory import PeerDirectory
 from meshpoint.model.subtasks import SubtaskProgress
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -183,6 +185,8 @@ class ContextRuntime:
         agent: The name of the agent. Empty outside a replica.
         generation: Number of the task's pauses before the segment.
         question_counts: How often the segment has used each name of a question, by subtask.
+        directory: The peers that the agent may discover. `None` if it discovers none.
+        offers: The peers that were last offered to a model, by the step that recorded them.
     """
 
     recorder: CallRecorder | None = None
@@ -193,6 +197,8 @@ class ContextRuntime:
     agent: str = ""
     generation: int = 0
     question_counts: Counter[tuple[str | None, str]] = field(default_factory=Counter)
+    directory: PeerDirectory | None = None
+    offers: dict[str, tuple[AgentCard, ...]] = field(default_factory=dict)
 
     @property
     def subtasks(self) -> SubtaskRunner | None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 from pydantic import JsonValue
 
 from meshpoint.model.calls import Done, Paused
+from meshpoint.model.cards import AgentCard
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Outcomes
 from meshpoint.model.subtasks import Migration
@@ -188,6 +189,27 @@ class HasPlan(Protocol):
 
     @property
     def plan(self) -> Plan: ...
+
+
+@runtime_checkable
+class HasCard(Protocol):
+    """Optional protocol for agents that write their own card.
+
+    Other agents get one from their name, version, docstring, types and `skills`.
+    """
+
+    @property
+    def card(self) -> AgentCard:
+        """What the agent's replicas answer to peers that discover it."""
+
+
+@runtime_checkable
+class DiscoversPeers(Protocol):
+    """Optional protocol for agents that use peers by name, known from their cards."""
+
+    @property
+    def peer_patterns(self) -> Sequence[str]:
+        """Names and patterns of the peers that it may use: `*` stands for any characters."""
 
 
 def list_versions(agent: DurableAgent[Any, Any]) -> Sequence[DurableAgent[Any, Any]]:

@@ -1,0 +1,132 @@
+"""Agent cards: what they accept, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from meshpoint.errors import ConfigurationError, PoisonMessage
+from meshpoint.model.cards import (
+    MAX_CARD_BYTES,
+    AgentCard,
+    AgentSkill,
+    check_patterns,
+    is_exact,
+    parse_card,
+)
+
+_SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+def a_body(sender: str = "flights", **card: Any) -> bytes:
+    """The body of a card from `sender`."""
+    content = {
+        "card": {"name": sender, **card},
+        "replica": "r-1",
+        "startedAt": "2026-01-02T03:04:05Z",
+    }
+    return json.dumps(content).encode()
+
+
+def test_a_card_on_the_wire_has_the_names_of_a2a() -> None:
+    skill = AgentSkill(id="quote", name="Quote", tags=("price",))
+    card = AgentCard(name="flights", input_schema=_SCHEMA, skills=(skill,))
+    assert card.to_json() == {
+        "name": "flights",
+        "description": "",
+        "version": "",
+        "inputSchema": _SCHEMA,
+        "outputSchema": {},
+        "skills": [
+            {"id": "quote", "name": "Quote", "description": "", "tags": ["price"], "examples": []}
+        ],
+    }
+    assert AgentCard.model_validate(card.to_json()) == card
+
+
+def test_a_card_is_frozen_and_hashable() -> None:
+    card = AgentCard(name="flights", input_schema=_SCHEMA)
+    with pytest.raises(ValidationError):
+        card.name = "hotels"
+    assert {card, card.model_copy(update={"output_schema": _SCHEMA})} != {card}
+    assert card.digest == AgentCard(name="flights", input_schema=_SCHEMA).digest
+
+
+def test_a_card_of_a_later_release_is_read() -> None:
+    body = a_body(description="Finds flights.", streaming=True)
+    assert parse_card(body, "flights").card.description == "Finds flights."
+
+
+def test_control_characters_become_spaces() -> None:
+    card = AgentCard(name="flights", description="a\x1b[31mb\u202ec\nd\te\x00")
+    assert card.description == "a [31mb c\nd\te "
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"properties": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("card", "problem"),
+    [
+        ({"description": "x" * 5_000}, "card.description"),
+        ({"description": "x" * 10_000_000}, "at most"),
+        ({"version": "1" * 300}, "card.version"),
+        ({"inputSchema": []}, "card.inputSchema"),
+        ({"inputSchema": _nested(100)}, "64 levels"),
+        ({"inputSchema": {"$ref": "https://evil.example/schema"}}, "must begin with '#'"),
+        ({"outputSchema": {"items": [{"$dynamicRef": "file:///etc/passwd"}]}}, "begin with '#'"),
+        ({"outputSchema": {"maximum": "∞"}, "skills": [{"id": "x"}]}, "card.skills"),
+        ({"skills": [{"id": str(n), "name": "x"} for n in range(101)]}, "card.skills"),
+        ({"name": "hotels"}, "'flights' sent the card of 'hotels'"),
+        ({"name": "no name"}, "not a valid agent name"),
+    ],
+)
+def test_hostile_cards_are_refused(card: dict[str, Any], problem: str) -> None:
+    with pytest.raises(PoisonMessage, match=problem.replace("$", "[$]")):
+        parse_card(a_body(**card), "flights")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b"[]", b"\xff", b'{"card": 1}', b"[" * 100_000 + b"]" * 100_000]
+)
+def test_unreadable_cards_are_refused(body: bytes) -> None:
+    with pytest.raises(PoisonMessage):
+        parse_card(body, "flights")
+
+
+def test_infinity_in_a_schema_is_refused() -> None:
+    body = a_body(inputSchema={"maximum": 17}).replace(b"17", b"1e400")
+    with pytest.raises(PoisonMessage, match="too large for a float"):
+        parse_card(body, "flights")
+
+
+def test_a_property_may_be_called_ref() -> None:
+    schema: dict[str, Any] = {
+        "properties": {"$ref": {"type": "string"}, "x": {"$ref": "#/$defs/x"}}
+    }
+    assert AgentCard(name="flights", input_schema=schema).input_schema == schema
+
+
+def test_a_card_is_refused_by_its_size_alone() -> None:
+    body = a_body() + b" " * MAX_CARD_BYTES
+    with pytest.raises(PoisonMessage, match="at most 65,536"):
+        parse_card(body, "flights")
+
+
+def test_patterns() -> None:
+    patterns = ["flights", "hotel-*", "*", "?"]
+    assert check_patterns(patterns, "peers") == tuple(patterns)
+    assert [is_exact(each) for each in patterns] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("pattern", ["", "a b", "a.b", "[a]", "x" * 64])
+def test_patterns_that_match_no_agent_are_refused(pattern: str) -> None:
+    with pytest.raises(ConfigurationError, match="matches no agent"):
+        check_patterns([pattern], "peers")
