@@ -118,6 +118,7 @@ _TIMING_DEPENDENT = {
     ("engine.completions", "_answer"): "",
     ("engine.completions", "_explain_unasked"): "",
     ("engine.signals", "_find_here"): "",
+    ("engine.signals", "_read"): "segments.get",
     ("engine.signals", "_forward_early"): "",
     ("engine.signals", "_forward_unknown"): "",
     ("engine.status_queries", "answer_and_broadcast"): "",
