@@ -75,3 +75,10 @@ async def idle() -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, IdleLoop)
     await loop.wait_until_idle()
+
+
+def advance_loop(seconds: float) -> None:
+    """Move the clock of the running loop, so that its timers become due."""
+    loop = asyncio.get_running_loop()
+    earlier = loop.time
+    loop.time = lambda: earlier() + seconds  # type: ignore[method-assign]

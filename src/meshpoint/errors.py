@@ -244,13 +244,13 @@ class OtherRequester(MeshpointError):
 class TooManyFollowers(MeshpointError):
     """Four newer connections follow the task, so this one gets no more updates.
 
-    Calling `updates` again takes the place of the oldest of them. `result` still waits.
+    `result` still waits. A minute later, `updates` may take the place of the oldest of them.
     """
 
     def __init__(self, agent: str, task_id: str) -> None:
         super().__init__(
             f"four newer connections follow task {task_id!r} of {agent!r}, so its updates end "
-            "here; updates() continues them, and result() still waits"
+            "here; updates() continues them a minute later, and result() still waits"
         )
         self.agent, self.task_id = agent, task_id
 

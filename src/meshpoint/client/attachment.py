@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Awaitable, Callable, Sequence
 
 from meshpoint.errors import BrokerUnavailable, MeshpointError, TaskNotFound, UnknownAgent
@@ -17,11 +18,14 @@ _QUEUED_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """The same while the task's request may wait in the queue. The last delay repeats."""
 _RUNNING_DELAY = 10.0
 """Seconds until the next attach to a task whose first segment runs in memory."""
-_RECORDED_DELAY = 600.0
-"""Seconds until the next attach to a task whose row has this address.
+_QUIET_DELAYS = (600.0, 1200.0)
+"""Seconds until the next attach to a task whose reply will come, between these two.
 
-Replicas of the previous release do not send the task's reply to it.
+The task has a row with this address, or this connection has requested it. But the message that
+other connections took its place may be lost, and replicas of the previous release do not send it.
 """
+_POLL_DELAYS = (60.0, 120.0)
+"""Seconds until the next query while other connections have the places, between these two."""
 _UNANSWERED_DELAYS = (60.0, 120.0, 240.0, 480.0, 600.0)
 """Seconds until the next attach without a reply: no replica is up, or the reply was lost.
 
@@ -34,40 +38,54 @@ _OUTAGE_DELAY = 1.0
 class Attachment:
     """Plans the attaches to one task. The asyncio tasks that wait for it send them.
 
-    To a task that this connection has requested, it attaches only after a reconnect, because the
-    reply may have been lost, or after other connections took its place. It attaches once more
-    after each reply, and in the second case also without one. The task never counts as not found:
-    its request may wait anywhere.
+    A task that this connection has requested never counts as not found: its request may wait
+    anywhere. It is asked about after a reconnect, because the reply may have been lost, and
+    otherwise every 10 to 20 minutes.
+
+    Once other connections took the place of this one, it takes none back: it queries the status
+    every one to two minutes, and attaches when the task has ended.
 
     Attributes:
-        due_at: When to attach, by the event loop's clock; infinite if not at all.
+        due_at: When to ask, by the event loop's clock; infinite if not at all.
     """
 
     def __init__(self, agent: str, task_id: str) -> None:
-        """Create an attachment without a due attach."""
+        """Create an attachment that never asks."""
         self.due_at = math.inf
         self._agent, self._task_id = agent, task_id
-        self._ask: Callable[[bool], Awaitable[None]] | None = None
+        self._attach: Callable[[bool], Awaitable[None]] | None = None
+        self._query: Callable[[], Awaitable[None]] | None = None
         self._create_error: Callable[[], MeshpointError] | None = None
         self._unknown_count = self._queued_count = self._unanswered_count = 0
-        self._is_open = False  # the last attach is unanswered
-        self._is_requested = self._is_detached = False
+        self._is_open = False  # the last attach or query is unanswered
+        self._is_requested = self._is_displaced = False
 
-    def ask_by(self, ask: Callable[[bool], Awaitable[None]]) -> None:
-        """Send each attach with `ask`, which takes whether a snapshot is wanted."""
-        self._ask = ask
-
-    def start(
-        self, at: float = 0.0, *, is_requested: bool = False, is_detached: bool = False
+    def ask_by(
+        self, attach: Callable[[bool], Awaitable[None]], query: Callable[[], Awaitable[None]]
     ) -> None:
-        """Ask at the next wait from `at` on, by the event loop's clock.
+        """Set how to ask. `attach` takes whether a snapshot is wanted; `query` takes no place."""
+        self._attach, self._query = attach, query
 
-        `is_requested`: this connection has requested the task. `is_detached`: other connections
-        took its place.
-        """
+    def start(self, at: float = 0.0) -> None:
+        """Ask at the next wait from `at` on, by the event loop's clock."""
         self.due_at, self._create_error = at, None
-        self._is_requested, self._is_detached = is_requested, is_detached
         self._unknown_count = self._queued_count = self._unanswered_count = 0
+
+    def expect_reply(self, now: float) -> None:
+        """Record that this connection has requested the task, so that a reply will come."""
+        self._is_requested = True
+        self.due_at = min(self.due_at, now + _spread(_QUIET_DELAYS))
+
+    def displace(self, now: float) -> None:
+        """Record that other connections took the place of this one."""
+        if not self._is_displaced:  # a repeated message must not postpone the query
+            self._is_displaced = True
+            self.start(now + _spread(_POLL_DELAYS))
+
+    def take_place(self) -> None:
+        """Attach at the next wait, and so take the place of another connection."""
+        self._is_displaced = False
+        self.start()
 
     def restart_if_failed(self) -> None:
         """Ask again if the last attempt ended with an error."""
@@ -87,21 +105,20 @@ class Attachment:
         """Ask, or fail after too many unknown replies. `now` is by the event loop's clock."""
         if self._unknown_count > len(_UNKNOWN_DELAYS):
             if self._is_requested:
-                self.due_at = now + _UNANSWERED_DELAYS[-1] if self._is_detached else math.inf
-                self._unknown_count = 0
+                self._record_found(now)
             else:
                 self.fail(lambda: TaskNotFound(self._agent, self._task_id))
             return
         # Set first, so that concurrent waits do not ask too.
         self.due_at = now + _delay(_UNANSWERED_DELAYS, self._unanswered_count)
-        if self._is_requested and not self._is_detached:
-            self.due_at = math.inf
+        if self._is_requested and not self._is_displaced:
+            self.due_at = now + _spread(_QUIET_DELAYS)
         self._unanswered_count += 1
         self._is_open = True
-        if self._ask is None:
+        if self._attach is None or self._query is None:
             return
         try:
-            await self._ask(wants_snapshot)
+            await (self._query() if self._is_displaced else self._attach(wants_snapshot))
         except BrokerUnavailable:
             self.due_at = now + _OUTAGE_DELAY
         except UnknownAgent:
@@ -120,13 +137,16 @@ class Attachment:
         Several replicas may reply. A replica that knows the task overrules the others.
         """
         match status:
-            case AttachStatus.RECORDED:
-                self._record_found(now + _RECORDED_DELAY)
-            case AttachStatus.RUNNING:
-                self._record_found(now + _RUNNING_DELAY)
+            case AttachStatus.RECORDED | AttachStatus.RUNNING:
+                self._record_found(now)
+                if status is AttachStatus.RUNNING and not self._asks_rarely:
+                    self.due_at = now + _RUNNING_DELAY
             case AttachStatus.QUEUED if self._is_open:
-                self.due_at = now + _delay(_QUEUED_DELAYS, self._queued_count)
-                self._queued_count, self._unknown_count = self._queued_count + 1, 0
+                queued_count = self._queued_count
+                self._record_found(now)
+                if not self._asks_rarely:
+                    self.due_at = now + _delay(_QUEUED_DELAYS, queued_count)
+                    self._queued_count = queued_count + 1
             case AttachStatus.UNKNOWN if self._is_open:
                 self.due_at = now + _delay(_UNKNOWN_DELAYS, self._unknown_count)
                 self._unknown_count += 1
@@ -134,11 +154,25 @@ class Attachment:
                 return
         self._is_open, self._unanswered_count = False, 0
 
-    def _record_found(self, due_at: float) -> None:
+    def record_end(self) -> None:
+        """Record that the task has ended: the next attach gets its reply and takes no place."""
+        if self._is_displaced:
+            self.take_place()
+
+    @property
+    def _asks_rarely(self) -> bool:
+        return self._is_requested or self._is_displaced
+
+    def _record_found(self, now: float) -> None:
         self._unknown_count = self._queued_count = 0
-        self.due_at = due_at
+        self.due_at = now + _spread(_POLL_DELAYS if self._is_displaced else _QUIET_DELAYS)
 
 
 def _delay(delays: Sequence[float], count: int) -> float:
     """The delay after `count` earlier replies of the same kind."""
     return delays[min(count, len(delays) - 1)]
+
+
+def _spread(bounds: tuple[float, float]) -> float:
+    """A random delay, so that tasks that began together do not ask together."""
+    return random.uniform(*bounds)

@@ -25,10 +25,10 @@ _MAX_BUFFERED = 100
 """Maximum status updates kept for the iterators of one task. The oldest are dropped."""
 _MAX_WITHOUT_READER = 8
 """Maximum status updates kept while no iterator exists: the first items of the next one."""
-_DETACHED_DELAY = 60.0
-"""Seconds until the next attach after other connections took the place of this one.
+_DISPLACED_SECONDS = 60.0
+"""Seconds for which a connection takes no place after others took its own.
 
-If more connections wait than a task has places, they take turns.
+If more connections follow a task than it has places, they take turns.
 """
 _MAX_FINGERPRINTS = 16
 """Maximum requests of one task that a refusal can name."""
@@ -59,6 +59,7 @@ class OpenTask:
         self.outcome: Outcome | None = None
         self.is_answered = False
         self.kept_bytes = self.detach_count = 0
+        self._displaced_until = 0.0  # of the event loop's clock
         self._outcome_bytes = 0
         self._earlier: tuple[Outcome, int] | None = None  # with the size of its message
         self._awaited = awaited
@@ -79,6 +80,7 @@ class OpenTask:
         now = asyncio.get_running_loop().time()
         expires_at = math.inf if timeout is None else now + timeout + ANSWER_GRACE
         self._expires_at = max(self._expires_at, expires_at)
+        self.attachment.expect_reply(now)
 
     @property
     def is_requested(self) -> bool:
@@ -105,10 +107,13 @@ class OpenTask:
     def detach(self) -> None:
         """Record that other connections took the place of this one, and end its streams.
 
-        Waits for the outcome ask again later.
+        Waits for the outcome query the task's status from now on.
         """
+        now = asyncio.get_running_loop().time()
         self.detach_count += 1
-        self.ask_again(_DETACHED_DELAY)
+        self._displaced_until = now + _DISPLACED_SECONDS
+        self.attachment.displace(now)
+        self._notify()
 
     def refuse(self, create_error: Callable[[], MeshpointError]) -> None:
         """Let every wait raise an error, unless the outcome is known."""
@@ -120,14 +125,15 @@ class OpenTask:
         self.attachment.record_status(status, asyncio.get_running_loop().time())
         self._notify()
 
-    def ask_again(self, delay: float = 0.0) -> None:
-        """Ask for the outcome after `delay` seconds if someone waits, else at a later wait."""
-        self._start_asking(asyncio.get_running_loop().time() + delay)
+    def record_end(self) -> None:
+        """Record that a replica has the outcome: ask for it."""
+        self.attachment.record_end()
         self._notify()
 
-    def _start_asking(self, at: float = 0.0) -> None:
-        is_detached = self.detach_count > 0
-        self.attachment.start(at, is_requested=self.is_requested, is_detached=is_detached)
+    def ask_again(self, delay: float = 0.0) -> None:
+        """Ask for the outcome after `delay` seconds if someone waits, else at a later wait."""
+        self.attachment.start(asyncio.get_running_loop().time() + delay)
+        self._notify()
 
     def is_refused_by(self, fingerprint: str) -> bool:
         """Whether a refusal of the request with this fingerprint refuses this task."""
@@ -188,12 +194,23 @@ class OpenTask:
             self._dropped += 1
         self._notify()
 
-    def add_reader(self, reader: object) -> None:
-        """Keep more updates from now on, and ask for the latest status at the next wait."""
+    def add_reader(self, reader: object) -> bool:
+        """Keep more updates from now on, and ask for the latest status at the next wait.
+
+        Returns `False` if other connections have just taken the place of this one: the reader
+        gets no further update.
+        """
         self._readers.add(reader)
         self._was_followed = True
-        if self.outcome is None and (self.detach_count or not self.is_requested):
-            self._start_asking()
+        if self.outcome is not None:
+            return True
+        if self.detach_count:
+            if asyncio.get_running_loop().time() < self._displaced_until:
+                return False
+            self.attachment.take_place()
+        elif not self.is_requested:
+            self.attachment.start()
+        return True
 
     def position_after(self, update_id: str) -> int | None:
         """The position after the update with this id, or `None` if the update is not kept."""

@@ -40,7 +40,7 @@ from meshpoint.model.messages import is_valid_name
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.model.questions import Question, QuestionKey
 from meshpoint.model.signals import Signal
-from meshpoint.model.task_status import TaskStatus
+from meshpoint.model.task_status import ENDED_STATES, TaskStatus
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -118,7 +118,8 @@ class TaskHandle(Generic[T_co]):
                 update has `reset`.
 
         Raises:
-            TooManyFollowers: Four newer connections follow the task.
+            TooManyFollowers: Four newer connections follow the task. Another iterator raises it
+                too until a minute later, and then takes the place of the oldest of them.
             MeshpointError: As for `outcome`.
         """
         self._task.attachment.restart_if_failed()
@@ -190,7 +191,7 @@ class TaskHandle(Generic[T_co]):
                 )
             if not status.is_served:
                 raise QuestionNotOpen(f"no replica of {self.agent!r} has replied")
-            has_ended = status.state in {"completed", "failed", "cancelled"}
+            has_ended = status.state in ENDED_STATES
             if has_ended or now() >= until:
                 state = f"it {'has ended as' if has_ended else 'is'} {status.state}"
                 raise QuestionNotOpen(f"task {self.id!r} does not ask {name!r} now: {state}")
@@ -343,8 +344,8 @@ class _Updates(AsyncIterator[Update]):
         self._is_lost = position is None and self._final_shown is None
         self._shown_artifacts: set[bytes] = set()
         self._final_updates: Iterator[ArtifactUpdate | Ended] | None = None
-        self._detach_count = task.detach_count
-        task.add_reader(self)
+        may_follow = task.add_reader(self)
+        self._detach_count = task.detach_count if may_follow else -1
 
     async def __anext__(self) -> Update:
         while self._final_updates is None:

@@ -67,7 +67,7 @@ from meshpoint.model.messages import (
 )
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.model.questions import QuestionKey
-from meshpoint.model.task_status import TaskStatus
+from meshpoint.model.task_status import ENDED_STATES, TaskStatus
 from meshpoint.ports.broker import Broker, Delivery, PublishResult
 
 _Key: TypeAlias = tuple[str, str]
@@ -250,6 +250,7 @@ class Transport:
         self._on_response = on_response
         self._exchanges: dict[str, ReplySlot[_Reply]] = {}
         self._queries: dict[str, StatusQuery] = {}
+        self._poll_token = new_id()  # of the queries of tasks whose place was taken
         self._starts = Starts()
         self._ack_tasks: set[asyncio.Task[bool]] = set()
         self._is_closed = False
@@ -423,7 +424,10 @@ class Transport:
         if task is None or task.outcome is not None:
             self._followed.discard(agent, task_id)
             task = self._open[agent, task_id] = self._open_task(agent, task_id, self._awaited)
-            task.attachment.ask_by(partial(self._ask_for_outcome, agent, task_id))
+            task.attachment.ask_by(
+                partial(self._ask_for_outcome, agent, task_id),
+                partial(self._poll_status, agent, task_id),
+            )
         return task
 
     def attach(self, agent: AgentName, task_id: TaskId) -> OpenTask:
@@ -463,6 +467,11 @@ class Transport:
     ) -> None:
         message = attach_message(self.name, task_id, self.reply_to, wants_snapshot=wants_snapshot)
         await self._publish_control(agent, message, "message")
+
+    async def _poll_status(self, agent: AgentName, task_id: TaskId) -> None:
+        token = self._poll_token
+        message = attach_message(self.name, task_id, self.reply_to, query=token)
+        await self._publish_control(agent, message, "query")
 
     async def query_status(
         self, agent: AgentName, task_id: TaskId, *, requested: bool
@@ -686,8 +695,6 @@ class Transport:
         del self._open[key]
 
     def _handle_query_reply(self, token: str, message: Message) -> None:
-        if (query := self._queries.get(token)) is None:
-            return  # of an earlier query
         try:
             known = AttachStatus(str(message.headers.get(Header.ATTACH)))
             data = _read_status_data(message)
@@ -699,7 +706,14 @@ class Transport:
             status = TaskStatus.model_validate(data) if has_status else None
         except ValueError:
             status = None
-        query.add(StatusReply(known, status, requester))
+        if token == self._poll_token:
+            task = self._open.get((message.app_id, message.correlation_id))
+            if task is not None and task.outcome is None:
+                self._record_known(task, known, requester)
+                if status is not None and status.state in ENDED_STATES:
+                    task.record_end()
+        elif (query := self._queries.get(token)) is not None:  # else of an earlier query
+            query.add(StatusReply(known, status, requester))
 
     def _handle_status(self, message: Message) -> None:
         if (token := message.headers.get(Header.START)) is not None:
@@ -726,11 +740,13 @@ class Transport:
         if known is AttachStatus.DETACHED:
             task.detach()
             return
-        if known is not AttachStatus.REFUSED:
+        self._record_known(task, known, str(data.get("requester", "another client")))
+
+    def _record_known(self, task: OpenTask, known: AttachStatus, requester: str) -> None:
+        if known is AttachStatus.REFUSED:
+            task.refuse(partial(OtherRequester, task.id, requester, self.name))
+        else:
             task.record_attach_status(known)
-            return
-        requester = str(data.get("requester", "another client"))
-        task.refuse(partial(OtherRequester, task.id, requester, self.name))
 
 
 def _read_status_data(message: Message) -> dict[str, JsonValue]:

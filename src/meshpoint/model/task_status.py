@@ -44,6 +44,10 @@ class OpenWait(_Value):
         return name + since + ("" if self.until is None else f" until {_format_time(self.until)}")
 
 
+ENDED_STATES = frozenset({"completed", "failed", "cancelled"})
+"""The states of a `TaskStatus` in which the task has an outcome."""
+
+
 class TaskStatus(_Value):
     """What is known about a task.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -204,10 +204,17 @@ class Asks:
     def __init__(self, *, is_requested: bool = False) -> None:
         self.error: BaseException | None = None
         self.attachment = attachment.Attachment("travel", "order-17")
-        self.attachment.ask_by(self._ask)
-        self.attachment.start(is_requested=is_requested)
+        self.queries = 0
+        self.attachment.ask_by(self._attach, self._query)
+        if is_requested:
+            self.attachment.expect_reply(100.0)
+        else:
+            self.attachment.start()
 
-    async def _ask(self, wants_snapshot: bool) -> None:
+    async def _query(self) -> None:
+        self.queries += 1
+
+    async def _attach(self, wants_snapshot: bool) -> None:
         if self.error is not None:
             raise self.error
 
@@ -255,8 +262,37 @@ async def test_attaches_without_a_reply_become_rare_until_a_reply() -> None:
     assert await asks.delay() == 60.0
 
 
-async def test_a_requested_task_is_asked_for_once() -> None:
-    assert await Asks(is_requested=True).delay() == math.inf
+@pytest.mark.parametrize("replies", [(), (QUEUED,), (RUNNING,), (RECORDED,), (UNKNOWN, RUNNING)])
+async def test_a_requested_task_is_asked_about_rarely(replies: Sequence[AttachStatus]) -> None:
+    asks = Asks(is_requested=True)
+    delays = [asks.attachment.due_at - 100.0] + [await asks.delay(*replies) for _ in range(20)]
+    assert 600.0 <= min(delays) < max(delays) <= 1200.0
+
+
+@pytest.mark.parametrize("replies", [(QUEUED,), (RUNNING,), (RECORDED,), (UNKNOWN, RUNNING)])
+async def test_a_displaced_connection_takes_no_place(replies: Sequence[AttachStatus]) -> None:
+    asks = Asks()
+    asks.attachment.displace(100.0)
+    delays = [asks.attachment.due_at - 100.0] + [await asks.delay(*replies) for _ in range(20)]
+    assert 60.0 <= min(delays) < max(delays) <= 120.0
+    assert asks.queries == 20
+    due_at = asks.attachment.due_at
+    asks.attachment.displace(190.0)
+    assert asks.attachment.due_at == due_at, "a repeated notice postponed the query"
+    asks.attachment.record_end()
+    assert asks.attachment.due_at == 0.0
+    await asks.delay()
+    assert asks.queries == 20
+
+
+async def test_a_displaced_connection_learns_that_its_task_is_gone() -> None:
+    asks = Asks()
+    asks.attachment.displace(100.0)
+    for _ in range(6):
+        await asks.delay(UNKNOWN)
+    await asks.delay()
+    with pytest.raises(TaskNotFound):
+        asks.attachment.raise_error()
 
 
 @pytest.mark.parametrize("is_requested", [True, False])

@@ -7,9 +7,9 @@ import gc
 
 import pytest
 
-from idle_loop import idle
+from idle_loop import advance_loop, idle
 from meshpoint import Ended, StatusUpdate, TaskFailed, TooManyFollowers, Update
-from meshpoint.client import attachment, followed_tasks, open_task
+from meshpoint.client import attachment, followed_tasks
 from meshpoint.client.followed_tasks import FollowedTasks
 from meshpoint.client.open_task import OpenTask
 from meshpoint.model.envelopes import status_envelope
@@ -138,7 +138,7 @@ def test_followed_tasks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert followed._bytes == 0
 
 
-async def test_a_requester_takes_its_place_back_at_once(call: Call) -> None:
+async def test_a_displaced_stream_takes_its_place_back_after_a_minute(call: Call) -> None:
     task = await call.mesh.send(travel, ROME, task_id="order-17")
     request = await call.agent.wait_for_request()
     reading = asyncio.ensure_future(anext(task.updates()))
@@ -146,27 +146,14 @@ async def test_a_requester_takes_its_place_back_at_once(call: Call) -> None:
     await send_status(call, request, AttachStatus.DETACHED)
     with pytest.raises(TooManyFollowers):
         await reading
+    with pytest.raises(TooManyFollowers):
+        await anext(task.updates())
+    assert attaches(call) == []
+    advance_loop(61.0)
     again = asyncio.ensure_future(anext(task.updates()))
     await idle()
     assert len(attaches(call)) == 1
     again.cancel()
-
-
-async def test_a_requester_asks_until_it_has_its_place_back(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(open_task, "_DETACHED_DELAY", 0.0)
-    monkeypatch.setattr(attachment, "_UNANSWERED_DELAYS", (0.0, 600.0))
-    task = await call.mesh.send(travel, ROME, task_id="order-17")
-    request = await call.agent.wait_for_request()
-    result = asyncio.ensure_future(task.result())
-    await idle()
-    await send_status(call, request, AttachStatus.DETACHED)
-    for _ in range(3):
-        await idle()
-    assert len(attaches(call)) == 2
-    await call.agent.respond(request, {"text": "by train"})
-    assert await result == Plan(text="by train")
 
 
 async def test_the_task_of_a_requester_never_counts_as_unknown(
@@ -174,7 +161,8 @@ async def test_the_task_of_a_requester_never_counts_as_unknown(
 ) -> None:
     monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0,))
     asking = attachment.Attachment("travel", "order-17")
-    asking.start(is_requested=True, is_detached=True)
+    asking.expect_reply(0.0)
+    asking.displace(0.0)
     for now in range(3):
         await asking.ask(now)
         asking.record_status(AttachStatus.UNKNOWN, now)

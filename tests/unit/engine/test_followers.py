@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
 
 from fake_peer import FakePeer
+from idle_loop import advance_loop
 from meshpoint import Mesh as Connection
 from meshpoint import (
     Question,
@@ -20,9 +21,11 @@ from meshpoint import (
     Update,
     agent,
 )
-from meshpoint.client import open_task
+from meshpoint.engine.attaches import Attaches
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.envelopes import attach_message
+from meshpoint.model.ids import AgentName
 from meshpoint.model.outcomes import Ok
 from meshpoint.model.tasks import MAX_REPLY_ADDRESSES
 
@@ -183,6 +186,11 @@ async def test_the_stream_of_a_follower_whose_place_was_taken_ends(
     with pytest.raises(TooManyFollowers, match=f"follow task '{task_id}' of 'agent'"):
         await followers[0].reading
     again = Follower(connections[0].task("agent", task_id))
+    with pytest.raises(TooManyFollowers):
+        await again.reading
+    advance_loop(61.0)
+    await mesh.idle()
+    again = Follower(connections[0].task("agent", task_id))
     await mesh.idle()
     with pytest.raises(TooManyFollowers):
         await followers[1].reading
@@ -231,7 +239,10 @@ async def test_a_stream_that_is_opened_again_in_the_first_segment_counts_as_a_ne
     await mesh.replica(ScriptedAgent("agent", start))
     task_id = await client.ask("agent", 1)
     await gate.wait_reached()
-    followers = await follow(mesh, [connections[number] for number in (0, 1, 2, 3, 0, 4)], task_id)
+    followers = await follow(mesh, connections[:4], task_id)
+    advance_loop(61.0)
+    await mesh.idle()
+    followers += await follow(mesh, [connections[0], connections[4]], task_id)
     gate.opened.set()
     await mesh.idle()
     assert [each.messages for each in followers[3:]] == 3 * [["almost"]]
@@ -239,24 +250,84 @@ async def test_a_stream_that_is_opened_again_in_the_first_segment_counts_as_a_ne
         await followers[0].reading
 
 
-async def test_a_requester_whose_place_was_taken_still_gets_the_result(
-    mesh: Mesh,
-    peer: FakePeer,
-    connections: list[Connection],
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_requester_whose_place_was_taken_gets_the_result_and_takes_no_place(
+    mesh: Mesh, peer: FakePeer, connections: list[Connection]
 ) -> None:
-    monkeypatch.setattr(open_task, "_DETACHED_DELAY", 0.0)
     await mesh.replica(asker("agent", "peer"))
     task = await connections[0].send("agent", 1)
     request = await peer.wait_for_request()
     await mesh.idle()
     result = asyncio.ensure_future(task.result())
     followers = await follow(mesh, connections[1:], task.id)
-    with pytest.raises(TooManyFollowers):  # the requester has taken a place back
-        await followers[0].reading
+    for _ in range(3):
+        advance_loop(121.0)
+        await mesh.idle()
+    assert not any(each.reading.done() for each in followers)
     await peer.respond(request, "x")
     await mesh.advance(40)
+    advance_loop(121.0)
     assert await result == {"peer": "x"}
+
+
+async def test_a_requester_gets_the_result_if_the_notice_of_its_lost_place_is_lost(
+    mesh: Mesh,
+    peer: FakePeer,
+    connections: list[Connection],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def lose(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(Attaches, "_report_dropped", lose)
+    await mesh.replica(asker("agent", "peer"))
+    task = await connections[0].send("agent", 1)
+    request = await peer.wait_for_request()
+    await mesh.idle()
+    result = asyncio.ensure_future(task.result())
+    await follow(mesh, connections[1:], task.id)
+    await peer.respond(request, "x")
+    await mesh.advance(40)
+    assert not result.done()
+    advance_loop(1201.0)
+    await mesh.idle()
+    assert result.done()
+    assert await result == {"peer": "x"}
+
+
+async def test_followers_that_always_come_back_do_not_displace_each_other_at_once(
+    mesh: Mesh,
+    client: FakePeer,
+    peer: FakePeer,
+    connections: list[Connection],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attached: list[str] = []
+
+    def build(sender: AgentName, *args: Any, **options: Any) -> Any:
+        attached.append(sender)
+        return attach_message(sender, *args, **options)
+
+    monkeypatch.setattr("meshpoint.client.transport.attach_message", build)
+
+    async def read(connection: Connection) -> None:
+        for _ in range(20):
+            with suppress(TooManyFollowers):
+                async for _ in connection.task("agent", task_id).updates():
+                    pass
+                return
+            await mesh.idle()
+
+    await mesh.replica(asker("agent", "peer"))
+    task_id = await client.ask("agent", 1)
+    request = await peer.wait_for_request()
+    await mesh.idle()
+    readers = [asyncio.ensure_future(read(each)) for each in connections]
+    for _ in range(30):
+        await mesh.idle()
+    assert len(attached) == len(connections)
+    await peer.respond(request, "x")
+    await mesh.advance(40)
+    await asyncio.gather(*readers)
 
 
 @BACKENDS
