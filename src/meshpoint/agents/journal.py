@@ -6,6 +6,7 @@ before it to the task's log, so that nothing is written twice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -21,12 +22,14 @@ from pydantic import (
     ValidationError,
     model_serializer,
 )
+from pydantic_core import from_json
 
 from meshpoint.errors import IncompatibleState
 from meshpoint.model.calls import Call, Join, Paused
 from meshpoint.model.context_runtime import UnsentCall
 from meshpoint.model.declared_type import first_problem, loggable_cause
 from meshpoint.model.json_values import call_digest
+from meshpoint.model.log_entries import LogEntries
 from meshpoint.model.outcomes import Failed, Ok, Outcome, Outcomes
 from meshpoint.model.tasks import CheckpointDict
 from meshpoint.model.usage import TokenUsage
@@ -272,6 +275,45 @@ class _LogEntry:
         return logged
 
 
+_PLAIN = re.compile(
+    rb'\{"outcomes":\[\{"value":(?:null,"text_bytes":([0-9]{1,12})|(.*))\}\],'
+    rb'"entry":(\{"calls":\[.*\],"needed":null,"within_seconds":null,"usage":\{\}\})\}'
+)
+"""A log entry with one result, and a pause with nothing but calls.
+
+No text contains `"entry":`, because quotes in texts are escaped.
+"""
+
+_LINE_FEED = ord("\n")
+_PLAIN_PAUSE = b"""{"calls":[{"id":"%b.0","peer":"%b","digest":"%b"}],\
+"needed":null,"within_seconds":null,"usage":{}}"""
+
+
+def _plain_pause(call: UnsentCall[Any]) -> bytes:
+    """The JSON of the `JournalEntry` of a plain pause for `call`."""
+    peer = call.peer.encode()
+    return _PLAIN_PAUSE % (peer, peer, call_digest(call.peer, call.input).encode())
+
+
+def _read_plain(encoded: bytes, start: int) -> tuple[Ok[JsonValue], bytes] | None:
+    """The result and the pause in a log entry, the pause as JSON; `None` if it is not plain.
+
+    The entry follows `start` bytes, since a copy without them would take longer.
+    """
+    if (match := _PLAIN.match(encoded, start)) is None:
+        return None
+    text_bytes, value, pause = match.groups()
+    text = match.end() + 1
+    try:
+        if text_bytes is None:
+            is_whole = text > len(encoded)
+            return (Ok.without_usage(from_json(value)), pause) if is_whole else None
+        is_whole = text + int(text_bytes) == len(encoded) and encoded[text - 1] == _LINE_FEED
+        return (Ok.without_usage(encoded[text:].decode()), pause) if is_whole else None
+    except ValueError:
+        return None
+
+
 def _is_long_text(value: JsonValue) -> bool:
     return isinstance(value, str) and len(value) > _TEXT_CHARACTERS
 
@@ -322,7 +364,8 @@ class StoredJournal:
     """The journal of a task, and how it is stored: as a state and a log, or not at all yet.
 
     An entry of the log is decoded when the function reaches it, so that a long replay has only one
-    of them in memory.
+    of them in memory. Most of a long history are plain pauses, which `find_plain` reads in a third
+    of the time that `entry` takes.
 
     Attributes:
         pauses: Number of recorded pauses.
@@ -332,11 +375,12 @@ class StoredJournal:
         self, journal: Journal, state: bytes | None = None, log: Sequence[bytes] = ()
     ) -> None:
         self.journal = journal
-        self._state, self._log = state, log
+        self._state, self._log = state, LogEntries.of(log)
         self._in_state, self._in_log = len(journal.entries), len(log)
         self.pauses = self._in_state + self._in_log
         self._decoded: tuple[int, _LogEntry] | None = None
         self._reached: tuple[int, JournalEntry] | None = None
+        self._plain: tuple[int, bytes] | None = None
         self._outcomes: list[_Recorded] = []
 
     @classmethod
@@ -375,6 +419,33 @@ class StoredJournal:
         self._outcomes = [_record(outcomes[call_id]) for call_id in ids]
         if not self._log:
             last.outcomes = self._outcomes
+
+    def find_plain(self, number: int, call: UnsentCall[Any]) -> Ok[JsonValue] | None:
+        """The result of the recorded pause with this number, if it is a plain pause for `call`.
+
+        A plain pause waits for one call, outside of subtasks and without a deadline. The call has
+        a result without artifacts, no tokens were used so far, and the code has not asked for the
+        time.
+
+        Returns:
+            The result, or `None` for another pause, the last one, and an invalid one. Call `entry`
+            then.
+        """
+        position = number - self._in_state
+        if position < 0 or position + 1 >= self._in_log:
+            return None
+        entries, start = self._log.stored, self._log.skipped
+        last = self._plain  # the entry that has the result of the previous pause
+        if last is None or last[0] != position:
+            plain = _read_plain(entries[position], start)
+            last = self._plain = None if plain is None else (position, plain[1])
+        if last is None or last[1] != _plain_pause(call):
+            return None
+        following = _read_plain(entries[position + 1], start)
+        if following is None:
+            return None
+        self._plain = position + 1, following[1]
+        return following[0]
 
     def entry(self, number: int) -> JournalEntry:
         """The recorded pause with this number, from 0, with its outcomes.

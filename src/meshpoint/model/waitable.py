@@ -69,7 +69,16 @@ class Waitable(Generic[_T_co]):
                 task.
         """
         self.__dict__["_is_used"] = True
-        return _wait_for(self).__await__()
+        context = running_context.get()
+        recorder = None if context is None else context._runtime.recorder
+        if recorder is None:
+            raise AgentMisbehaved(self._describe_misuse(in_agent=context is not None))
+        [outcome] = recorder.ask((self,), ALL)
+        if isinstance(outcome, Failed):
+            raise self._error(outcome)
+        value: _T_co = outcome.value
+        return value
+        yield  # never reached: a generator costs less than a coroutine
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         if not self._is_used and not _is_unwinding():
@@ -87,18 +96,6 @@ def _is_unwinding() -> bool:
 def mark_used(wait: Waitable[Any]) -> None:
     """Do not warn that `wait` was never awaited."""
     wait.__dict__["_is_used"] = True
-
-
-async def _wait_for(wait: Waitable[_T]) -> _T:
-    context = running_context.get()
-    recorder = None if context is None else context._runtime.recorder
-    if recorder is None:
-        raise AgentMisbehaved(wait._describe_misuse(in_agent=context is not None))
-    outcome: Ok[_T] | Failed
-    [outcome] = recorder.ask((wait,), ALL)
-    if isinstance(outcome, Failed):
-        raise wait._error(outcome)
-    return outcome.value
 
 
 async def wait_for_outcomes(

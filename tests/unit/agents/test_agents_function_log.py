@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from agent_samples import create_context
-from pydantic import TypeAdapter
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import JsonValue, TypeAdapter
 
+from json_strategies import json_values
 from meshpoint import (
     Call,
     Done,
@@ -25,7 +31,18 @@ from meshpoint import (
     agent,
 )
 from meshpoint.agents import journal
+from meshpoint.agents.journal import (
+    Journal,
+    JournalEntry,
+    StoredJournal,
+    _LogEntry,
+    _record,
+    _RecordedCall,
+)
+from meshpoint.agents.peer import PeerCall
+from meshpoint.model.calls import ALL
 from meshpoint.model.usage import Tokens
+from meshpoint.model.waitable import mark_used
 from meshpoint.ports.agent import readable_formats
 from meshpoint.testing.conformance.agent import (
     DurableAgentSuite,
@@ -190,19 +207,141 @@ async def test_outcomes_of_all_kinds_return_from_the_log(usage: TokenUsage | Non
     ]
 
 
-async def test_each_entry_is_decoded_once_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    pause, log = (await pauses_of(editor, 6))[5]
-    decoded: list[bytes] = []
-    decode = journal._LogEntry.from_bytes
+def reads_of_entries(
+    monkeypatch: pytest.MonkeyPatch, log: Sequence[bytes]
+) -> tuple[list[int], list[int]]:
+    """The places in `log` of the entries that are read as plain ones, and of the others."""
+    plain, whole = list[int](), list[int]()
+    read_plain, decode = journal._read_plain, _LogEntry.from_bytes
 
-    def from_bytes(encoded: bytes) -> Any:
-        decoded.append(encoded)
+    def read_and_count(encoded: bytes, start: int) -> Any:
+        plain.append(log.index(encoded[start:]))
+        return read_plain(encoded, start)
+
+    def decode_and_count(encoded: bytes) -> Any:
+        whole.append(log.index(encoded))
         return decode(encoded)
 
-    monkeypatch.setattr(journal._LogEntry, "from_bytes", from_bytes)
+    monkeypatch.setattr(journal, "_read_plain", read_and_count)
+    monkeypatch.setattr(_LogEntry, "from_bytes", decode_and_count)
+    return plain, whole
+
+
+async def test_each_plain_entry_is_read_once_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    pause, log = (await pauses_of(editor, 6))[5]
+    plain, whole = reads_of_entries(monkeypatch, log)
     outcomes = answered(pause, long_answer)
     assert await resumed(editor, create_context(), pause, log, outcomes) == Done(6 * len(TEXT))
-    assert decoded == [log[-1], *log]  # the last one says what the task waits for
+    assert plain == [0, 1, 2, 3, 4]
+    # The last one says what the task waits for, and the first pause is in the state.
+    assert whole == [4, 0, 4]
+
+
+async def test_each_other_entry_is_decoded_once_in_a_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answer(call: Call) -> Outcome:
+        return Ok(TEXT, usage=TokenUsage(total=Tokens(input=1)))
+
+    pause, log = (await pauses_of(editor, 6, answer))[5]
+    _, whole = reads_of_entries(monkeypatch, log)
+    outcomes = answered(pause, answer)
+    assert await resumed(editor, create_context(), pause, log, outcomes) == Done(6 * len(TEXT))
+    assert whole == [4, 0, 1, 2, 3, 4]
+
+
+CALL = PeerCall("writer", 1, None, None, None, write_peer.read)
+mark_used(CALL)
+USED = TokenUsage(total=Tokens(input=1))
+LIKE_AN_ENTRY = '}],"entry":{"calls":[],"needed":null,"within_seconds":null,"usage":{}}}'
+TRICKY = [TEXT, "é\n" + TEXT, LIKE_AN_ENTRY, {"a": [{}], "entry": {"calls": []}}]
+
+
+def stored_pauses(entry: JournalEntry, outcomes: Sequence[Outcome]) -> StoredJournal:
+    """A journal in which this pause ended with each of `outcomes` in turn."""
+    log = [_LogEntry([_record(each)], entry).to_bytes() for each in outcomes]
+    return StoredJournal(Journal("editor/function/1", None, {}, [entry]), b"", log)
+
+
+@given(
+    results=st.lists(json_values | st.sampled_from(TRICKY), min_size=3, max_size=3),
+    peer=st.sampled_from(["writer", "~sleep", '~?"a\\', "é"]),
+    call_input=json_values,
+)
+def test_a_plain_pause_is_read_like_any_other(
+    results: list[JsonValue], peer: str, call_input: JsonValue
+) -> None:
+    call = replace(CALL, peer=peer, input=call_input)
+    mark_used(call)
+    entry = JournalEntry.for_calls([call.as_call(f"{peer}.0")], ALL, TokenUsage())
+    stored = stored_pauses(entry, [Ok(each) for each in results])
+    for number in (1, 2):
+        found = stored.find_plain(number, call)
+        assert stored.entry(number).records([call], ALL, None)
+        assert stored.entry(number).read_outcomes() == [Ok(results[number])]
+        assert found == (None if '"' in peer else Ok(results[number]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"usage": USED},
+        {"subtask": "part"},
+        {"now": datetime(2026, 1, 1, tzinfo=UTC)},
+        {"needed": 1},
+        {"within_seconds": 1.0},
+        {"calls": []},
+        {"calls": 2 * [_RecordedCall.from_call(CALL.as_call("writer.0"))]},
+        {"calls": [_RecordedCall.from_call(replace(CALL, input=2).as_call("writer.0"))]},
+        {"calls": [_RecordedCall.from_call(replace(CALL, peer="other").as_call("writer.0"))]},
+        {"calls": [_RecordedCall.from_call(CALL.as_call("mine"))]},
+    ],
+)
+def test_only_a_plain_pause_for_the_same_call_is_read_as_one(change: dict[str, Any]) -> None:
+    plain = JournalEntry.for_calls([CALL.as_call("writer.0")], ALL, TokenUsage())
+    assert stored_pauses(plain, [Ok(TEXT)] * 3).find_plain(1, CALL) == Ok(TEXT)
+    for result in (TEXT, "short"):
+        stored = stored_pauses(replace(plain, **change), [Ok(result)] * 3)
+        assert stored.find_plain(1, CALL) is None
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Failed(FailureKind.ERROR, "no"),
+        Failed(FailureKind.ERROR, TEXT),
+        Ok(TEXT, ({"name": "draft"},)),
+        Ok("short", ({"name": "draft"},)),
+        Ok(TEXT, usage=USED),
+        Ok("short", usage=USED),
+    ],
+)
+def test_only_a_result_without_more_is_read_as_a_plain_one(outcome: Outcome) -> None:
+    plain = JournalEntry.for_calls([CALL.as_call("writer.0")], ALL, TokenUsage())
+    assert stored_pauses(plain, [outcome] * 3).find_plain(1, CALL) is None
+
+
+def test_the_last_pause_is_not_read_as_a_plain_one() -> None:
+    plain = JournalEntry.for_calls([CALL.as_call("writer.0")], ALL, TokenUsage())
+    stored = stored_pauses(plain, [Ok(TEXT)] * 3)
+    assert [number for number in range(4) if stored.find_plain(number, CALL)] == [1, 2]
+
+
+async def test_a_plain_pause_has_used_no_tokens_even_if_changed_code_counts_some() -> None:
+    pause, log = (await pauses_of(editor, 5))[4]
+    was_empty: list[bool] = []
+
+    @agent("editor")
+    async def changed(ctx: TaskExecutionContext, chapters: int) -> int:
+        for chapter in range(chapters):
+            ctx.token_usage.record(Tokens(input=1), model="m")
+            await write_peer(chapter)
+            was_empty.append(ctx.token_usage.is_empty)
+        return chapters
+
+    outcomes = answered(pause, long_answer)
+    assert await resumed(changed, create_context(), pause, log, outcomes) == Done(5)
+    assert was_empty == [True] * 5
 
 
 DAMAGED = [
