@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import deque
 from collections.abc import Callable
@@ -14,15 +15,20 @@ from meshpoint.client.update_order import UpdateOrder
 from meshpoint.client.updates import LiveUpdate, QuestionUpdate
 from meshpoint.errors import MeshClosed, MeshpointError, PoisonMessage, TaskNotFound
 from meshpoint.model.bodies import StatusBody, parse_body
+from meshpoint.model.envelopes import MAX_STATUS_BYTES
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import AttachStatus, Message
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome
 from meshpoint.model.status_metadata import StatusMetadata
 
+log = logging.getLogger("meshpoint.client")
+
 ANSWER_GRACE = 5.0
 """Seconds after a task's deadline within which its agent's answer arrives."""
 _MAX_BUFFERED = 100
 """Maximum status updates kept for the iterators of one task. The oldest are dropped."""
+_MAX_BUFFERED_BYTES = 1024 * 1024
+"""Maximum bytes of their messages. Small messages can take ten times as much in memory."""
 _MAX_WITHOUT_READER = 8
 """Maximum status updates kept while no iterator exists: the first items of the next one."""
 _DISPLACED_SECONDS = 60.0
@@ -60,7 +66,8 @@ class OpenTask:
         self.is_answered = False
         self.kept_bytes = self.detach_count = 0
         self._displaced_until = 0.0  # of the event loop's clock
-        self._outcome_bytes = 0
+        self._outcome_bytes = self._update_bytes = 0
+        self._has_warned = False
         self._earlier: tuple[Outcome, int] | None = None  # with the size of its message
         self._awaited = awaited
         self._fingerprints: deque[str] = deque(maxlen=_MAX_FINGERPRINTS)
@@ -156,8 +163,12 @@ class OpenTask:
     def add_status(self, message: Message) -> None:
         """Record the update in a status message for all iterators.
 
-        Updates that are unreadable, repeated or outdated are dropped: they are advisory.
+        Updates that are unreadable, too large, repeated or outdated are dropped: they are
+        advisory.
         """
+        if len(message.body) > MAX_STATUS_BYTES:
+            self._warn_too_large(len(message.body))
+            return
         try:
             body = parse_body(StatusBody, message.body)
         except PoisonMessage:
@@ -173,6 +184,17 @@ class OpenTask:
             return
         self._add_update(update, len(message.body))
 
+    def _warn_too_large(self, size: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "task %s of %s: an update of %d bytes was dropped, and so is each above %d",
+                self.id,
+                self.agent,
+                size,
+                MAX_STATUS_BYTES,
+            )
+
     def _is_shown(self, question_id: str, *, is_snapshot: bool) -> bool:
         """Whether a question was shown by the pause that asks it, or by a snapshot of it.
 
@@ -187,10 +209,13 @@ class OpenTask:
     def _add_update(self, update: LiveUpdate, size: int) -> None:
         self._updates.append((update, size))
         self.kept_bytes += size
+        self._update_bytes += size
         is_followed = self._readers or self._was_followed
-        while len(self._updates) > (_MAX_BUFFERED if is_followed else _MAX_WITHOUT_READER):
+        max_count = _MAX_BUFFERED if is_followed else _MAX_WITHOUT_READER
+        while len(self._updates) > max_count or self._update_bytes > _MAX_BUFFERED_BYTES:
             _, size = self._updates.popleft()
             self.kept_bytes -= size
+            self._update_bytes -= size
             self._dropped += 1
         self._notify()
 

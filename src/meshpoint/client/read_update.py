@@ -26,6 +26,10 @@ _STATES: dict[A2ATaskState, Literal["submitted", "working"]] = {
 }
 
 
+_MAX_QUESTION_ID_LENGTH = 4_000
+"""Maximum characters of the id of a question. Its three names have at most 248 bytes each."""
+
+
 def read_update(
     message: Message, body: StatusBody, metadata: StatusMetadata, *, reset: bool
 ) -> LiveUpdate | None:
@@ -66,6 +70,8 @@ def read_update(
 
 def _is_of_task(question_id: str, task_id: str) -> bool:
     """Whether the id is of a question of this task, and not of another one's."""
+    if len(question_id) > _MAX_QUESTION_ID_LENGTH:
+        return False
     try:
         return QuestionKey.from_id(question_id).task_id == task_id
     except QuestionNotOpen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
@@ -107,7 +108,7 @@ class TaskHandle(Generic[T_co]):
         elsewhere, these are its latest status while its code runs, or its open questions while it
         waits. All except the end are advisory: some may be missing, but none is repeated. If the
         agent's code runs again after a crash, the next update has `reset`. A slow reader sees only
-        the latest 100. Artifacts arrive with the outcome at the latest.
+        the latest 100, at most 1 MiB. Artifacts arrive with the outcome at the latest.
 
         An iterator may be dropped at any time. The connection keeps the last 1,000 tasks whose
         iterators were dropped before the end, up to 16 MiB in all, so that another can continue.
@@ -342,7 +343,7 @@ class _Updates(AsyncIterator[Update]):
         # How many updates of the outcome were shown; `None` while live updates may still come.
         self._final_shown = None if after is None else _count_final(after)
         self._is_lost = position is None and self._final_shown is None
-        self._shown_artifacts: set[bytes] = set()
+        self._shown_artifacts: deque[bytes] = deque(maxlen=_MAX_SHOWN_ARTIFACTS)
         self._final_updates: Iterator[ArtifactUpdate | Ended] | None = None
         may_follow = task.add_reader(self)
         self._detach_count = task.detach_count if may_follow else -1
@@ -375,21 +376,24 @@ class _Updates(AsyncIterator[Update]):
             self._is_lost = False
             update = update.model_copy(update={"reset": True})
         if isinstance(update, ArtifactUpdate):
-            self._shown_artifacts.add(_digest(update.artifact))
+            self._shown_artifacts.append(_digest(update.artifact))
         return update
 
     def _list_final(self) -> Iterator[ArtifactUpdate | Ended]:
         """The artifacts that were not shown yet, and the end."""
         outcome, now, shown = self._read_outcome(), datetime.now(UTC), self._final_shown or 0
         artifacts = outcome.artifacts if isinstance(outcome, Ok) else ()
+        shown_before = set(self._shown_artifacts)
         for number, artifact in enumerate(artifacts[shown:], shown + 1):
-            if _digest(artifact) not in self._shown_artifacts:
+            if _digest(artifact) not in shown_before:
                 yield ArtifactUpdate(id=f"artifact.{number}", at=now, artifact=artifact)
         if shown != _ALL:
             yield Ended(id=_END, at=now, outcome=outcome)
 
 
 _END, _ALL = "end", 1_000_000_000
+_MAX_SHOWN_ARTIFACTS = 10_000
+"""Number of artifacts of which a stream remembers that it has shown them."""
 _ARTIFACT_ID = re.compile(r"artifact[.]([0-9]{1,9})")
 
 

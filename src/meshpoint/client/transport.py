@@ -700,7 +700,7 @@ class Transport:
             data = _read_status_data(message)
         except (ValueError, PoisonMessage):
             return  # of a later release
-        requester = str(data.get("requester", "another client"))
+        requester = _read_requester(data)
         has_status = known in {AttachStatus.RECORDED, AttachStatus.RUNNING}
         try:
             status = TaskStatus.model_validate(data) if has_status else None
@@ -740,7 +740,7 @@ class Transport:
         if known is AttachStatus.DETACHED:
             task.detach()
             return
-        self._record_known(task, known, str(data.get("requester", "another client")))
+        self._record_known(task, known, _read_requester(data))
 
     def _record_known(self, task: OpenTask, known: AttachStatus, requester: str) -> None:
         if known is AttachStatus.REFUSED:
@@ -758,3 +758,7 @@ def _read_status_data(message: Message) -> dict[str, JsonValue]:
     content = parse_body(StatusBody, message.body).status_update.status.message
     data = None if content is None else content.parts[0].data
     return data if isinstance(data, dict) else {}
+
+
+def _read_requester(data: dict[str, JsonValue]) -> str:
+    return truncate_reason(str(data.get("requester", "another client")))

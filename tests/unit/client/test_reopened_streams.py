@@ -188,6 +188,24 @@ async def test_a_question_that_is_asked_again_is_shown_after_a_snapshot_of_it() 
     assert shown == ["0.1.run-1.1", "0.2.run-2.1", "0.3.run-3.1"]
 
 
+async def test_the_ids_of_questions_are_bounded() -> None:
+    task = OpenTask("travel", TaskId("order-17"), set())
+    question = QuestionKey(AgentName("travel"), task.id, TaskId("~?approval.1")).to_id()
+    padded = question + 5_000 * "!"  # base64 ignores it
+    assert QuestionKey.from_id(padded).task_id == task.id
+    envelope = status_envelope(
+        AgentName("travel"),
+        task.id,
+        Requester(Address("client.private.1")),
+        {"name": "approval", "questionId": padded, "prompt": None, "answerSchema": {}},
+        StatusMetadata(UpdateKind.QUESTION),
+    )
+    assert envelope is not None
+    task.add_status(envelope[1])
+    assert [update.kind for update, _ in task._updates] == ["status"]
+    assert task._questions == {}
+
+
 async def test_another_stream_of_an_ended_task_keeps_the_later_task(call: Call) -> None:
     earlier = await call.mesh.send(travel, ROME, task_id="order-17")
     request = await call.agent.wait_for_request()

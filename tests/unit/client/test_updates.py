@@ -191,3 +191,34 @@ def test_updates_are_pydantic_models_told_apart_by_kind() -> None:
         assert adapter.validate_json(update.model_dump_json()) == update
     typed = Ended(id="end", at=now, outcome=Ok(Plan(text="by train")))
     assert '"value":{"text":"by train"}' in typed.model_dump_json()
+
+
+async def test_updates_that_are_too_large_are_dropped_and_logged_once(
+    call: Call, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = await call.mesh.send(travel, ROME)
+    request = await call.agent.wait_for_request()
+    reading = asyncio.ensure_future(anext(task.updates()))
+    await idle()
+    for _ in range(3):
+        await call.agent.status(request, 70_000 * "x")
+    await call.agent.status(request, "small")
+    assert messages([await reading]) == ["small"]
+    (record,) = caplog.records
+    assert f"task {task.id} of travel: an update of 7" in record.getMessage()
+    await call.agent.respond(request, Ok({"text": "by train"}))
+    assert await task.result() == Plan(text="by train")
+
+
+async def test_the_kept_updates_of_a_task_are_bounded_in_size(call: Call) -> None:
+    task = await call.mesh.send(travel, ROME)
+    request = await call.agent.wait_for_request()
+    updates = task.updates()
+    for number in range(100):
+        await call.agent.status(request, [number, 60_000 * "x"])
+    await idle()
+    assert 900_000 < task._task.kept_bytes < 1024 * 1024
+    await call.agent.respond(request, Ok({"text": "by train"}))
+    numbers = [update.message[0] async for update in updates if isinstance(update, StatusUpdate)]  # type: ignore[index]
+    assert numbers == list(range(100))[-len(numbers) :]
+    assert len(numbers) > 10
