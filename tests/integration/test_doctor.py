@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from meshpoint.adapters.sql import SqlStore, migrations
 from meshpoint.adapters.sql.tables import REVISION, VERSION_TABLE
 from meshpoint.doctor.examine import examine
+from meshpoint.doctor.facts import load_release
 from meshpoint.doctor.findings import Finding, Severity, worst
 from meshpoint.model.ids import AgentName, ReplicaId, new_id
 from meshpoint.model.tasks import TaskFilter
@@ -160,17 +161,19 @@ async def test_edited_code_may_park_and_parked_tasks_are_tried_by_others_only(
         await store.pause([parked])
         reader = replace(HERE, formats=frozenset({FORMATS["1"]}))
         task = await resumed(store, parked, replica=reader)
-        await store.release([replace(a_release(task.run, parked="call 1"), version="1.1")])
-    by_version = {
-        version: await diagnose(configure(broker_url, database_url, app_version=version))
-        for version in ("1.0", "1.1", "1.2")
-    }
+        settings = {
+            version: configure(broker_url, database_url, app_version=version)
+            for version in ("1.0", "1.1", "1.2")
+        }
+        tried = load_release(settings["1.1"].agents[0]).code_version
+        await store.release([replace(a_release(task.run, parked="call 1"), version=tried)])
+    by_version = {version: await diagnose(each) for version, each in settings.items()}
     assert named(by_version["1.0"], "tasks.other_code") == []
     (edited,) = named(by_version["1.2"], "tasks.other_code")
     assert (edited.data["tasks"], edited.data["versions"]) == (3, ["1.0"])
     assert worst(by_version["1.2"]) is Severity.WARNING  # flights never had a replica
     (retried,) = named(by_version["1.2"], "tasks.retried")
-    assert (retried.data["reason"], retried.data["tried_versions"]) == ("call 1", ["1.1"])
+    assert (retried.data["reason"], retried.data["tried_versions"]) == ("call 1", [tried])
     assert named(by_version["1.2"], "tasks.parked") == []
     (stuck,) = named(by_version["1.1"], "tasks.parked")
     assert stuck.severity is Severity.WARNING

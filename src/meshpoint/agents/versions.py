@@ -86,10 +86,19 @@ class AgentVersions:
         return await self.newest.resume(ctx, state, outcomes)
 
 
+def code_version(agents: Iterable[DurableAgent[Any, Any]], app_version: str | None) -> str:
+    """Return what identifies the code of `agents` when it tries a parked task.
+
+    With `app_version`, code that was corrected under the same one still counts as another version.
+    """
+    digest = source_version(agents)
+    return f"{app_version}+{digest}" if app_version else digest
+
+
 def source_version(agents: Iterable[DurableAgent[Any, Any]]) -> str:
     """Return a digest of the modules that define `agents`, the same in every process.
 
-    It is their version if no `app_version` is set. Modules that they import do not count.
+    Modules that they import do not count.
     """
     parts = "\0".join(map(_describe_source, agents))
     digest = blake2b(parts.encode("utf-8", "surrogatepass"), digest_size=6)

@@ -24,6 +24,13 @@ class UpdatePrinter:
         self._as_json = as_json
         self._open_text: tuple[str, str | None] | None = None  # its prefix and task id
 
+    def print_sent(self, task_id: str) -> None:
+        """Print the id of the task, which a person who stops following it needs."""
+        if self._as_json:
+            print_json({"kind": "sent", "task_id": task_id}, one_line=True)
+        else:
+            print_note(f"task {task_id}")
+
     def print(self, update: Update) -> None:
         """Print an update before the end. With JSON, on standard output."""
         if self._as_json:

@@ -21,7 +21,7 @@ from meshpoint.cli.output import (
     print_note,
     print_text,
 )
-from meshpoint.errors import ConfigurationError, NotJson
+from meshpoint.errors import ConfigurationError, NotJson, TooManyFollowers
 from meshpoint.files import read_stream
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def send(
         bool,
         typer.Option(
             "--follow",
-            help="Print status updates, text and artifacts as they arrive. With --json, every "
-            "line is an object; the last one has the outcome.",
+            help="Print the task id, then status updates, text and artifacts as they arrive. With "
+            "--json, every line is an object; the first has the id, the last has the outcome.",
         ),
     ] = False,
     timeout: Annotated[
@@ -149,6 +149,8 @@ async def _send(
 
     async with connect_to(mesh) as client:
         task = await client.send(agent, value, **options)
+        if printer is not None:
+            printer.print_sent(task.id)
         if wait_seconds == 0:
             return None
         try:
@@ -166,6 +168,10 @@ async def _wait(task: TaskHandle[Any], printer: UpdatePrinter | None) -> Outcome
             if update.kind == "ended":
                 return update.outcome
             printer.print(update)
+    except TooManyFollowers:
+        printer.end_text()
+        print_note("four newer connections follow the task: no more updates, only its outcome")
+        return await task.outcome()
     finally:
         printer.end_text()
     raise AssertionError("the updates of a task end with its outcome")

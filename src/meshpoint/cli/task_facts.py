@@ -216,7 +216,8 @@ def _explain_wait(details: TaskDetails) -> str | None:
         case TaskState.PARKED:
             since = "" if task.incompatible_since is None else format_age(task.incompatible_since)
             tried = ", ".join(task.tried_versions) or "an earlier release"
-            return f"a version other than {tried}" + (since and f", for {since}")
+            fix = f"another version of the code, or: meshpoint tasks resume {task.task_id}"
+            return f"{fix} (tried by {tried}" + (since and f", for {since}") + ")"
         case _:
             return None
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
 from meshpoint import wiring
-from meshpoint.agents.versions import source_version
+from meshpoint.agents.versions import code_version, source_version
 from meshpoint.doctor.findings import Finding, refused, unavailable
 from meshpoint.errors import ConfigurationError, Unavailable
 from meshpoint.model.ids import AgentName
@@ -44,12 +44,14 @@ class Release:
         formats: the state formats that its code reads.
         newest: the format of new tasks.
         version: `app_version`, or the digest of its source.
+        code_version: identifies the code when it tries a parked task.
     """
 
     settings: AgentSettings
     formats: frozenset[str]
     newest: str
     version: str
+    code_version: str
 
     @property
     def name(self) -> AgentName:
@@ -155,6 +157,7 @@ def load_release(settings: AgentSettings) -> Release:
         readable_formats(agent),
         agent.state_format,
         settings.app_version or source_version(list_versions(agent)),
+        code_version(list_versions(agent), settings.app_version),
     )
 
 

@@ -113,21 +113,23 @@ def check_parked(facts: Facts) -> list[Finding]:
             reason = _text(parked.reason, release)
             start = f"{quantity(parked.count, 'task')} parked: {reason}"
             tried = ", ".join(parked.tried_versions) or "an earlier release"
+            version = release.code_version
             data: dict[str, JsonValue] = {
                 "reason": reason,
                 "tasks": parked.count,
                 "tried_versions": list(parked.tried_versions),
             }
-            if release.version in parked.tried_versions:
-                problem = f"{start} (tried by {tried}); {release.version} does not try again"
+            if version in parked.tried_versions:
+                problem = f"{start} (tried by {tried}); {version} does not try again"
                 fix = (
-                    "correct the code under another app_version, roll back, or run: "
+                    "correct the code (if outside its module, also set another app_version), "
+                    "roll back, or run: "
                     f"meshpoint tasks resume --state parked --agent {release.name} "
                     f"--config {CONFIG}"
                 )
                 findings.append(warning("tasks.parked", release.name, problem, fix, **data))
             else:
-                problem = f"{start} (tried by {tried}); {release.version} tries each of them once"
+                problem = f"{start} (tried by {tried}); {version} tries each of them once"
                 findings.append(note("tasks.retried", release.name, problem, "", **data))
     return findings
 

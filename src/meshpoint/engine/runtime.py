@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import JsonValue
 
-from meshpoint.agents.versions import source_version
+from meshpoint.agents.versions import code_version
 from meshpoint.engine.backend import Backend, DatabaseBackend, StartupGrace
 from meshpoint.engine.background import BackgroundTasks
 from meshpoint.engine.lease_renewer import LeaseRenewer
@@ -192,7 +192,7 @@ def build_runtime(
         isolation: Runs suspect tasks in their own processes.
     """
     replica = _describe_replica(agent, options, replica_id, isolates=isolation is not None)
-    options = replace(options, app_version=replica.version)
+    options = replace(options, app_version=options.app_version or replica.version)
     steps = Steps(observer, replica.agent, replica.id)
     retry = Retry(clock, steps)
     grace = partial(StartupGrace, clock, options.settle_time, options.lease)
@@ -240,7 +240,7 @@ def _describe_replica(
         readable_formats(agent),
         options.lease,
         isolates=isolates,
-        version=options.app_version or source_version(list_versions(agent)),
+        version=code_version(list_versions(agent), options.app_version),
         fails_lost=options.on_lost_owner == "fail",
     )
 

@@ -338,7 +338,7 @@ class AgentOptions(Section):
     app_version: str | None = Field(
         default=_DEFAULTS.app_version,
         description="version of the agent's code, stored with each checkpoint; each version tries "
-        "a parked task once; unset: a digest of the agent's module",
+        "a parked task once, and so does a changed module; unset: a digest of the agent's module",
     )
 
     @model_validator(mode="before")

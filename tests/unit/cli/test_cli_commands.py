@@ -41,6 +41,7 @@ from meshpoint.errors import (
     ConfigurationError,
     MeshpointError,
     QueueFull,
+    TooManyFollowers,
 )
 from meshpoint.model.envelopes import encode_reply
 from meshpoint.model.ids import AgentName, TaskId
@@ -114,6 +115,7 @@ class FakeMesh:
     outcome: Outcome = field(default_factory=lambda: Ok[JsonValue]({"total": 3}))
     error: Exception | None = None
     is_silent: bool = False
+    is_displaced: bool = False
     tasks: list[TaskSummary] = field(default_factory=lambda: [WAITING])
     existing: dict[TaskId, ExistingTask] = field(default_factory=dict)
     seen: dict[str, Any] = field(default_factory=dict)
@@ -154,7 +156,7 @@ class FakeMesh:
         self.seen["task_id"] = task_id
         if self.error:
             raise self.error
-        return SimpleNamespace(outcome=self.wait_outcome, updates=self.updates)
+        return SimpleNamespace(id=task_id, outcome=self.wait_outcome, updates=self.updates)
 
     async def wait_outcome(self) -> Outcome:
         if self.is_silent:
@@ -164,6 +166,8 @@ class FakeMesh:
     async def updates(self) -> AsyncIterator[Update]:
         yield StatusUpdate(id="1", at=NOW, state="working", message={"percent": 40})
         yield StatusUpdate(id="2", at=NOW, state="submitted", message="queued")
+        if self.is_displaced:
+            raise TooManyFollowers("travel", self.seen["task_id"])
         outcome = await self.wait_outcome()
         if isinstance(outcome, Ok):
             for artifact in outcome.artifacts:
@@ -464,6 +468,7 @@ def test_send_follows_a_task(cli: Command, mesh: FakeMesh) -> None:
     result = cli("send", "travel", "x", "--follow")
     assert (result.code, result.json) == (0, {"total": 3})
     assert result.err.splitlines() == [
+        f"task {mesh.seen['task_id']}",
         'working: {"percent": 40}',
         "submitted: queued",
         'artifact: {"artifactId": "a"}',
@@ -514,7 +519,8 @@ def test_a_followed_task_shows_peers_text_and_repetitions(
 def test_each_line_of_a_followed_task_can_be_json(cli: Command, mesh: FakeMesh) -> None:
     mesh.outcome = Failed(FailureKind.ERROR, "no seats")
     result = cli("send", "travel", "x", "--follow", "--json")
-    first, second, last = map(json.loads, result.out.splitlines())
+    sent, first, second, last = map(json.loads, result.out.splitlines())
+    assert sent == {"kind": "sent", "task_id": mesh.seen["task_id"]}
     assert (first["kind"], first["state"], first["message"]) == (
         "status",
         "working",
@@ -527,13 +533,21 @@ def test_each_line_of_a_followed_task_can_be_json(cli: Command, mesh: FakeMesh) 
     assert outcome["message"] == "no seats"
 
 
+def test_a_followed_task_with_too_many_followers_is_awaited(cli: Command, mesh: FakeMesh) -> None:
+    mesh.is_displaced = True
+    mesh.outcome = Ok({"total": 3})
+    result = cli("send", "travel", "x", "--follow")
+    assert (result.code, result.json) == (0, {"total": 3})
+    assert "four newer connections follow the task" in result.err
+
+
 def test_a_followed_task_without_an_answer_in_time_exits_with_6(
     cli: Command, mesh: FakeMesh
 ) -> None:
     mesh.is_silent = True
     result = cli("send", "travel", "x", "--follow", "--wait", "0.01", "--json")
     *updates, last = map(json.loads, result.out.splitlines())
-    assert [update["kind"] for update in updates] == ["status", "status"]
+    assert [update["kind"] for update in updates] == ["sent", "status", "status"]
     assert (result.code, last["kind"]) == (6, "no_answer")
 
 

@@ -320,10 +320,15 @@ async def _park(store: SqlStore) -> TaskId:
     return run.task_id
 
 
-def test_a_parked_task_shows_the_reason(run_command: Command, write: Any) -> None:
-    described = facts(run_command("show", write(_park)))
+def test_a_parked_task_shows_the_reason_and_what_continues_it(
+    run_command: Command, write: Any
+) -> None:
+    task_id = write(_park)
+    described = facts(run_command("show", task_id))
     assert described["parked because"] == "call 3: expected flights, recorded weather"
-    assert described["waits for"].startswith("a version other than 1.4")
+    assert described["waits for"].startswith(
+        f"another version of the code, or: meshpoint tasks resume {task_id} (tried by 1.4, for "
+    )
     assert described["fails"].startswith("in ")
 
 
