@@ -485,6 +485,9 @@ class Workspace:
         Raises:
             AgentMisbehaved: The segment has ended.
         """
+        if self._memory is not None:
+            self._require_open()
+            return self._memory
         with _BUILDING:
             subtasks = self.use_subtasks()
             if self._memory is None:

@@ -112,7 +112,7 @@ class AgentMemory:
 
     async def set(self, key: str, value: Value, *, ttl: timedelta | None = None) -> None:
         """Replace the value of any kind. Without `ttl`, the key lives as long as the memory."""
-        await self.set_many({key: value}, ttl=ttl)
+        await self._execute(_set_commands(key, value, ttl))
 
     async def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         """A consistent read of several values. Missing keys are omitted."""
@@ -132,12 +132,10 @@ class AgentMemory:
 
     async def set_many(self, values: Mapping[str, Value], *, ttl: timedelta | None = None) -> None:
         """Replace several values atomically."""
-        commands: list[tuple[str, str, tuple[bytes, ...]]] = []
-        for key, value in _items_of("memory values", values):
-            commands.append(("SET", key, (_encode_value(key, value),)))
-            if ttl is not None:
-                commands.append(("PEXPIRE", key, (_encode_ttl(key, ttl),)))
-        await self._execute(commands)
+        items = _items_of("memory values", values)
+        await self._execute(
+            [each for key, value in items for each in _set_commands(key, value, ttl)]
+        )
 
     async def get_model(self, key: str, type_: type[_T]) -> _T | None:
         """The value, parsed from JSON as `type_`, or `None` if the key does not exist.
@@ -357,6 +355,17 @@ class AgentMemory:
         return await self._runner.execute(
             [Command(name, _check_key(key), args) for name, key, args in commands]
         )
+
+
+def _set_commands(
+    key: str, value: Any, ttl: timedelta | None
+) -> list[tuple[str, str, tuple[bytes, ...]]]:
+    commands: list[tuple[str, str, tuple[bytes, ...]]] = [
+        ("SET", key, (_encode_value(key, value),))
+    ]
+    if ttl is not None:
+        commands.append(("PEXPIRE", key, (_encode_ttl(key, ttl),)))
+    return commands
 
 
 def _typed_for_key(key: str, type_: Any) -> DeclaredType[Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -213,3 +214,47 @@ async def test_a_refused_write_leaves_the_memory_in_doubt(replica: Replica) -> N
     assert memory.changed
     await memory.execute([Command("DEL", "x")])
     assert (await memory.prepare_ref(2, durable=True)).digest == EMPTY_FINGERPRINT
+
+
+async def resumed_after_writes(replica: Replica, *keys: str) -> TaskMemory:
+    """The memory of a segment whose code makes these writes again."""
+    memory = replica.segment(MemoryRef())
+    for key in keys:
+        await memory.execute(set_command(key))
+    ref = await memory.prepare_ref(1, durable=True)
+    await memory.on_stored(ref)
+    return replica.segment(ref)
+
+
+def set_command(key: str) -> list[Command]:
+    return [Command("SET", key, (b"1",))]
+
+
+async def test_a_repeated_write_returns_without_suspending(replica: Replica) -> None:
+    memory = await resumed_after_writes(replica, "x", "y")
+    await memory.execute(set_command("x"))  # recovers the memory
+    with pytest.raises(StopIteration) as returned:
+        memory.execute(set_command("y")).send(None)
+    assert returned.value.value == [b"OK"]
+
+
+async def test_a_repeated_write_waits_for_a_new_one_before_it(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = await resumed_after_writes(replica, "x", "y")
+    await memory.execute(set_command("x"))
+    is_writing, may_end, execute = asyncio.Event(), asyncio.Event(), replica.l1.execute
+
+    async def wait_and_execute(*args: Any, **options: Any) -> Any:
+        is_writing.set()
+        await may_end.wait()
+        return await execute(*args, **options)
+
+    monkeypatch.setattr(replica.l1, "execute", wait_and_execute)
+    new = asyncio.create_task(memory.execute(set_command("z")))
+    await is_writing.wait()
+    repeated = asyncio.create_task(memory.execute(set_command("y")))
+    await asyncio.sleep(0)
+    assert not repeated.done()
+    may_end.set()
+    assert await asyncio.gather(new, repeated) == [[b"OK"], [b"OK"]]
