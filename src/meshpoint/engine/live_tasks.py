@@ -110,7 +110,8 @@ class LiveTasks:
         """
         segment = self.segments.get(run.task_id)
         if segment is not None and segment.run == run and not segment.settling:
-            self._runtime.steps.emit(Step.LEASE_LOST, run.task_id, fence=run.fence)
+            if run.fence:  # else a first run, or a repeated request whose row is being read
+                self._runtime.steps.emit(Step.LEASE_LOST, run.task_id, fence=run.fence)
             segment.stop(StopReason.LOST)
 
     async def requeue_if_draining(self, *deliveries: Delivery) -> Sequence[Delivery]:

@@ -208,7 +208,7 @@ def test_the_short_key_of_an_agent_is_shown_without_its_password() -> None:
         AgentSettings(name="b", entrypoint="m:b", session_service="sql", session_db_url=url),
         AgentSettings(name="c", entrypoint="m:c"),
     ]
-    releases = [Release(agent, frozenset(), "", "1") for agent in agents]
+    releases = [Release(agent, frozenset(), "", "1", "1") for agent in agents]
     findings = check_database_keys(Facts(Settings(mesh=mesh, agents=tuple(agents)), releases))
     assert [finding.problem for finding in findings] == [
         "agent.database_url means stateless_checkpointing: true, session_service: sql, "

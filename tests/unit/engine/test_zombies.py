@@ -159,6 +159,29 @@ async def test_a_lease_that_ends_with_its_run_is_not_lost(
     assert mesh.events.matching(Step.LEASE_LOST) == []
 
 
+async def test_a_task_that_resumes_while_its_request_is_answered_loses_no_lease(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    """A repeated request has a segment without a lease while its row is looked up."""
+    gates: list[Gate] = []
+    replica = await mesh.replica(two_step_agent(gates, "end"))
+    task_id = await client.ask("agent", 1)
+    request = await peer.wait_for_request()
+    await mesh.idle()
+
+    async def resume() -> None:
+        del replica.store.after["lookup"]
+        await peer.respond(request, 1)
+        await mesh.events.wait(Step.RESTORE, Phase.BEFORE)
+
+    replica.store.after["lookup"] = resume
+    await client.ask("agent", 1, task_id=task_id)
+    await mesh.idle()
+    gates[0].opened.set()
+    assert await client.reply(task_id) == Ok("run 1")
+    assert mesh.events.matching(Step.LEASE_LOST) == []
+
+
 async def test_concurrent_first_segments_of_one_request_are_fenced(
     mesh: Mesh, client: FakePeer, peer: FakePeer
 ) -> None:
