@@ -222,11 +222,17 @@ class TaskNotFound(MeshpointError):
 
 
 class TaskExists(MeshpointError):
-    """A task with this id exists, and `if_exists="reject"` was given: nothing was started."""
+    """A task with this id exists, and `if_exists="reject"` was given: nothing was started.
 
-    def __init__(self, agent: str, task_id: str, problem: str = "") -> None:
+    Without `may_attach`, it is a task of another requester or agent.
+    """
+
+    def __init__(
+        self, agent: str, task_id: str, problem: str = "", *, may_attach: bool = True
+    ) -> None:
         problem = problem or f"task {task_id!r} of {agent!r} exists"
-        super().__init__(f"{problem}: choose another task_id, or attach with mesh.task")
+        advice = ", or attach with mesh.task" if may_attach else f" than {task_id!r}"
+        super().__init__(f"{problem}: choose another task_id{advice}")
         self.agent, self.task_id = agent, task_id
 
 

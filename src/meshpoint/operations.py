@@ -29,6 +29,8 @@ _POLL_INTERVAL = 0.2  # seconds
 _BATCH = 100  # tasks per transaction
 _PAGE = 1000  # tasks per read
 _MAX_PASSES = 20  # a listing ends even if tasks pause faster than it reads them
+_MAX_SEEN = 100_000
+"""Tasks whose ids a listing remembers of each pass, to yield them once."""
 _MAX_COMMIT_TIME = timedelta(seconds=2)
 """A listing may miss a pause that takes longer to commit, because it appears below later ones."""
 
@@ -148,7 +150,7 @@ class Operations:
         states: Sequence[TaskState] = (),
         where: TaskFilter = EVERY_TASK,
     ) -> AsyncGenerator[list[TaskSummary], None]:
-        """Yield each matching task once.
+        """Yield each matching task once, or twice if it moves and is not among the newest 100,000.
 
         A task that pauses meanwhile moves to the beginning of the listing. So after several pages,
         the listing begins again with the tasks that have paused since, until one page is enough or
@@ -158,7 +160,7 @@ class Operations:
         seen: set[TaskId] = set()
         for _ in range(_MAX_PASSES):
             position: ListPosition | None = None
-            since, page_count, seen_before = where.since, 0, len(seen)
+            since, page_count, room, has_new = where.since, 0, _MAX_SEEN, False
             while page := await self._store.tasks(
                 agent=name, states=states, where=where, limit=_PAGE, after=position
             ):
@@ -167,9 +169,10 @@ class Operations:
                     since = newest if since is None else max(since, newest)
                 position, page_count = page[-1].position, page_count + 1
                 if unseen := [task for task in page if task.task_id not in seen]:
-                    seen.update(task.task_id for task in unseen)
+                    seen.update(task.task_id for task in unseen[:room])
+                    room, has_new = max(0, room - len(unseen)), True
                     yield unseen
-            if page_count <= 1 or len(seen) == seen_before:
+            if page_count <= 1 or not has_new:
                 return
             where = replace(where, since=since)
 

@@ -116,3 +116,25 @@ async def test_a_listing_has_each_task_once_if_tasks_pause_or_end_meanwhile(
             listed += ids(page)
     assert len(listed) == len(set(listed))
     assert set(listed) == {pause.run.task_id for pause in pauses}
+
+
+@pytest.mark.parametrize(("moved", "times"), [(1, 1), (3, 2)])
+async def test_a_listing_remembers_only_the_newest_tasks(
+    store: SqlStore,
+    tmp_path: Path,
+    pauses: list[Pause],
+    monkeypatch: pytest.MonkeyPatch,
+    moved: int,
+    times: int,
+) -> None:
+    monkeypatch.setattr(operations, "_MAX_SEEN", 3)
+    listed: list[TaskId] = []
+    async with Operations(f"sqlite:///{tmp_path}/tasks.db") as listing:
+        async for page in listing.suspendable():
+            listed += ids(page)
+            if len(listed) == 4:
+                await pause_again(store, pauses[moved])
+    task_ids = [pause.run.task_id for pause in pauses]
+    assert {each: listed.count(each) for each in task_ids} == {
+        each: times if number == moved else 1 for number, each in enumerate(task_ids)
+    }

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from meshpoint.model.operations import Revived
     from meshpoint.model.outcomes import Outcome
-    from meshpoint.model.tasks import TaskFilter, TaskSummary
+    from meshpoint.model.tasks import ListPosition, TaskFilter, TaskSummary
     from meshpoint.model.transitions import ExistingTask
     from meshpoint.operations import Operations
     from meshpoint.ports.agent import ResumeFrom
@@ -665,9 +665,11 @@ async def _find_tasks(
     states = sources.parse_choices("--state", listing.states, TaskState)
     after = None if listing.after is None else TaskId(listing.after)
     where = elsewhere = listing.where
+    position: ListPosition | None = None
     if after is not None:
         # The other databases do not have the task: there, the page begins at its time.
         last = (await _find_task(config, database, namespace, after)).task
+        position = last.position
         until = min(filter(None, (where.until, last.checkpointed_at)))
         elsewhere = replace(where, until=until)
     found: list[TaskSummary] = []
@@ -679,7 +681,7 @@ async def _find_tasks(
                 states=states,
                 where=where if has_last else elsewhere,
                 limit=listing.limit,
-                after=after if has_last else None,
+                after=position if has_last else None,
             )
     found.sort(key=lambda task: (task.checkpointed_at, task.task_id), reverse=True)
     return found[: listing.limit]

@@ -91,7 +91,8 @@ class Starts:
             if refuses_id and refused == start.fingerprint:
                 outcome = body.outcome()
                 problem = outcome.message if isinstance(outcome, Failed) else ""
-                start.decided.set_exception(TaskExists(*key, problem))
+                error = TaskExists(*key, problem, may_attach=body.may_attach)
+                start.decided.set_exception(error)
             elif refused == start.fingerprint or (refused is None and not start.is_attached):
                 start.decided.set_result(None)
         return refuses_id and key in self._in_doubt

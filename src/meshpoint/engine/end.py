@@ -17,11 +17,17 @@ from meshpoint.model.tasks import Reply, Requester, TaskState
 from meshpoint.model.transitions import End, EndCommitted, EndResult, Fenced
 
 
-def build_refusal(segment: RequestedSegment, failure: Failed, *, id_in_use: bool = False) -> Reply:
+def build_refusal(
+    segment: RequestedSegment,
+    failure: Failed,
+    *,
+    id_in_use: bool = False,
+    may_attach: bool = False,
+) -> Reply:
     """Build the reply to a refused request.
 
     It names the request, so that it cannot end another call. `id_in_use`: a task with its id
-    exists.
+    exists. `may_attach`: its sender may attach to that task.
     """
     run = segment.run
     body = encode_reply(
@@ -30,6 +36,7 @@ def build_refusal(segment: RequestedSegment, failure: Failed, *, id_in_use: bool
         failure,
         refused_fingerprint=fingerprint(segment.message),
         id_in_use=id_in_use,
+        may_attach=may_attach,
     )
     return Reply(run.agent, run.task_id, _final_state_of(failure), body, segment.requester)
 

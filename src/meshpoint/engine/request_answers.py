@@ -354,15 +354,17 @@ class RequestAnswers:
         An undeliverable reply is not stored: the row belongs to another request.
         """
         failure = replace(ID_IN_USE, message=ID_IN_USE.message + suffix)
-        await self._refuse_id(segment, failure)
+        await self._refuse_id(segment, failure, may_attach=False)
 
     async def refuse_existing(self, segment: RequestedSegment, request: parsing.Request) -> None:
         """Reply that the task exists, and was not started by this request."""
         message = f"task {request.task_id!r} of {self._runtime.agent!r} exists"
         await self._refuse_id(segment, Failed(FailureKind.INVALID, message))
 
-    async def _refuse_id(self, segment: RequestedSegment, failure: Failed) -> None:
-        refusal = end.build_refusal(segment, failure, id_in_use=True)
+    async def _refuse_id(
+        self, segment: RequestedSegment, failure: Failed, *, may_attach: bool = True
+    ) -> None:
+        refusal = end.build_refusal(segment, failure, id_in_use=True, may_attach=may_attach)
         await self._replies.publish_refusal(refusal)
         await self.settle(segment)
 

@@ -168,6 +168,11 @@ class ResponseBody(Body):
         return self.task.metadata.get("idInUse") is True
 
     @property
+    def may_attach(self) -> bool:
+        """Whether the task that has the id is of this agent and of the request's sender."""
+        return self.task.metadata.get("mayAttach") is True
+
+    @property
     def is_retryable(self) -> bool:
         """Whether the sender allows another attempt. Only the JSON value `false` forbids it."""
         return self.task.metadata.get("retryable") is not False

@@ -373,6 +373,7 @@ def encode_reply(
     refused_fingerprint: str | None = None,
     retry: int | None = None,
     id_in_use: bool = False,
+    may_attach: bool = False,
 ) -> bytes:
     """Encode the reply for `outcome`.
 
@@ -383,12 +384,15 @@ def encode_reply(
         refused_fingerprint: The fingerprint of a request that was refused without running.
         retry: The attempt of a resumed requester, which counts the outcome's tokens.
         id_in_use: Whether the request was refused because a task with its id exists.
+        may_attach: Whether its sender may attach to that task.
     """
     metadata: dict[str, JsonValue] = (
         {} if refused_fingerprint is None else {"refuses": refused_fingerprint}
     )
     if id_in_use:
         metadata["idInUse"] = True
+    if may_attach:
+        metadata["mayAttach"] = True
     if retry is not None:
         metadata["retry"] = retry
     if not outcome.usage.is_empty:

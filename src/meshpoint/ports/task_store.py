@@ -394,12 +394,12 @@ class Catalog(Protocol):
         states: Sequence[TaskState] = (),
         where: TaskFilter = EVERY_TASK,
         limit: int = 100,
-        after: TaskId | ListPosition | None = None,
+        after: ListPosition | None = None,
     ) -> list[TaskSummary]:
         """Tasks by the time of their last pause, newest first.
 
-        Empty `states` matches every state. With `after`, only tasks that follow this one, and none
-        if it does not exist. A position stays valid when its task pauses again or is deleted.
+        Empty `states` matches every state. With `after`, the `position` of a listed task, only
+        tasks that follow it. It stays valid when that task pauses again or is deleted.
         """
 
     async def task(self, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:

@@ -50,6 +50,7 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.model.tasks import (
     CallState,
     CallSummary,
+    ListPosition,
     Reply,
     Requester,
     TaskFilter,
@@ -189,7 +190,7 @@ class FakeMesh:
         states: Sequence[TaskState],
         where: TaskFilter,
         limit: int,
-        after: TaskId | None,
+        after: ListPosition | None,
     ) -> list[TaskSummary]:
         self.seen["filter"] = (agent, list(states), limit)
         return self.tasks

@@ -19,7 +19,7 @@ from meshpoint.model.tasks import TaskState
 from meshpoint.ports.broker import PublishResult
 
 from .agents import Gate, asker, doubler, gated
-from .mesh import Mesh
+from .mesh import Mesh, connected
 
 BACKENDS = pytest.mark.parametrize("durable", [True, False])
 
@@ -66,6 +66,20 @@ async def test_a_waiting_or_ended_task(
     assert "exists" in await refusal(first, "asker")
     assert await task.result() == {"peer": "done"}
     assert len(peer.requests) == 1
+
+
+@BACKENDS
+async def test_a_task_of_another_requester_cannot_be_attached_to(
+    mesh: Mesh, first: Connection, peer: FakePeer, durable: bool
+) -> None:
+    await mesh.replica(asker("asker", "peer"), durable=durable)
+    await start(first, "asker")
+    await peer.wait_for_request()
+    await mesh.idle()
+    async with connected(mesh, "stranger") as stranger:
+        assert await refusal(stranger, "asker") == (
+            "the task id is in use by another request: choose another task_id than 'order-17'"
+        )
 
 
 async def test_another_input_is_refused_with_the_field(

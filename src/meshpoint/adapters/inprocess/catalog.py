@@ -37,7 +37,7 @@ class InProcessCatalog:
         states: Sequence[TaskState] = (),
         where: TaskFilter = EVERY_TASK,
         limit: int = 100,
-        after: TaskId | ListPosition | None = None,
+        after: ListPosition | None = None,
     ) -> list[TaskSummary]:
         """Tasks, newest first."""
         rows = [
@@ -45,11 +45,6 @@ class InProcessCatalog:
             for row in self._tables.tasks.values()
             if agent in {None, row.agent} and (not states or row.state in states)
         ]
-        if isinstance(after, str):
-            last = self._tables.tasks.get(after)
-            if last is None:
-                return []
-            after = _position(last)
         if after is not None:
             rows = [row for row in rows if _position(row) < after]
         rows.sort(key=_position, reverse=True)

@@ -55,15 +55,10 @@ class SqlCatalog:
         states: Sequence[TaskState] = (),
         where: TaskFilter = EVERY_TASK,
         limit: int = 100,
-        after: TaskId | ListPosition | None = None,
+        after: ListPosition | None = None,
     ) -> list[TaskSummary]:
         """List tasks, newest first. Without `states`, in every state."""
         parameters = _parameters(states, where)
-        if isinstance(after, str):
-            rows = await self._database.fetch(sql.READ_POSITION, task_id=after)
-            if not rows:
-                return []
-            after = ListPosition(rows[0].checkpointed_at, after)
         if after is not None:
             parameters |= {"after_at": after.at, "after_id": after.task_id}
         rows = await self._list(agent, parameters, limit)

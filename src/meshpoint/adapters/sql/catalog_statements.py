@@ -93,11 +93,6 @@ WITH RECURSIVE agents(name) AS (
 SELECT name FROM agents WHERE name IS NOT NULL
 """
 
-# Read the position of a task in a listing.
-READ_POSITION = """
-SELECT checkpointed_at FROM agent_paused_tasks WHERE logical_task_id = :task_id
-"""
-
 # Read the peers that tasks wait for.
 READ_WAITS = """
 SELECT c.logical_task_id, c.peer_agent

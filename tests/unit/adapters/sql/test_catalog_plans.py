@@ -81,7 +81,7 @@ def test_the_states_of_a_listing_are_read_by_an_index(connection: sqlite3.Connec
     assert not [step for step in plan if step.startswith("SCAN t")], plan
 
 
-@pytest.mark.parametrize("name", ["SHOW_TASK", "SHOW_CALLS", "READ_REQUEST", "READ_POSITION"])
+@pytest.mark.parametrize("name", ["SHOW_TASK", "SHOW_CALLS", "READ_REQUEST"])
 def test_one_task_is_found_by_its_id(connection: sqlite3.Connection, name: str) -> None:
     plan = explain(connection, getattr(sql, name), task_id="x")
     assert not [step for step in plan if step.startswith("SCAN")], plan
