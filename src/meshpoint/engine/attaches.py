@@ -14,6 +14,7 @@ from typing import NamedTuple, assert_never
 
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.live_tasks import LiveTasks
+from meshpoint.engine.open_questions import read_open_questions
 from meshpoint.engine.publisher import Publisher
 from meshpoint.engine.replies import Replies
 from meshpoint.engine.runtime import ReplicaRuntime
@@ -28,9 +29,7 @@ from meshpoint.model.envelopes import (
 )
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address, AttachStatus
-from meshpoint.model.questions import open_question_keys
 from meshpoint.model.status_metadata import StatusMetadata, UpdateKind
-from meshpoint.model.task_status import MAX_WAITS
 from meshpoint.model.tasks import Reply, Requester, TaskState, same_requester
 from meshpoint.model.transitions import (
     Attach,
@@ -250,11 +249,10 @@ class Attaches:
 
     async def _show_open_questions(self, backend: Backend, command: AttachCommand) -> None:
         """Show the open questions of a waiting task to a caller that attached later."""
-        store, retry = backend.store, self._runtime.retry.until_available
-        if (found := await retry(lambda: store.task(command.task_id))) is None:
+        store, retry = backend.store, self._runtime.retry
+        found = await retry.until_available(lambda: store.task(command.task_id))
+        if found is None:
             return
-        keys = open_question_keys(*found)[:MAX_WAITS]
-        asked = await retry(lambda: store.find_questions(keys)) if keys else []
         envelopes = [
             status_envelope(
                 self._runtime.agent,
@@ -263,8 +261,7 @@ class Attaches:
                 question.to_update(),
                 StatusMetadata(UpdateKind.QUESTION),
             )
-            for question in asked
-            if question is not None
+            for question in await read_open_questions(backend, retry, *found)
         ]
         await self._publisher.publish_advisory(
             [each for each in envelopes if each and len(each[1].body) <= MAX_STATUS_BYTES]

@@ -14,13 +14,14 @@ from pydantic import JsonValue
 
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.live_tasks import LiveTasks
+from meshpoint.engine.open_questions import read_open_questions
 from meshpoint.engine.publisher import Publisher
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.unknown_tasks import UnknownTasks
 from meshpoint.model.envelopes import attach_message, attach_status
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address, AttachStatus
-from meshpoint.model.questions import AskedQuestion, open_question_keys
+from meshpoint.model.questions import AskedQuestion
 from meshpoint.model.task_status import MAX_WAITS, OpenWait, TaskStatus, WaitKind
 from meshpoint.model.tasks import (
     NO_DEADLINE,
@@ -129,9 +130,8 @@ class StatusQueries:
         if found is None:  # deleted meanwhile
             return None
         task, calls = found
-        keys = open_question_keys(task, calls)[:MAX_WAITS]
-        asked = await retry(lambda: store.find_questions(keys)) if keys else []
-        return build_status(task, calls, [each for each in asked if each is not None])
+        asked = await read_open_questions(backend, self._runtime.retry, task, calls)
+        return build_status(task, calls, asked)
 
     async def _broadcast(self, queries: Sequence[StatusQuery]) -> None:
         agent, broker = self._runtime.agent, self._runtime.broker

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -21,12 +21,14 @@ from meshpoint import (
     Update,
     agent,
 )
+from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.engine.attaches import Attaches
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.envelopes import attach_message
 from meshpoint.model.ids import AgentName
 from meshpoint.model.outcomes import Ok
+from meshpoint.model.questions import QuestionKey
 from meshpoint.model.tasks import MAX_REPLY_ADDRESSES
 
 from .agents import Gate, ScriptedAgent, asker
@@ -399,3 +401,35 @@ async def test_a_late_stream_shows_the_open_questions(
     for follower in (*followers, again):
         await follower.reading
         assert follower.kinds[-1] == "ended"
+
+
+@BACKENDS
+async def test_a_damaged_question_hides_no_other(
+    mesh: Mesh,
+    client: FakePeer,
+    connections: list[Connection],
+    durable: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find_questions = InProcessStore.find_questions
+
+    async def find(store: InProcessStore, keys: Sequence[QuestionKey]) -> list[Any]:
+        if any(key.name == "approval" for key in keys):
+            raise ValueError("a stored value begins with unknown marker")
+        return await find_questions(store, keys)
+
+    monkeypatch.setattr(InProcessStore, "find_questions", find)
+    await mesh.replica(asking, durable=durable)
+    task_id = await client.ask("asking", 2)
+    await mesh.idle()
+    handle = connections[0].task("asking", task_id)
+    follower = Follower(handle)
+    await mesh.idle()
+    (shown,) = follower.updates
+    assert isinstance(shown, QuestionUpdate)
+    assert shown.name == "q0"
+    status = await handle.status()
+    assert {wait.name: wait.question_id for wait in status.waits} == {
+        "approval": None,
+        "q0": shown.question_id,
+    }
