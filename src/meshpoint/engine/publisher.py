@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from contextlib import suppress
 
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.backoff import AddressBackoff
 from meshpoint.engine.runtime import ReplicaRuntime
-from meshpoint.errors import ConfigurationError, Unavailable
+from meshpoint.errors import BrokerUnavailable, ConfigurationError, Unavailable
 from meshpoint.model.envelopes import Envelope, wake_message
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
@@ -194,6 +194,8 @@ class _NestedRoutes:
         if self._missing_until:
             envelopes = [(self._route(address, now), message) for address, message in envelopes]
         results = await self._broker.publish(envelopes)
+        if len(results) != len(envelopes):
+            raise _wrong_count(results, envelopes)
         if PublishResult.UNROUTABLE not in results:
             return results
         rerouted = {
@@ -204,6 +206,8 @@ class _NestedRoutes:
         }
         if rerouted:
             repeated = await self._broker.publish(list(rerouted.values()))
+            if len(repeated) != len(rerouted):
+                raise _wrong_count(repeated, rerouted)
             for number, word in zip(rerouted, repeated, strict=True):
                 results[number] = word
                 if word is not PublishResult.UNROUTABLE:
@@ -219,3 +223,9 @@ class _NestedRoutes:
         if len(self._missing_until) >= _MAX_MISSING_QUEUES:
             self._missing_until.clear()
         self._missing_until[address] = until
+
+
+def _wrong_count(results: Sized, messages: Sized) -> BrokerUnavailable:
+    """All messages are in doubt: nobody knows which of them the results are for."""
+    counts = f"{len(results)} results for {len(messages)} messages"
+    return BrokerUnavailable(f"the adapter of the broker returned {counts}")

@@ -15,6 +15,8 @@ from meshpoint.ports.broker import PublishResult
 
 NOT_COMMITTED = "not committed"
 IN_DOUBT = "in doubt"
+FIRST_LOST = "first lost"
+"""The first message is lost, and has no result."""
 """Committed, but the response was lost."""
 LOST_IN_DOUBT = "lost, in doubt"
 """Not committed, but reported to the caller as in doubt."""
@@ -144,6 +146,8 @@ class FaultyBroker(InProcessBroker):
             raise BrokerUnavailable("the broker is unavailable")
         if isinstance(fault, PublishResult):
             return [fault for _ in messages]
+        if fault == FIRST_LOST:
+            return await super().publish(messages[1:])
         results = await super().publish(messages)
         self.published += messages
         if fault == IN_DOUBT:

@@ -11,7 +11,7 @@ import pytest
 from fake_peer import FakePeer
 from meshpoint.agents.function import agent as function_agent
 from meshpoint.errors import BrokerUnavailable
-from meshpoint.model.calls import Call, Done
+from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.messages import Address, Message
@@ -20,7 +20,7 @@ from meshpoint.model.tasks import TaskState
 from meshpoint.ports.broker import PublishResult
 
 from .agents import Gate, ScriptedAgent, asker, caller, doubler, gated, gated_after
-from .faults import IN_DOUBT, NOT_COMMITTED
+from .faults import FIRST_LOST, IN_DOUBT, NOT_COMMITTED
 from .mesh import Mesh
 
 FAULTS = {
@@ -59,6 +59,24 @@ async def test_a_replica_waits_for_the_broker_at_the_start(mesh: Mesh, client: F
     replica.broker.unavailable = False
     await mesh.advance(5)
     assert await client.reply(await client.ask("doubler", 1)) == Ok(2)
+
+
+async def test_no_message_is_lost_if_the_broker_adapter_returns_too_few_results(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    async def start(ctx: TaskExecutionContext, request: int) -> Paused:
+        return Paused([Call("one", "peer", 1), Call("two", "peer", 2)], b"state")
+
+    replica = await mesh.replica(ScriptedAgent("agent", start))
+    replica.broker.fail(FIRST_LOST, type="request")
+    task_id = await client.ask("agent", 1)
+    await mesh.idle()
+    await mesh.advance(40)
+    assert {request.correlation_id for request in peer.requests} == {
+        call.sub_task_id for call in (await mesh.task(task_id))[1]
+    }
+    (failed,) = mesh.events.matching(Step.BROKER_UNAVAILABLE)
+    assert "returned 1 results for 2 messages" in str(failed.detail)
 
 
 @BACKENDS
