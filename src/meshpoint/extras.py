@@ -53,6 +53,7 @@ COMMAND_LINE = Feature(
     "the command line", "cli", {"typer": "typer", "rich": "rich", "yaml": "pyyaml"}
 )
 YAML = Feature("a YAML file", "cli", {"yaml": "pyyaml"})
+PYDANTIC_AI = Feature("Pydantic AI", "pydantic-ai", {"pydantic_ai": "pydantic-ai-slim"})
 _PYTEST = {"pytest": "pytest", "pytest_asyncio": "pytest-asyncio"}
 CONFORMANCE = Feature("a conformance suite", "testing", _PYTEST)
 MESH_FIXTURE = Feature("a fixture", "testing", _PYTEST)

@@ -11,13 +11,22 @@ import venv
 from pathlib import Path
 
 from code_blocks import code_blocks
-from meshpoint.extras import COMMAND_LINE, CONFORMANCE, POSTGRESQL, RABBITMQ, REDIS, YAML, Feature
+from meshpoint.extras import (
+    COMMAND_LINE,
+    CONFORMANCE,
+    POSTGRESQL,
+    PYDANTIC_AI,
+    RABBITMQ,
+    REDIS,
+    YAML,
+    Feature,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = Path(__file__).with_name("probe.py")
 NEIGHBOURS = {"fastapi": "fastapi", "langgraph": "langgraph.graph", "pydantic-ai": "pydantic_ai"}
 """Other frameworks, and a module of each to import."""
-FEATURES = (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML, CONFORMANCE)
+FEATURES = (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML, CONFORMANCE, PYDANTIC_AI)
 FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "core": (),
     "rabbitmq": (RABBITMQ,),
@@ -25,6 +34,7 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "redis": (REDIS,),
     "cli": (COMMAND_LINE, YAML),
     "testing": (CONFORMANCE,),
+    "pydantic-ai": (PYDANTIC_AI,),
     "all": (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML),
 }
 """Features that each extra makes usable."""

@@ -78,6 +78,22 @@ def conformance_import() -> str:
     return meshpoint.testing.conformance.broker.__name__
 
 
+def pydantic_ai() -> str:
+    from pydantic_ai import Agent
+
+    from meshpoint import Peer
+    from meshpoint.frameworks.pydantic_ai import durable
+
+    wrapped = durable(Agent("test", name="travel"), peers=[Peer("flights", str, str)])
+    return f"{wrapped!r} in {wrapped.state_format}"
+
+
+def pydantic_ai_import() -> str:
+    import meshpoint.frameworks.pydantic_ai
+
+    return meshpoint.frameworks.pydantic_ai.__name__
+
+
 def run_command(*command: str) -> str:
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode != 0:
@@ -112,11 +128,13 @@ USES: dict[str, Callable[[], str]] = {
     "a YAML file": yaml,
     "the command line": command_line,
     "a conformance suite": conformance,
+    "Pydantic AI": pydantic_ai,
 }
 MISSING_EXTRA_CHECKS: dict[str, Callable[[], str]] = {
     **{name: lambda use=use: error_of(use) for name, use in USES.items()},  # type: ignore[misc]  # the default of a lambda
     "the command line": command_error,
     "a conformance suite": lambda: error_of(conformance_import),
+    "Pydantic AI": lambda: error_of(pydantic_ai_import),
 }
 
 if __name__ == "__main__":

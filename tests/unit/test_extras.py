@@ -21,6 +21,8 @@ FEATURES = [feature_ for feature_ in vars(extras).values() if isinstance(feature
 OPTIONAL = {module for feature in FEATURES for module in feature.libraries} | {"uvloop"}
 WITHOUT_CHECK = {"uvloop"}
 """Installed by an extra, although Meshpoint works without it."""
+FRAMEWORKS = {"pydantic-ai"}
+"""Extras that `all` leaves out: a replica uses at most one framework."""
 MAIN = "from meshpoint.cli import main; main({arguments})"
 
 
@@ -77,6 +79,11 @@ def test_the_core_imports_no_optional_library() -> None:
             extras.CONFORMANCE,
             "import meshpoint.testing.conformance.store",
             "meshpoint.testing.conformance",
+        ),
+        (
+            extras.PYDANTIC_AI,
+            "import meshpoint.frameworks.pydantic_ai",
+            "meshpoint.frameworks.pydantic_ai",
         ),
         (
             extras.MESH_FIXTURE,
@@ -149,7 +156,7 @@ def test_the_extras_install_the_libraries_that_are_checked() -> None:
     checked: dict[str, set[str]] = {}
     for feature in FEATURES:
         checked.setdefault(feature.extra, set()).update(feature.libraries.values())
-    assert all_extra.extras == installed.keys() - {"all", "testing"}
+    assert all_extra.extras == installed.keys() - {"all", "testing", *FRAMEWORKS}
     assert {
         extra: names - WITHOUT_CHECK for extra, names in installed.items() if extra != "all"
     } == checked

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from pydantic import JsonValue, TypeAdapter
 
-from meshpoint.errors import AgentMisbehaved, ConfigurationError, PeerFailed
+from meshpoint.errors import AgentMisbehaved, ConfigurationError, InvalidInput, PeerFailed
 from meshpoint.model.calls import MAX_DURATION, Call, to_timedelta
 from meshpoint.model.declared_type import DeclaredType, TypeMismatch
 from meshpoint.model.messages import validate_agent_name
@@ -201,6 +201,18 @@ class Peer(Generic[In_contra, Out_co]):
             read=self.read,
         )
         return call
+
+    def from_json(self, arguments: JsonValue) -> PeerCall[Out_co]:
+        """Build a request from JSON, such as a model's arguments for a tool.
+
+        Raises:
+            InvalidInput: They do not fit the declared type. The message names the field.
+        """
+        try:
+            json = self._input.write(self._input.read(arguments))
+        except TypeMismatch as error:
+            raise InvalidInput(f"input for peer {self.name!r}: {error}") from error
+        return PeerCall(self.name, json, self.timeout, self.idle_timeout, self.retry, self.read)
 
     def write(self, request: In_contra) -> JsonValue:
         """Convert an input to JSON.

@@ -90,6 +90,9 @@ class SubtaskRunner(Protocol):
     @property
     def progress(self) -> SubtaskProgress: ...
 
+    async def ensure_operation(self) -> None:
+        """Make the task an operation, if it is not one yet, so that it can be resumed."""
+
     async def run(
         self,
         name: str,

@@ -136,6 +136,10 @@ class ClosedTools:
         """Progress at the end of the segment."""
         return self.last_progress or compute_progress(get_plan(self.agent).subtasks, ())
 
+    async def ensure_operation(self) -> None:
+        """Raise `AgentMisbehaved`."""
+        raise AgentMisbehaved(f"an asyncio task that outlived its segment runs on: {AWAIT_HINT}")
+
     async def run(
         self,
         name: str,

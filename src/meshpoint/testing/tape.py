@@ -165,6 +165,10 @@ class RecordingTools:
         work = self._tools.use_subtasks().run(name, function, args, kwargs)
         return await self._tape.record(name, self._ctx, work)
 
+    async def ensure_operation(self) -> None:
+        """Make the task an operation."""
+        await self._tools.use_subtasks().ensure_operation()
+
     @property
     def progress(self) -> SubtaskProgress:
         """The progress of the segment's subtasks."""

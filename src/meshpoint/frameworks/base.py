@@ -1,0 +1,245 @@
+"""The agent that every framework's adapter builds on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+
+from pydantic import JsonValue, TypeAdapter
+
+from meshpoint.agents.peer import Addressable, Peer, make_peer
+from meshpoint.errors import ConfigurationError, IncompatibleState, InvalidInput, PeerFailed
+from meshpoint.frameworks.approval import APPROVAL, Approval, describe_call
+from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn
+from meshpoint.frameworks.peers import PeerTool, peer_tools
+from meshpoint.frameworks.steps import SwallowedErrors
+from meshpoint.model.calls import Call, Done, Paused
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.declared_type import DeclaredType, TypeMismatch
+from meshpoint.model.messages import validate_agent_name
+from meshpoint.model.outcomes import Failed, Ok, Outcome, Outcomes
+from meshpoint.model.questions import Question
+from meshpoint.model.waitable import Waitable
+from meshpoint.ports.agent import Plan
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+OnPeerFailure: TypeAlias = Literal["tell_model", "fail"]
+"""What a peer's failure is: an error of the tool, for the model, or a failure of the task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The outcome of a tool call that the task has waited for.
+
+    `value` is JSON, or an `Approval` for a tool that requires one.
+    """
+
+    call: ToolCall
+    outcome: Ok[Any] | Failed
+
+
+class ToolWaits:
+    """Turns tool calls into waits of a task, and outcomes into answers."""
+
+    def __init__(self, tools: Sequence[PeerTool], on_peer_failure: OnPeerFailure) -> None:
+        self.tools = {tool.name: tool for tool in tools}
+        self._fails = on_peer_failure == "fail"
+
+    def build(self, ctx: TaskExecutionContext, calls: Sequence[ToolCall]) -> list[Waitable[Any]]:
+        """The waits for `calls`, in their order.
+
+        Raises:
+            IncompatibleState: A tool is unknown.
+        """
+        return [self._build(ctx, call) for call in calls]
+
+    def _build(self, ctx: TaskExecutionContext, call: ToolCall) -> Waitable[Any]:
+        match call.kind:
+            case ToolCallKind.PEER:
+                return self.find(call).call(call.arguments)
+            case ToolCallKind.APPROVAL:
+                prompt = describe_call(call.tool, call.arguments)
+                return ctx.wait_for(APPROVAL, prompt=prompt)
+            case ToolCallKind.QUESTION:
+                prompt = describe_call(call.tool, call.arguments)
+                return ctx.wait_for(_question(call), prompt=prompt)
+
+    def find(self, call: ToolCall) -> PeerTool:
+        """The tool of a call to a peer.
+
+        Raises:
+            IncompatibleState: This version of the agent does not have it.
+        """
+        if (tool := self.tools.get(call.tool)) is None:
+            raise IncompatibleState(f"it waits for {call.tool!r}, which is no longer a peer")
+        return tool
+
+    def read(self, call: ToolCall, outcome: Outcome) -> Answer:
+        """The answer to `call`.
+
+        Raises:
+            IncompatibleState: The tool is unknown.
+            PeerFailed: A peer failed, and such a failure fails the task.
+        """
+        read: Ok[Any] | Failed = outcome
+        if call.kind is ToolCallKind.PEER:
+            read = self.find(call).peer.read(outcome)
+        elif call.kind is ToolCallKind.APPROVAL:
+            read = APPROVAL.read_outcome(outcome)
+        if isinstance(read, Failed):
+            if self._fails and call.kind is ToolCallKind.PEER:
+                raise PeerFailed(self.find(call).peer.name, read)
+            return Answer(call, read)
+        # The model gets what the peer has sent, not what its type makes of it.
+        return Answer(call, read if call.kind is ToolCallKind.APPROVAL else outcome)
+
+
+def _question(call: ToolCall) -> Question[Any]:
+    try:
+        return Question(call.tool, TypeAdapter(JsonValue))
+    except ConfigurationError:  # tools may have names that questions cannot have
+        return Question("tool", TypeAdapter(JsonValue))
+
+
+def failure_text(failed: Failed) -> str:
+    """The text of a failure, for the model."""
+    return f"{failed.kind.value}: {failed.message}" if failed.message else failed.kind.value
+
+
+def is_approved(answer: Answer) -> tuple[bool, str]:
+    """Whether a tool may run, and the text for the model if it may not."""
+    if isinstance(answer.outcome, Failed):
+        return False, failure_text(answer.outcome)
+    approval: Approval = answer.outcome.value
+    return approval.approved, approval.message or "The call was not approved."
+
+
+class FrameworkAgent(ABC, Generic[In, Out]):
+    """An agent of a framework as a `DurableAgent`.
+
+    A segment runs the framework until the model has answered, or until it has called tools whose
+    results the task must wait for. All of these are one pause. The next segment continues from the
+    stored messages, so nothing is replayed across pauses; within a segment, model requests and
+    tools are steps.
+    """
+
+    framework: ClassVar[str]
+    """Name of the framework, part of the state format."""
+    name: str
+    plan: Plan
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        version: str,
+        input: Any,
+        output: Any,
+        prompt: Callable[[In], Any] | None,
+        peers: Sequence[Addressable[Any, Any] | str],
+        on_peer_failure: OnPeerFailure,
+        description: str | None,
+    ) -> None:
+        key = f"durable({name!r})"
+        if on_peer_failure not in ("tell_model", "fail"):
+            raise ConfigurationError(
+                key, f"on_peer_failure is {on_peer_failure!r}", 'write "tell_model" or "fail"'
+            )
+        if not version:
+            raise ConfigurationError(key, "version is empty", 'write version="1"')
+        if prompt is None and input is not str:
+            raise ConfigurationError(key, "input= needs prompt=", "write prompt=lambda trip: …")
+        self.name = str(validate_agent_name(name))
+        self.version, self.description, self._prompt = version, description, prompt
+        self.state_format = f"{self.name}/{self.framework}/{version}"
+        self.plan = Plan(version=version, resume_from="last-pause")
+        self._input: DeclaredType[Any] = DeclaredType(input, f"{key}, input")
+        self._output: DeclaredType[Any] = DeclaredType(output, f"{key}, output")
+        self.waits = ToolWaits(peer_tools(*peers), on_peer_failure)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, version={self.version!r})"
+
+    @property
+    def peer(self) -> Peer[In, Out]:
+        """This agent as a typed `Peer`, for its callers."""
+        return make_peer(self.name, self._input, self._output, self.description)
+
+    @property
+    @abstractmethod
+    def library(self) -> str:
+        """The installed version of the framework, stored with each pause."""
+
+    @abstractmethod
+    async def run(
+        self, ctx: TaskExecutionContext, prompt: Any, history: History, answers: Sequence[Answer]
+    ) -> Done[Out] | Turn:
+        """Run the framework until its agent is done, or waits.
+
+        Args:
+            ctx: The context of the task.
+            prompt: What the task begins with. `None` if it resumes.
+            history: What the last pause has stored. Empty if there was none.
+            answers: One for each of `history.calls`, in call order.
+
+        Raises:
+            IncompatibleState: The installed version of the framework cannot read the history.
+        """
+
+    def check_input(self, request: object) -> None:
+        """Check that `request` fits the declared input; see `ChecksInput`."""
+        self._read_input(request)
+
+    def _read_input(self, request: object) -> Any:
+        try:
+            return self._input.read(request)
+        except TypeMismatch as error:
+            raise InvalidInput(f"input of {self.name}: {error}") from error
+
+    async def start(
+        self, ctx: TaskExecutionContext, request: In | JsonValue
+    ) -> Paused | Done[Out]:
+        """Run the first segment; see `DurableAgent`."""
+        received = self._read_input(request)
+        prompt = received if self._prompt is None else self._prompt(received)
+        if (subtasks := ctx._runtime.subtasks) is not None:
+            await subtasks.ensure_operation()  # a failed task can then resume at its last pause
+        return await self._run(ctx, prompt, History(), ())
+
+    async def resume(
+        self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes
+    ) -> Paused | Done[Out]:
+        """Run the next segment; see `DurableAgent`."""
+        return await self.resume_with_log(ctx, state, (), outcomes)
+
+    async def resume_with_log(
+        self, ctx: TaskExecutionContext, state: bytes, log: Sequence[bytes], outcomes: Outcomes
+    ) -> Paused | Done[Out]:
+        """Run the next segment; see `ReadsLog`."""
+        history = History.read(state, log)
+        if len(history.calls) != len(outcomes):
+            waits = [call.tool for call in history.calls]
+            raise IncompatibleState(f"it waits for {waits}, but has outcomes for {[*outcomes]}")
+        answers = [
+            self.waits.read(call, outcome)
+            for call, outcome in zip(history.calls, outcomes.values(), strict=True)
+        ]
+        return await self._run(ctx, None, history, answers)
+
+    async def _run(
+        self, ctx: TaskExecutionContext, prompt: Any, history: History, answers: Sequence[Answer]
+    ) -> Paused | Done[Out]:
+        with SwallowedErrors():
+            turn = await self.run(ctx, prompt, history, answers)
+        if isinstance(turn, Done):
+            return turn
+        waits = self.waits.build(ctx, turn.calls)
+        calls: list[Call] = [
+            wait.as_call(f"{call.tool}.{index}")
+            for index, (call, wait) in enumerate(zip(turn.calls, waits, strict=True))
+        ]
+        return history.pause(turn, calls, self.library)

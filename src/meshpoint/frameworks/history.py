@@ -1,0 +1,148 @@
+"""What a framework's agent needs to continue: its messages, and the tool calls that it waits for.
+
+The state of the first pause has the messages until then. Each later pause appends new messages
+only, so that nothing is written twice. If a framework has changed earlier messages, for
+example to shorten them, the pause writes all of them and starts the log again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar, TypeAlias
+
+from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
+
+from meshpoint.errors import IncompatibleState
+from meshpoint.model.calls import Call, Paused
+from meshpoint.model.declared_type import first_problem, loggable_cause
+
+Message: TypeAlias = JsonValue
+"""A message of a framework's history, in the framework's own JSON form."""
+
+_SMALL_BYTES = 2048
+"""Each pause writes a history up to this size whole, which costs less than a log entry."""
+
+
+class ToolCallKind(StrEnum):
+    """What a tool call waits for."""
+
+    PEER = "peer"
+    APPROVAL = "approval"
+    QUESTION = "question"  # the tool's result, from a person or a webhook
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call of the model that has no result yet.
+
+    Attributes:
+        id: The framework's own id.
+        tool: Name of the tool.
+        kind: What it waits for.
+        arguments: The validated arguments.
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    id: str
+    tool: str
+    kind: ToolCallKind
+    arguments: dict[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of the model that cannot end here.
+
+    Attributes:
+        messages: All messages so far.
+        calls: The tool calls without a result, in call order.
+        extra: What else the framework needs to continue, such as the usage so far.
+    """
+
+    messages: Sequence[Message]
+    calls: Sequence[ToolCall]
+    extra: dict[str, JsonValue] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One pause. `library` is the framework's version; `messages` are new in it."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    library: str
+    messages: list[Message]
+    calls: list[ToolCall]
+    extra: dict[str, JsonValue]
+
+
+_ENTRY: TypeAdapter[_Entry] = TypeAdapter(_Entry)
+
+
+class History:
+    """The history of a task as its last pause left it.
+
+    Attributes:
+        messages: All messages.
+        calls: The tool calls that it waits for.
+        extra: As in `Turn`.
+        libraries: The versions of the framework that wrote it.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.calls: list[ToolCall] = []
+        self.extra: dict[str, JsonValue] = {}
+        self.libraries: set[str] = set()
+        self._state, self._has_log = b"", False
+
+    @classmethod
+    def read(cls, state: bytes, log: Sequence[bytes]) -> History:
+        """Read what `pause` has written.
+
+        Raises:
+            IncompatibleState: It is damaged, or a later version of Meshpoint wrote it.
+        """
+        history = cls()
+        history._state, history._has_log = state, bool(log)
+        try:
+            entries = [_ENTRY.validate_json(each) for each in (state, *log)]
+        except ValidationError as error:
+            reason = f"the history cannot be read: {first_problem(error)}"
+            raise IncompatibleState(reason) from loggable_cause(error)
+        for entry in entries:
+            history.messages += entry.messages
+            history.libraries.add(entry.library)
+        history.calls, history.extra = entries[-1].calls, entries[-1].extra
+        return history
+
+    def pause(self, turn: Turn, calls: Sequence[Call], library: str) -> Paused:
+        """Build the pause that waits for `calls`, and writes what `turn` has added."""
+        known, messages = len(self.messages), list(turn.messages)
+        entry = _Entry(library, messages, list(turn.calls), turn.extra)
+        if not self._state or messages[:known] != self.messages:
+            return Paused(calls, _ENTRY.dump_json(entry))
+        entry.messages = messages[known:]
+        added = _ENTRY.dump_json(entry)
+        if self._has_log or len(self._state) + len(added) > _SMALL_BYTES:
+            return Paused(calls, self._state, append=added)
+        entry.messages = messages
+        return Paused(calls, _ENTRY.dump_json(entry))
+
+
+def lost_part(stored: Any, read: Any, path: str = "messages") -> str | None:
+    """The first part of `stored` JSON that is missing or different in `read`, or `None`.
+
+    `read` may have more: a later version of a framework adds fields with defaults.
+    """
+    if isinstance(stored, dict) and isinstance(read, dict):
+        parts = ((key, each, read.get(key)) for key, each in stored.items())
+    elif isinstance(stored, list) and isinstance(read, list) and len(stored) == len(read):
+        parts = ((str(i), a, b) for i, (a, b) in enumerate(zip(stored, read, strict=True)))
+    else:
+        return None if stored == read else path
+    found = (lost_part(a, b, f"{path}.{key}") for key, a, b in parts)
+    return next((each for each in found if each is not None), None)

@@ -1,0 +1,100 @@
+"""Peers as tools for a model: a name, a description and a JSON schema."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import JsonValue
+
+from meshpoint.agents.peer import Addressable, Peer, PeerCall
+from meshpoint.errors import ConfigurationError, InvalidInput
+from meshpoint.model.waitable import mark_used
+
+_MAX_TOOL_NAME_LENGTH = 64
+_WRAPPED = "request"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTool:
+    """A peer as a model sees it.
+
+    Attributes:
+        name: Name of the tool: the peer's name, with what providers refuse replaced by `_`.
+        description: What the peer does.
+        schema: JSON schema of the arguments. Always an object.
+        peer: The peer.
+        is_wrapped: Whether the peer's input is the only argument, because it is not an object.
+    """
+
+    name: str
+    description: str
+    schema: dict[str, Any]
+    peer: Peer[Any, Any]
+    is_wrapped: bool
+
+    @classmethod
+    def of(cls, peer: Peer[Any, Any]) -> PeerTool:
+        """Make a tool of `peer`.
+
+        Raises:
+            ConfigurationError: Its input has no JSON schema.
+        """
+        name = re.sub(r"[^A-Za-z0-9_-]", "_", peer.name)[:_MAX_TOOL_NAME_LENGTH]
+        description = peer.description or f"Asks the agent {peer.name!r}."
+        schema = peer.input_schema
+        if schema.get("type") == "object":
+            return cls(name, description, schema, peer, is_wrapped=False)
+        definitions = schema.pop("$defs", None)
+        wrapped: dict[str, Any] = {
+            "type": "object",
+            "properties": {_WRAPPED: schema},
+            "required": [_WRAPPED],
+            "additionalProperties": False,
+        }
+        if definitions is not None:
+            wrapped["$defs"] = definitions
+        return cls(name, description, wrapped, peer, is_wrapped=True)
+
+    def call(self, arguments: Mapping[str, JsonValue]) -> PeerCall[Any]:
+        """Build the request for a model's arguments.
+
+        Raises:
+            InvalidInput: They do not fit the peer's input. The message is for the model.
+        """
+        if not self.is_wrapped:
+            return self.peer.from_json(dict(arguments))
+        if arguments.keys() != {_WRAPPED}:
+            raise InvalidInput(f"{self.name} takes one argument, {_WRAPPED!r}")
+        return self.peer.from_json(arguments[_WRAPPED])
+
+    def check(self, arguments: Mapping[str, JsonValue]) -> None:
+        """Check a model's arguments.
+
+        Raises:
+            InvalidInput: They do not fit the peer's input. The message is for the model.
+        """
+        mark_used(self.call(arguments))
+
+
+def peer_tools(*peers: Addressable[Any, Any]) -> list[PeerTool]:
+    """Make tools of peers.
+
+    Raises:
+        ConfigurationError: Two have the same name, one is only a name, or an input has no JSON
+            schema.
+    """
+    tools = list[PeerTool]()
+    for each in peers:
+        if isinstance(each, str):
+            fix = f"write Peer({each!r}, Query, Answer), with the types of its input and output"
+            raise ConfigurationError("peers", f"{each!r} is a name without types", fix)
+        tool = PeerTool.of(each.peer)
+        if any(tool.name == other.name for other in tools):
+            raise ConfigurationError(
+                "peers", f"two tools are called {tool.name!r}", "list each peer once"
+            )
+        tools.append(tool)
+    return tools

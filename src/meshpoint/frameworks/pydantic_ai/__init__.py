@@ -1,0 +1,14 @@
+"""Agents of Pydantic AI.
+
+travel = durable(planner, input=Trip, prompt=lambda trip: f"Plan {trip.city}", peers=[flights])
+"""
+
+from __future__ import annotations
+
+from meshpoint.extras import PYDANTIC_AI
+
+PYDANTIC_AI.require("meshpoint.frameworks.pydantic_ai")
+
+from meshpoint.frameworks.pydantic_ai.agent import durable  # noqa: E402
+
+__all__ = ["durable"]

@@ -1,0 +1,226 @@
+"""`durable`: an agent of Pydantic AI as an agent of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import version as installed_version
+from typing import Any, ClassVar, TypeVar, overload
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_ai import UsageLimits
+from pydantic_ai.agent import AbstractAgent
+from pydantic_ai.conversation import Conversation
+from pydantic_ai.exceptions import UserError
+from pydantic_ai.messages import ModelMessage, ModelMessagesTypeAdapter
+from pydantic_ai.tools import DeferredToolRequests
+from pydantic_ai.usage import RunUsage
+
+from meshpoint.agents.peer import Addressable
+from meshpoint.errors import ConfigurationError, IncompatibleState
+from meshpoint.frameworks.base import Answer, FrameworkAgent, OnPeerFailure
+from meshpoint.frameworks.history import History, Turn, lost_part
+from meshpoint.frameworks.pydantic_ai.durability import MeshpointDurability, validated_arguments
+from meshpoint.frameworks.pydantic_ai.toolset import deferred_results
+from meshpoint.model.calls import Done
+from meshpoint.model.context import Context, TaskExecutionContext
+from meshpoint.model.declared_type import first_problem, loggable_cause
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+Deps = TypeVar("Deps")
+
+_LIBRARY = "pydantic-ai-slim"
+_VERSION = installed_version(_LIBRARY)
+_USAGE: TypeAdapter[RunUsage] = TypeAdapter(RunUsage)
+
+
+class PydanticAIAgent(FrameworkAgent[In, Out]):
+    """An agent of Pydantic AI as a `DurableAgent`; see `durable`."""
+
+    framework: ClassVar[str] = "pydantic-ai"
+
+    def __init__(
+        self,
+        wrapped: AbstractAgent[Any, Out],
+        *,
+        deps: Callable[[Context], Any] | None,
+        usage_limits: UsageLimits | None,
+        stream: bool,
+        peers: Sequence[Addressable[Any, Any] | str],
+        on_peer_failure: OnPeerFailure,
+        name: str,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, peers=peers, on_peer_failure=on_peer_failure, **options)
+        self.wrapped, self._deps, self._usage_limits = wrapped, deps, usage_limits
+        self._durability = MeshpointDurability(
+            peers=peers, stream=stream, on_peer_failure=on_peer_failure, name=name
+        )
+        key = f"durable({name!r})"
+        if MeshpointDurability.from_agent(wrapped) is not None:
+            fix = "give the peers to durable(), or call it in a function agent"
+            raise ConfigurationError(key, "the agent has MeshpointDurability already", fix)
+        try:
+            self._durability.for_agent(wrapped)
+        except UserError as error:
+            raise ConfigurationError(key, str(error), "change the agent") from error
+
+    @property
+    def library(self) -> str:
+        """The installed version of Pydantic AI."""
+        return _VERSION
+
+    async def run(
+        self, ctx: TaskExecutionContext, prompt: Any, history: History, answers: Sequence[Answer]
+    ) -> Done[Out] | Turn:
+        """Run the agent until it has an output, or waits; see `FrameworkAgent`."""
+        output_type: Any = [self.wrapped.output_type, DeferredToolRequests]
+        with validated_arguments():
+            result = await self.wrapped.run(
+                prompt,
+                output_type=output_type,
+                conversation=self._read_conversation(history) if history.messages else None,
+                deferred_tool_results=deferred_results(answers) if answers else None,
+                deps=None if self._deps is None else self._deps(ctx),
+                usage_limits=self._usage_limits,
+                capabilities=[self._durability],
+            )
+            messages, output = result.all_messages(), result.output
+            if not isinstance(output, DeferredToolRequests):
+                return Done(output)
+            calls = self._durability.find_calls(output, messages)
+        usage: Any = _USAGE.dump_python(result.usage, mode="json")
+        extra = {"usage": usage, "conversation": result.conversation.conversation_id}
+        return Turn(_dump(messages), calls, extra)
+
+    def _read_conversation(self, history: History) -> Conversation:
+        """Read the messages and the usage of the last pause.
+
+        Raises:
+            IncompatibleState: This version of Pydantic AI cannot read them, or would lose a part.
+        """
+        writers = ", ".join(sorted(history.libraries))
+        written = f"the history was written by {_LIBRARY} {writers}; {self.library}"
+        try:
+            messages = ModelMessagesTypeAdapter.validate_python(history.messages)
+            usage = _USAGE.validate_python(history.extra.get("usage", {}))
+        except ValidationError as error:
+            reason = f"{written} cannot read it: {first_problem(error)}"
+            raise IncompatibleState(reason) from loggable_cause(error)
+        if history.libraries != {self.library}:
+            lost = lost_part(history.messages, _dump(messages))
+            if lost is not None:
+                raise IncompatibleState(f"{written} would lose {lost}")
+        return Conversation(
+            messages=messages, usage=usage, conversation_id=str(history.extra["conversation"])
+        )
+
+
+def _dump(messages: list[ModelMessage]) -> list[Any]:
+    dumped: list[Any] = ModelMessagesTypeAdapter.dump_python(messages, mode="json")
+    return dumped
+
+
+@overload
+def durable(
+    agent: AbstractAgent[Deps, Out],
+    /,
+    *,
+    name: str | None = None,
+    version: str = "1",
+    peers: Sequence[Addressable[Any, Any] | str] = (),
+    deps: Callable[[Context], Deps] | None = None,
+    usage_limits: UsageLimits | None = None,
+    stream: bool = True,
+    on_peer_failure: OnPeerFailure = "tell_model",
+) -> PydanticAIAgent[str, Out]: ...
+@overload
+def durable(
+    agent: AbstractAgent[Deps, Out],
+    /,
+    *,
+    input: type[In] | TypeAdapter[In],
+    prompt: Callable[[In], str],
+    name: str | None = None,
+    version: str = "1",
+    peers: Sequence[Addressable[Any, Any] | str] = (),
+    deps: Callable[[Context], Deps] | None = None,
+    usage_limits: UsageLimits | None = None,
+    stream: bool = True,
+    on_peer_failure: OnPeerFailure = "tell_model",
+) -> PydanticAIAgent[In, Out]: ...
+def durable(
+    agent: AbstractAgent[Any, Any],
+    /,
+    *,
+    input: Any = str,
+    prompt: Callable[[Any], str] | None = None,
+    name: str | None = None,
+    version: str = "1",
+    peers: Sequence[Addressable[Any, Any] | str] = (),
+    deps: Callable[[Context], Any] | None = None,
+    usage_limits: UsageLimits | None = None,
+    stream: bool = True,
+    on_peer_failure: OnPeerFailure = "tell_model",
+) -> PydanticAIAgent[Any, Any]:
+    """Make an agent of Pydantic AI an agent of the mesh.
+
+        travel = durable(
+            planner,
+            input=Trip,
+            prompt=lambda trip: f"{trip.days} days in {trip.city}",
+            peers=[flights, hotels],
+        )
+
+    Its model sees the peers as tools. When a turn calls some of them, the task pauses once, until
+    all have answered. Model requests and the agent's own tools are steps: a crash repeats none
+    that is recorded. A tool with `requires_approval` asks the question `APPROVAL` first. A tool
+    that raises `CallDeferred` asks a question with the tool's name, whose answer is its result.
+
+    Args:
+        agent: The agent. It stays usable by itself.
+        input: The type of the requests. Default: a string, which is the prompt.
+        prompt: Makes the prompt of a request.
+        name: The name in the mesh. Default: the agent's own.
+        version: The version of the stored state. Change it if the new agent cannot continue the
+            conversations of the old one.
+        peers: The peers that the model may call.
+        deps: Makes the dependencies of a segment. They are not stored.
+        usage_limits: Limits of the whole task, across pauses and replicas.
+        stream: Send the text of the model to the task's callers as it is written. The model must
+            support streaming.
+        on_peer_failure: "tell_model" makes a peer's failure an error of its tool; "fail" makes it
+            a failure of the task.
+
+    Raises:
+        ConfigurationError: The agent has no name or no model, a toolset has no id, or a
+            peer cannot be a tool.
+    """
+    chosen = name or agent.name
+    if chosen is None:
+        raise ConfigurationError("durable", "the agent has no name", 'write name="travel"')
+    return PydanticAIAgent(
+        agent,
+        name=chosen,
+        version=version,
+        input=input,
+        prompt=prompt,
+        output=_output_type(agent),
+        description=_description(agent),
+        peers=peers,
+        deps=deps,
+        usage_limits=usage_limits,
+        stream=stream,
+        on_peer_failure=on_peer_failure,
+    )
+
+
+def _output_type(agent: AbstractAgent[Any, Any]) -> Any:
+    """The type of the output, for the agent's own peer. JSON if it is not a plain type."""
+    declared = agent.output_type
+    return declared if isinstance(declared, type) else Any
+
+
+def _description(agent: AbstractAgent[Any, Any]) -> str | None:
+    described = getattr(agent, "description", None)
+    return described if isinstance(described, str) else None

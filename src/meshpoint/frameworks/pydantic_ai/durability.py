@@ -1,0 +1,288 @@
+"""`MeshpointDurability`: model requests and tools as steps, peers as tools."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any, Literal, TypeVar, cast
+
+from pydantic import JsonValue
+from pydantic_ai.durable_exec import (
+    JSON_CODEC,
+    BaseDurabilityCapability,
+    BoundDurableOperation,
+    CapabilityOperationId,
+    DurabilityEngineSpec,
+    DurableOperation,
+    DurableOperationBackend,
+    EventStreamHandlerId,
+    ModelCompactMessagesId,
+    ModelRequestId,
+    ToolsetCallToolId,
+    ToolsetCallToolParams,
+    ToolsetGetInstructionsId,
+    ToolsetGetToolsId,
+    ToolsetValidateToolArgumentsId,
+    conversation_id_from_run_id,
+    durable_unit_scope,
+)
+from pydantic_ai.exceptions import ModelAPIError, UnexpectedModelBehavior
+from pydantic_ai.messages import (
+    AgentStreamEvent,
+    FunctionToolCallEvent,
+    FunctionToolResultEvent,
+    ModelMessage,
+    ModelResponse,
+    PartDeltaEvent,
+    PartStartEvent,
+    TextPart,
+    TextPartDelta,
+    ToolCallPart,
+)
+from pydantic_ai.tools import DeferredToolRequests, RunContext, ToolDefinition
+from pydantic_ai.toolsets import AbstractToolset, ToolsetTool
+
+from meshpoint.agents.peer import Addressable
+from meshpoint.errors import NotJson, StepFailed
+from meshpoint.frameworks.base import OnPeerFailure, ToolWaits
+from meshpoint.frameworks.history import ToolCall
+from meshpoint.frameworks.peers import peer_tools
+from meshpoint.frameworks.pydantic_ai.toolset import PeerToolset, tool_calls
+from meshpoint.frameworks.steps import record_step, recording_context, step_name
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.current_context import running_context
+from meshpoint.model.usage import Tokens
+
+ParamsT = TypeVar("ParamsT")
+WireT = TypeVar("WireT")
+ResultT = TypeVar("ResultT")
+
+_TOOL_OPTIONS = "meshpoint"
+"""Key of a tool's metadata. `metadata={"meshpoint": False}` runs a tool without recording it."""
+
+
+class MeshpointDurability(BaseDurabilityCapability[Any]):
+    """Makes the runs of an agent part of a task.
+
+    Inside a task, model requests and tools are steps, which survive a crash, and calls of peers
+    are deferred. Outside a task it changes nothing.
+
+    Args:
+        peers: The peers that the model may call, as tools.
+        stream: Send the text of the model to the task's callers as it is written, and say which
+            tools run. The model must support streaming.
+        on_peer_failure: Whether a failure of a peer goes to the model, or fails the task.
+        name: Name of the agent in error messages. Default: the agent's own.
+    """
+
+    engine_spec = DurabilityEngineSpec(
+        engine_name="Meshpoint",
+        durable_unit_noun="step",
+        durable_container_noun="task",
+        codec=JSON_CODEC,
+        toolset_lifecycles={
+            "function": "enter-always",
+            "mcp": "enter-in-durable-unit",
+            "dynamic": "enter-never",
+        },
+        tool_config_key=_TOOL_OPTIONS,
+    )
+
+    def __init__(
+        self,
+        *,
+        peers: Sequence[Addressable[Any, Any] | str] = (),
+        stream: bool = True,
+        on_peer_failure: OnPeerFailure = "tell_model",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(event_stream_handler=_forward_events if stream else None, name=name)
+        tools = peer_tools(*peers)  # type: ignore[arg-type]  # refuses names
+        self.waits = ToolWaits(tools, on_peer_failure)
+        self._peer_toolset = PeerToolset(tools) if tools else None
+
+    @property
+    def in_durable_context(self) -> bool:
+        """Whether the calling code belongs to a task, outside its steps."""
+        return recording_context() is not None
+
+    def get_toolset(self) -> AbstractToolset[Any] | None:
+        """The peers."""
+        return self._peer_toolset
+
+    def get_durable_operation_backend(self) -> DurableOperationBackend[Any]:
+        """Runs each operation as a step."""
+        return _StepBackend()
+
+    async def after_tool_validate(
+        self,
+        ctx: RunContext[Any],
+        *,
+        call: ToolCallPart,
+        tool_def: ToolDefinition,
+        args: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Keep the validated arguments, for questions."""
+        if (validated := _validated.get()) is not None:
+            validated[call.tool_call_id] = args
+        return args
+
+    def get_default_run_id(self) -> str | None:
+        """The same id when a segment runs again."""
+        task = recording_context()
+        if task is None:
+            return None
+        return f"{task.task_id}:{task._runtime.generation}"
+
+    def get_default_conversation_id(self, run_id: str) -> str | None:
+        """The same id in all segments of a task."""
+        return conversation_id_from_run_id(run_id) if self.in_durable_context else None
+
+    def find_calls(
+        self, requests: DeferredToolRequests, messages: Sequence[ModelMessage]
+    ) -> list[ToolCall]:
+        """The deferred calls of the latest turn, in call order."""
+        response = next(each for each in reversed(messages) if isinstance(each, ModelResponse))
+        order = [each.tool_call_id for each in response.tool_calls]
+        return tool_calls(requests, order, self.waits.tools, _validated.get() or {})
+
+
+_validated: ContextVar[dict[str, dict[str, Any]] | None] = ContextVar(
+    "meshpoint_validated", default=None
+)
+
+
+@contextmanager
+def validated_arguments() -> Iterator[None]:
+    """A block that keeps the validated arguments of tool calls."""
+    token = _validated.set({})
+    try:
+        yield
+    finally:
+        _validated.reset(token)
+
+
+class _StepBackend(DurableOperationBackend[Any]):
+    """Runs the operations of an agent as steps of the task."""
+
+    def bind(
+        self, operation: DurableOperation[ParamsT, WireT, ResultT]
+    ) -> BoundDurableOperation[ParamsT, WireT, ResultT]:
+        """Return what runs `operation`."""
+        return _Operation(operation)
+
+    def config_for_tool(
+        self,
+        operation: DurableOperation[ParamsT, WireT, ResultT],
+        *,
+        tool: object | None,
+        tool_name: str,
+    ) -> dict[str, Any] | Literal[False]:
+        """`False` for a tool that must not be recorded."""
+        metadata = None if tool is None else cast(ToolsetTool[Any], tool).tool_def.metadata
+        return False if (metadata or {}).get(_TOOL_OPTIONS) is False else {}
+
+    def registrations(self) -> Sequence[Callable[..., object]]:
+        """None: operations are created when they run."""
+        return ()
+
+
+class _Operation(BoundDurableOperation[ParamsT, WireT, ResultT]):
+    """Runs one kind of operation."""
+
+    def __init__(self, operation: DurableOperation[ParamsT, WireT, ResultT]) -> None:
+        self._operation = operation
+
+    @property
+    def operation(self) -> DurableOperation[ParamsT, WireT, ResultT]:
+        return self._operation
+
+    async def __call__(self, params: ParamsT, *, config: object | None = None) -> ResultT:
+        operation, task = self._operation, running_context.get()
+        assert task is not None
+        if isinstance(operation.operation_id, EventStreamHandlerId):  # advisory: not recorded
+            return await operation.handler(params)
+
+        async def run() -> JsonValue:
+            with durable_unit_scope():
+                result = await operation.handler(params)
+            if isinstance(result, ModelResponse):
+                _count_tokens(task, result)
+            return cast(JsonValue, operation.result_codec.dump(result))
+
+        try:
+            recorded = await record_step(task, _name(operation, params), run)
+        except StepFailed as error:
+            model_error = _model_error(error, operation.operation_id)
+            if model_error is None:
+                raise
+            raise model_error from error
+        return operation.result_codec.load(cast(WireT, recorded))
+
+
+def _name(operation: DurableOperation[Any, Any, Any], params: object) -> str:
+    """The name of a step. Tools that run at the same time have different ids."""
+    match operation.operation_id:
+        case ModelRequestId():
+            return "model"
+        case ModelCompactMessagesId():
+            return "compact messages"
+        case CapabilityOperationId(capability_id=capability, operation=name):
+            return step_name("capability", capability, name)
+        case ToolsetCallToolId():
+            kind = "tool"
+        case ToolsetValidateToolArgumentsId():
+            kind = "validate"
+        case ToolsetGetToolsId(toolset_id=toolset):
+            return step_name("tools of", toolset)
+        case ToolsetGetInstructionsId(toolset_id=toolset):
+            return step_name("instructions of", toolset)
+        case other:
+            return step_name(type(other).__name__)
+    called = cast(ToolsetCallToolParams, params)
+    return step_name(kind, called.name, called.ctx.tool_call_id or "")
+
+
+def _model_error(error: StepFailed, operation: object) -> Exception | None:
+    """The error of a failed model request, or `None` if it has no counterpart.
+
+    It is rebuilt in the first run as well, so that a fallback to another model is the same in
+    every run.
+    """
+    if isinstance(operation, ModelRequestId | ModelCompactMessagesId):
+        if error.error_type in {"ModelAPIError", "ModelHTTPError"}:
+            return ModelAPIError(operation.model_name, error.message)
+        if error.error_type == "UnexpectedModelBehavior":
+            return UnexpectedModelBehavior(error.message)
+    return None
+
+
+def _count_tokens(task: TaskExecutionContext, response: ModelResponse) -> None:
+    usage = response.usage
+    tokens = Tokens(
+        input=usage.input_tokens, output=usage.output_tokens, cached=usage.cache_read_tokens
+    )
+    task.token_usage.record(tokens, model=response.model_name or "unknown")
+
+
+async def _forward_events(ctx: RunContext[Any], events: AsyncIterable[AgentStreamEvent]) -> None:
+    """Send the text of the model, and which tools run, to the callers of the task."""
+    task = running_context.get()
+    async for event in events:
+        if task is None:
+            continue
+        match event:
+            case PartStartEvent(part=TextPart(content=text)):
+                await _add_text(task, text)
+            case PartDeltaEvent(delta=TextPartDelta(content_delta=text)):
+                await _add_text(task, text)
+            case FunctionToolCallEvent(part=part):
+                await task.update_status({"tool": part.tool_name, "state": "called"})
+            case FunctionToolResultEvent(part=part):
+                await task.update_status({"tool": part.tool_name, "state": "answered"})
+
+
+async def _add_text(task: TaskExecutionContext, text: str) -> None:
+    with suppress(NotJson):  # invalid Unicode, in a piece that only shows progress
+        await task.add_text(text)

@@ -1,0 +1,77 @@
+"""Model requests and tools as steps of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from hashlib import blake2b
+from typing import Any
+
+from pydantic import JsonValue
+
+from meshpoint.errors import AgentFailed, MeshpointError
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.current_context import running_context
+from meshpoint.model.recorded_work import current_step
+
+_MAX_NAME_LENGTH = 120
+
+_kept_errors: ContextVar[list[MeshpointError] | None] = ContextVar(
+    "meshpoint_kept_errors", default=None
+)
+
+
+def recording_context() -> TaskExecutionContext | None:
+    """The context of the running task, if the calling code can record a step there."""
+    return running_context.get() if current_step() is None else None
+
+
+async def record_step(
+    ctx: TaskExecutionContext, name: str, function: Callable[[], Awaitable[JsonValue]]
+) -> JsonValue:
+    """Run `function` as a step, or return its recorded result.
+
+    An error of Meshpoint is kept for `SwallowedErrors`.
+
+    Raises:
+        StepFailed: The function failed in this run or an earlier one.
+        MeshpointError: The task cannot continue here.
+    """
+    try:
+        result: JsonValue = await ctx.step(name, function)
+        return result
+    except AgentFailed:  # a failure of the function, which a framework may handle
+        raise
+    except MeshpointError as error:
+        kept = _kept_errors.get()
+        if kept is not None:
+            kept.append(error)
+        raise
+
+
+def step_name(*parts: str) -> str:
+    """Build the name of a step from a kind, names and ids."""
+    name = " ".join(parts)
+    if name.isprintable() and len(name) <= _MAX_NAME_LENGTH:
+        return name
+    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{parts[0]} {digest}"
+
+
+class SwallowedErrors:
+    """A block in which errors of steps settle the task, even if a framework swallows them.
+
+    Some frameworks turn every exception of a tool into a message for the model.
+    """
+
+    def __enter__(self) -> SwallowedErrors:
+        self._errors: list[MeshpointError] = []
+        self._token = _kept_errors.set(self._errors)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: Any) -> None:
+        _kept_errors.reset(self._token)
+        if self._errors and (error is None or isinstance(error, Exception)):
+            first = self._errors[0]
+            if error is not first:
+                raise first from error
