@@ -1,7 +1,8 @@
 """Count the functions of Meshpoint that one warm message without a pause passes in a replica.
 
 Run with a version's tree on the path. Prints JSON: the number of distinct functions under each
-part of the package, without the client's. The script uses only the public API.
+part of the package, without the client's, and the CPU time of a message in seconds, with the
+client's. The script uses only the public API.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import CodeType, FrameType
@@ -19,7 +21,7 @@ from meshpoint.local import local_mesh
 
 _PACKAGE = Path(meshpoint.__file__).parent
 _CLIENT = (f"{_PACKAGE / 'client'}/", str(_PACKAGE / "client.py"))
-_WARM_UP, _RECORDED = 20, 5
+_WARM_UP, _RECORDED, _TIMED = 20, 5, 1000
 
 
 @agent("echo")
@@ -54,8 +56,8 @@ def _is_called_by_client(frame: FrameType | None) -> bool:
     return False
 
 
-async def main() -> dict[str, int]:
-    """Return the counts for a message after others."""
+async def main() -> tuple[dict[str, int], float]:
+    """Return the counts and the CPU seconds for a message after others."""
     recorder = CallRecorder()
     async with local_mesh(echo) as mesh:
         call = getattr(mesh, "call", None) or getattr(mesh, "ask")  # noqa: B009  # earlier releases
@@ -66,7 +68,11 @@ async def main() -> dict[str, int]:
         for number in range(_RECORDED):
             await call("echo", number)
         sys.setprofile(None)
-    return recorder.counts()
+        started_at = time.process_time()
+        for number in range(_TIMED):
+            await call("echo", number)
+        seconds = time.process_time() - started_at
+    return recorder.counts(), seconds / _TIMED
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`python -m benchmarks.since REVISION`: compare this tree's speed with an earlier revision's.
 
-It measures the store, or with `--system` the whole system: a client, an agent, its peers, a broker
-and a database.
+It measures the store, with `--system` the whole system: a client, an agent, its peers, a broker
+and a database, and with `--messages` what one message costs without servers.
 
 The versions run in separate processes with separate databases on one PostgreSQL, and take turns
 after each round. This tree takes part twice, to show how far two equal versions differ.
@@ -37,6 +37,7 @@ NOW, REPEATED, BEFORE = "now", "now, once more", "before"
 
 FAN_OUTS = (1, 10, 100, 1000)
 _ROUNDS = 12
+_MESSAGE_ROUNDS = 9
 _SECONDS = 1.0
 _SYSTEM_FAN_OUTS = (1, 10, 100)
 _SYSTEM_SECONDS = 3.0
@@ -99,13 +100,16 @@ def main(
     system: Annotated[
         bool, typer.Option("--system", help="Measure the whole system instead of the store.")
     ] = False,
+    messages: Annotated[
+        bool, typer.Option("--messages", help="Measure one message instead, without servers.")
+    ] = False,
     quick: Annotated[bool, typer.Option(help="Take half a minute.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of a table.")
     ] = False,
 ) -> None:
     """Compare this tree with REVISION: a task pauses, gets N answers, resumes and ends."""
-    compare = _compare_systems if system else _compare
+    compare = _compare_systems if system else _compare_messages if messages else _compare
     with _extracted_tree(revision) as tree:
         report = asyncio.run(compare(revision, tree, quick=quick))
     report.save(RESULTS)
@@ -149,7 +153,7 @@ async def _compare(revision: str, tree: Path, *, quick: bool) -> Report:
         return Report(
             name="since",
             about={**await stage.describe(), "before": _commit(revision), "now": _commit("HEAD")},
-            tables=[_table(measured), _message_path_table(tree)],
+            tables=[_table(measured)],
             figures=_rates(measured),
         )
 
@@ -178,6 +182,40 @@ async def _compare_systems(revision: str, tree: Path, *, quick: bool) -> Report:
             tables=[_system_table(measured)],
             figures=_rates(measured),
         )
+
+
+async def _compare_messages(revision: str, tree: Path, *, quick: bool) -> Report:
+    counts: dict[str, Counter[str]] = {}
+
+    async def send(name: str, environment: Path) -> Sample:
+        script = Path(__file__).with_name("message_path.py")
+        output = await asyncio.to_thread(
+            subprocess.check_output,
+            [sys.executable, str(script)],
+            env={"PYTHONPATH": _import_path(environment)},
+        )
+        counted, cpu_seconds = json.loads(output)
+        counts[name] = Counter(counted)
+        return Sample(1, cpu_seconds)
+
+    senders = {
+        name: partial(send, name, environment)
+        for name, environment in ((NOW, ROOT), (BEFORE, tree), (REPEATED, ROOT))
+    }
+    medians = await interleaved(senders, 3 if quick else _MESSAGE_ROUNDS, title="messages")
+    return Report(
+        name="since-messages",
+        about={
+            **await BenchmarkServers().describe(),
+            "before": _commit(revision),
+            "now": _commit("HEAD"),
+        },
+        tables=[_message_table(counts, medians)],
+        figures={
+            name: [sample.seconds for sample in samples]
+            for name, samples in medians.samples.items()
+        },
+    )
 
 
 async def _start_system(
@@ -258,32 +296,31 @@ def _table(measured: Mapping[int, Medians]) -> Table:
     )
 
 
-def _message_path_table(tree: Path) -> Table:
-    """Count the functions that one message passes."""
-    counts = {name: _count_functions(path) for name, path in ((BEFORE, tree), (NOW, ROOT))}
-    rows: list[list[Cell]] = [
-        [
-            name,
-            count.total(),
-            count.total() - count["adapters"],
-            ", ".join(f"{part.removesuffix('.py')} {n}" for part, n in count.most_common()),
-        ]
-        for name, count in counts.items()
-    ]
+def _message_table(counts: Mapping[str, Counter[str]], medians: Medians) -> Table:
+    rows: list[list[Cell]] = []
+    for name in (BEFORE, NOW, REPEATED):
+        count, slowness = counts[name], medians.ratio(BEFORE, name)
+        rows.append(
+            [
+                name,
+                count.total(),
+                count.total() - count["adapters"],
+                ", ".join(f"{part.removesuffix('.py')} {n}" for part, n in count.most_common()),
+                1e6 / medians.rate(name).median,
+                *(
+                    [None, None]
+                    if name == BEFORE
+                    else [slowness.median, f"{slowness.low:.2g}..{slowness.high:.2g}"]
+                ),
+            ]
+        )
     return Table(
-        "Functions that one warm message without a pause passes in a replica",
-        ["", "all", "without adapters", "parts"],
+        "One warm message without a pause, now and before",
+        ["", "functions", "without adapters", "parts", "CPU µs", "÷ before", "lowest..highest"],
         rows,
-        "With the broker and the database of `local_mesh`. The client's functions do not count.",
+        "With the broker and the database of `local_mesh`. The CPU time includes the client's and "
+        "the driver's; the functions are those that a replica calls on its event loop. " + _NOTE,
     )
-
-
-def _count_functions(tree: Path) -> Counter[str]:
-    script = Path(__file__).with_name("message_path.py")
-    output = subprocess.check_output(
-        [sys.executable, str(script)], env={"PYTHONPATH": _import_path(tree)}, text=True
-    )
-    return Counter(json.loads(output))
 
 
 def _system_table(measured: Mapping[int, Medians]) -> Table:

@@ -289,9 +289,8 @@ async def test_reading_checkpoints_does_not_load_the_memory(archiving_store: Sql
 
     run = await operating(archiving_store)
     await save(archiving_store, run, ["first"])
-    event.listen(
-        archiving_store._database.engine.sync_engine, "after_cursor_execute", count_statement
-    )
+    engine = archiving_store._database.reading_engine
+    event.listen(engine, "after_cursor_execute", count_statement)
     await archiving_store.latest(run.task_id)
     await archiving_store.history(run.task_id)
     await archiving_store.operation(run.task_id)

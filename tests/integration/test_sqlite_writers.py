@@ -1,6 +1,6 @@
 """Several writers of one SQLite file: stores in one process take turns.
 
-A lock held by another process is retried.
+A lock held by another process is retried. Reads wait for no writer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def databases(tmp_path: Path) -> AsyncIterator[list[Database]]:
 
 
 class BlockedWrite:
-    """Holds a transaction in its thread until `end` is called."""
+    """Holds a transaction or a read in its thread until `end` is called."""
 
     def __init__(self) -> None:
         self._loop, self.started, self._released = (
@@ -129,6 +129,62 @@ async def test_two_paths_of_one_file_share_a_writer_queue(
     blocked_write.end()
     await asyncio.gather(first, second)
     await other.close()
+
+
+async def test_a_read_waits_for_no_writer(databases: list[Database]) -> None:
+    blocked_write = BlockedWrite()
+    writing = asyncio.create_task(databases[0].write(write_number(1, blocked_write)))
+    await blocked_write.started.wait()
+    assert await read_numbers(databases[0]) == []
+    assert await databases[0].fetch("SELECT number FROM written") == []
+    blocked_write.end()
+    await writing
+    assert await databases[0].fetch("SELECT number FROM written") == [(1,)]
+
+
+def blocked_read(block: BlockedWrite) -> Callable[[Transaction], Awaitable[None]]:
+    async def read(tx: Transaction) -> None:
+        block.wait()
+        await tx.fetch("SELECT number FROM written")
+
+    return read
+
+
+async def test_a_cancelled_read_ends_in_its_thread(databases: list[Database]) -> None:
+    block = BlockedWrite()
+    first = asyncio.create_task(databases[0].read(blocked_read(block)))
+    await block.started.wait()
+    second, third = (asyncio.create_task(read_numbers(databases[0])) for _ in range(2))
+    await idle()
+    for cancelled in (first, second):
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+    block.end()
+    assert await third == []
+
+
+async def test_a_read_that_takes_too_long_is_an_outage(tmp_path: Path) -> None:
+    block, database = (
+        BlockedWrite(),
+        Database(
+            f"sqlite:///{tmp_path}/tasks.db",
+            options=OPTIONS,
+            command_timeout=timedelta(seconds=0.05),
+            pool_size=1,
+            clock=None,
+        ),
+    )
+    await database.write(lambda tx: tx.execute("CREATE TABLE written (number INTEGER)"))
+    first = asyncio.create_task(database.read(blocked_read(block)))
+    await block.started.wait()
+    with pytest.raises(StoreUnavailable, match="no answer in time"):
+        await read_numbers(database)
+    with pytest.raises(StoreUnavailable, match="no answer in time"):
+        await first
+    block.end()
+    assert await read_numbers(database) == []
+    await database.close()
 
 
 async def test_a_cancelled_writer_lets_the_next_one_write(databases: list[Database]) -> None:

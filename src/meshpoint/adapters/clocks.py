@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.task_store import CheckpointStore
 
-_HAS_BOOTTIME = hasattr(time, "CLOCK_BOOTTIME")
+_monotonic: Callable[[], float] = (
+    partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+    if hasattr(time, "CLOCK_BOOTTIME")
+    else time.monotonic
+)
 
 
 class SystemClock:
     """The wall clock at creation, advanced by the monotonic clock.
 
     A step of the wall clock, in either direction, therefore neither delays nor triggers deadlines.
+    """
+
+    monotonic = staticmethod(_monotonic)
+    """Seconds unaffected by changes of the wall clock.
+
+    Time asleep is included where the platform reports it.
     """
 
     def __init__(self) -> None:
@@ -25,13 +37,6 @@ class SystemClock:
     def now(self) -> datetime:
         """The current time, in UTC."""
         return self._started_at + timedelta(seconds=self.monotonic() - self._started_monotonic)
-
-    def monotonic(self) -> float:
-        """Seconds unaffected by changes of the wall clock.
-
-        Time asleep is included where the platform reports it.
-        """
-        return time.clock_gettime(time.CLOCK_BOOTTIME) if _HAS_BOOTTIME else time.monotonic()
 
     async def sleep(self, duration: timedelta) -> None:
         """Sleep for `duration`."""

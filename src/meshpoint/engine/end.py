@@ -46,7 +46,8 @@ def build_reply(segment: Segment, outcome: Outcome, options: Options) -> tuple[R
 
     A result too large to send becomes a failure that says so.
     """
-    workspace, retry = segment.workspace, _requester_retry(segment.requester)
+    workspace = segment.workspace
+    retry = split_resumed_id(segment.requester.parent_task_id or "")[1]
     context_id = None if workspace is None else workspace.context.a2a_context.context_id
     body = encode_reply(segment.run.task_id, context_id, outcome, retry=retry)
     if len(body) > options.max_message_bytes:
@@ -62,17 +63,11 @@ def build_reply(segment: Segment, outcome: Outcome, options: Options) -> tuple[R
 
 def repeat_reply(stored: Reply, requester: Requester) -> Reply:
     """Address a stored reply to `requester`, which asks for the task again."""
-    retry = _requester_retry(requester)
+    retry = split_resumed_id(requester.parent_task_id or "")[1]
     if retry is None:
         return replace(stored, requester=requester)
     body = parse_body(ResponseBody, stored.body).for_attempt(retry)
     return replace(stored, requester=requester, body=body.to_bytes())
-
-
-def _requester_retry(requester: Requester) -> int | None:
-    """The attempt of a requester that was resumed; `None` if it was not."""
-    parent = requester.parent_task_id
-    return None if parent is None else split_resumed_id(parent)[1]
 
 
 def _final_state_of(outcome: Outcome) -> TaskState:

@@ -73,7 +73,7 @@ class Inbox:
         return batch
 
     def close(self) -> list[Delivery]:
-        """Close the inbox and end `wait_for_delivery`. Returns the deliveries to be requeued."""
+        """Close the inbox and end `wait_for_batch`. Returns the deliveries to be requeued."""
         self._closed = True
         self._arrived.set()
         self._target_reached.set()
@@ -97,27 +97,28 @@ class Inbox:
         if not (self._count or self._closed):
             self._arrived.clear()
 
-    async def wait_for_delivery(self) -> bool:
-        """Wait for a delivery. Returns `False` once the inbox is closed."""
-        await self._arrived.wait()
-        return not self._closed
-
-    async def wait_for_more(self, target_count: int) -> None:
-        """Wait briefly, or for `target_count` deliveries, to make the next batch larger.
+    async def wait_for_batch(self, target_count: int) -> bool:
+        """Wait briefly for `target_count` deliveries, then for at least one.
 
         The deliveries of a batch share event loop iterations, network writes, and the round trip
-        and commit of the database. The wait grows with the size and duration of recent batches: a
-        longer wait delays more deliveries, but also lets more of them share these costs. A task
-        that is active alone never waits, because no other task would share the delay.
+        and commit of the database. The brief wait grows with the size and duration of recent
+        batches: a longer wait delays more deliveries, but also lets more of them share these
+        costs. A task that is active alone skips it, because no other task would share the delay.
+
+        Returns:
+            `False` once the inbox is closed.
         """
         last, previous = self._last_batch, self._previous_batch
-        if self._count >= target_count or len(last.tasks | previous.tasks) <= 1:
-            return
-        elapsed = self._clock.monotonic() - self._taken_at
-        if elapsed:
+        if (
+            self._count < target_count
+            and len(last.tasks | previous.tasks) > 1
+            and (elapsed := self._clock.monotonic() - self._taken_at)
+        ):
             timeout = min((last.count + previous.count) / 2 * elapsed, _MAX_WAIT_SECONDS)
             self._target_count = target_count
             self._target_reached.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await self._target_reached.wait()
+        await self._arrived.wait()
+        return not self._closed

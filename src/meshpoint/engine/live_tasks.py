@@ -39,10 +39,6 @@ class LiveTasks:
         self._claims_in_progress = 0
         self._replies_in_progress: Counter[TaskId] = Counter()
 
-    def register(self, segment: Segment) -> None:
-        """Register a task as soon as its request is looked up, so that a cancel finds it."""
-        self.segments[segment.run.task_id] = segment
-
     def remove(self, segment: Segment) -> None:
         """Forget a task: it ended, was released, or never started here."""
         if segment.run.fence:

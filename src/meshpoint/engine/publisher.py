@@ -85,12 +85,20 @@ class Publisher:
             BrokerUnavailable: all results are in doubt.
         """
         started_at = self._runtime.clock.monotonic()
+        if address in self._nested_routes.missing_until:
+            route = self._nested_routes.route(address)
+            envelopes = [(route, message) for _, message in envelopes]
         results: list[PublishResult] = []
         batch_size = _MAX_BATCH_SIZE
         while len(results) < len(envelopes):
             batch = envelopes[len(results) : len(results) + batch_size]
             try:
-                results += await self._nested_routes.publish(batch)
+                batch_results = await self._runtime.broker.publish(batch)
+                if len(batch_results) != len(batch):
+                    raise _wrong_count(batch_results, batch)
+                if PublishResult.UNROUTABLE in batch_results:
+                    batch_results = await self._nested_routes.reroute(batch, batch_results)
+                results += batch_results
             except Unavailable as error:
                 if results:  # the remaining messages stay due
                     results += [PublishResult.OVERLOADED] * (len(envelopes) - len(results))
@@ -176,28 +184,27 @@ class Publisher:
 
 
 class _NestedRoutes:
-    """Sends calls to peers' nested-request queues, and remembers which peers have none.
+    """Reroutes calls to peers without a nested-request queue, and remembers these peers.
 
     Peers on an older release have a single request queue, which receives the calls instead.
+
+    `missing_until`: the missing queues, and the loop's time at which they are tried again.
     """
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._missing_until: dict[Address, float] = {}
+        self.missing_until: dict[Address, float] = {}
 
-    async def publish(self, envelopes: Sequence[Envelope]) -> list[PublishResult]:
-        """Publish messages.
+    def route(self, address: Address) -> Address:
+        """The address to try for a missing queue: the peer's ordinary queue, until it is time."""
+        if self.missing_until[address] <= asyncio.get_running_loop().time():
+            return address
+        return fallback_for_nested(address) or address
 
-        Calls to a peer without a nested-request queue go to its ordinary queue.
-        """
-        now = asyncio.get_running_loop().time()
-        if self._missing_until:
-            envelopes = [(self._route(address, now), message) for address, message in envelopes]
-        results = await self._broker.publish(envelopes)
-        if len(results) != len(envelopes):
-            raise _wrong_count(results, envelopes)
-        if PublishResult.UNROUTABLE not in results:
-            return results
+    async def reroute(
+        self, envelopes: Sequence[Envelope], results: list[PublishResult]
+    ) -> list[PublishResult]:
+        """Publish unroutable calls to the peers' ordinary queues. Returns the new results."""
         rerouted = {
             index: (fallback, envelopes[index][1])
             for index, result in enumerate(results)
@@ -208,21 +215,17 @@ class _NestedRoutes:
             repeated = await self._broker.publish(list(rerouted.values()))
             if len(repeated) != len(rerouted):
                 raise _wrong_count(repeated, rerouted)
-            for number, word in zip(rerouted, repeated, strict=True):
-                results[number] = word
-                if word is not PublishResult.UNROUTABLE:
-                    self._mark_missing(envelopes[number][0], now + _NESTED_QUEUE_RETRY_SECONDS)
+            for number, result in zip(rerouted, repeated, strict=True):
+                results[number] = result
+                if result is not PublishResult.UNROUTABLE:
+                    self._mark_missing(envelopes[number][0])
         return results
 
-    def _route(self, address: Address, now: float) -> Address:
-        if self._missing_until.get(address, now) <= now:
-            return address
-        return fallback_for_nested(address) or address
-
-    def _mark_missing(self, address: Address, until: float) -> None:
-        if len(self._missing_until) >= _MAX_MISSING_QUEUES:
-            self._missing_until.clear()
-        self._missing_until[address] = until
+    def _mark_missing(self, address: Address) -> None:
+        if len(self.missing_until) >= _MAX_MISSING_QUEUES:
+            self.missing_until.clear()
+        now = asyncio.get_running_loop().time()
+        self.missing_until[address] = now + _NESTED_QUEUE_RETRY_SECONDS
 
 
 def _wrong_count(results: Sized, messages: Sized) -> BrokerUnavailable:

@@ -73,7 +73,14 @@ class Replies:
         envelope = reply_envelope(reply)
         if envelope is None:
             return True
-        result = await self._attempt(reply, envelope, requests)
+        address, _ = envelope
+        if self._backoff.is_blocked(address, fresh=True) and not self._must_await_confirm(address):
+            is_missing = self._backoff.is_queue_missing(address)
+            result = PublishResult.UNROUTABLE if is_missing else PublishResult.OVERLOADED
+        else:
+            attempt = partial(self._publish_promptly, reply, envelope, requests, count(1))
+            with self._runtime.steps.step(Step.REPLY, [reply.task_id]):
+                result = await self._runtime.retry.until_available(attempt)
         if result is PublishResult.REJECTED:
             self._publisher.report_rejected(reply.task_id, "reply")
         elif result is not PublishResult.ACCEPTED:
@@ -93,18 +100,6 @@ class Replies:
         ):
             await self._publisher.confirm_sent(database, [reply])
         return True
-
-    async def _attempt(
-        self, reply: Reply, envelope: Envelope, requests: Sequence[Delivery]
-    ) -> PublishResult:
-        """Publish the reply, unless its address is in back-off or a row must decide first."""
-        address, _ = envelope
-        if self._backoff.is_blocked(address, fresh=True) and not self._must_await_confirm(address):
-            is_missing = self._backoff.is_queue_missing(address)
-            return PublishResult.UNROUTABLE if is_missing else PublishResult.OVERLOADED
-        attempt = partial(self._publish_promptly, reply, envelope, requests, count(1))
-        with self._runtime.steps.step(Step.REPLY, [reply.task_id]):
-            return await self._runtime.retry.until_available(attempt)
 
     async def _publish_promptly(
         self,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -66,7 +66,12 @@ async def find_existing(
     task_ids = list(segments)
     with runtime.steps.step(Step.RECEIVE, task_ids):
         for backend in runtime.backends:
-            rows = await _look_up(backend, task_ids, runtime)
+            look_up = partial(backend.store.lookup, task_ids)
+            rows = (
+                await _look_up_if_available(look_up, runtime)
+                if backend.is_shared and not runtime.new_task_backend.is_shared
+                else await runtime.retry.until_available(look_up)
+            )
             is_complete = is_complete and rows is not None
             for task_id, row in (rows or {}).items():
                 if task_id not in found or found[task_id][1].is_early_cancel:
@@ -77,13 +82,10 @@ async def find_existing(
     return found, is_complete
 
 
-async def _look_up(
-    backend: Backend, task_ids: Sequence[TaskId], runtime: ReplicaRuntime
-) -> Mapping[TaskId, ExistingTask] | None:
-    """Look up rows. Returns `None` if the database is unavailable and need not be awaited."""
-    look_up = partial(backend.store.lookup, task_ids)
-    if not backend.is_shared or runtime.new_task_backend.is_shared:
-        return await runtime.retry.until_available(look_up)
+async def _look_up_if_available(
+    look_up: Callable[[], Awaitable[dict[TaskId, ExistingTask]]], runtime: ReplicaRuntime
+) -> dict[TaskId, ExistingTask] | None:
+    """Look up rows, or return `None` if the database is unavailable: new tasks do not need it."""
     if runtime.runs_without_database:
         return None
     try:

@@ -236,12 +236,12 @@ class RequestConsumer:
         Returns `True` if no slot became free and `delivery` should go to another replica.
         """
         if delivery is None:
-            await self._runtime.slots.wait_until_available()
+            await self._runtime.slots.available.wait()
             return False
         self._awaiting_slot = delivery
         try:
             await wait_for_first(
-                self._runtime.slots.wait_until_available(), self._requests_requeued.wait()
+                self._runtime.slots.available.wait(), self._requests_requeued.wait()
             )
         finally:
             self._awaiting_slot = None
@@ -251,7 +251,7 @@ class RequestConsumer:
         """Leave requests to other replicas while all slots are taken. Runs until cancelled."""
         await self._restore_limits()
         while True:
-            await self._runtime.slots.wait_until_all_taken()
+            await self._runtime.slots.all_taken.wait()
             released_count, waiting = (
                 self._runtime.slots.released_count,
                 self._requeueable_deliveries(),
@@ -282,7 +282,7 @@ class RequestConsumer:
             while True:
                 started_before, waiting = self._started_count, self._requeueable_deliveries()
                 await wait_for_first(
-                    self._runtime.slots.wait_until_available(),
+                    self._runtime.slots.available.wait(),
                     self._runtime.clock.sleep(_BUSY_THRESHOLD),
                 )
                 if 2 * self._runtime.slots.free >= self._runtime.options.max_concurrency:

@@ -235,7 +235,7 @@ class Requests:
         )
         if is_local and await self._delegate_to_local_task(segment, request, delivery):
             return None
-        self._tasks.register(segment)
+        self._tasks.segments[request.task_id] = segment  # from now on, a cancel finds it
         return segment, request
 
     async def _delegate_to_local_task(

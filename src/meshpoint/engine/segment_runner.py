@@ -184,7 +184,7 @@ class SegmentRunner:
                 self._spawn(self._release, backend, command, "its other run is at work here")
                 return
             self.tasks.stop_lost(earlier.run)  # this replica stalled, then rescued its own task
-        self.tasks.register(segment)
+        self.tasks.segments[task.run.task_id] = segment
         if failed is not None and not task.cancel_requested:
             self._launch(segment, partial(_return_result, failed))
             return

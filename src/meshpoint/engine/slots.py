@@ -10,14 +10,18 @@ from contextlib import asynccontextmanager
 class Slots:
     """An awaitable counter of slots.
 
-    `free` counts the free slots, `released_count` all slots released so far.
+    Attributes:
+        free: Number of free slots.
+        released_count: Number of slots released so far.
+        available: Set while a slot is free. Another waiter may take it first.
+        all_taken: Set while no slot is free.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = self.free = limit
         self.released_count = 0
-        self._slot_available, self._all_taken = asyncio.Event(), asyncio.Event()
-        self._slot_available.set()
+        self.available, self.all_taken = asyncio.Event(), asyncio.Event()
+        self.available.set()
         self._deficit_cleared = asyncio.Event()
 
     def acquire(self, wanted: int) -> int:
@@ -35,21 +39,13 @@ class Slots:
         self.released_count += max(count, 0)
         self.free += count
         if self.free > 0:
-            self._slot_available.set()
-            self._all_taken.clear()
+            self.available.set()
+            self.all_taken.clear()
         else:
-            self._slot_available.clear()
-            self._all_taken.set()
+            self.available.clear()
+            self.all_taken.set()
         if self.free >= 0:
             self._deficit_cleared.set()
-
-    async def wait_until_available(self) -> None:
-        """Wait for a free slot. Another caller may take it first."""
-        await self._slot_available.wait()
-
-    async def wait_until_all_taken(self) -> None:
-        """Wait until every slot is taken. A slot may be free again on return."""
-        await self._all_taken.wait()
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:

@@ -86,7 +86,7 @@ class StatusSender:
                 await self._publisher.publish_advisory([envelope])
 
     async def close(self) -> None:
-        """Send the waiting updates, unless another run has taken over. Later ones are dropped."""
+        """Send the waiting updates, unless another run owns the task. Later ones are dropped."""
         self._is_closed = True
         if self._sender is None:
             return

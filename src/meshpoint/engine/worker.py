@@ -322,13 +322,12 @@ class Worker:
                 return
 
     async def _serve_requests(self) -> None:
-        inbox = self._request_consumer.inbox
-        while await inbox.wait_for_delivery():
-            await self.runtime.slots.wait_until_available()
+        inbox, slots = self._request_consumer.inbox, self.runtime.slots
+        while await inbox.wait_for_batch(target_count=slots.free):
+            await slots.available.wait()
             if self.tasks.is_draining:
                 return
-            await self._requests.handle_requests(inbox.take_batch(max(self.runtime.slots.free, 1)))
-            await inbox.wait_for_more(target_count=self.runtime.slots.free)
+            await self._requests.handle_requests(inbox.take_batch(max(slots.free, 1)))
 
     async def _acquire_ready(self) -> None:
         try:
@@ -339,13 +338,14 @@ class Worker:
     async def _serve_ready(self) -> None:
         while True:
             await self.tasks.tasks_ready.wait()
-            await self.runtime.slots.wait_until_available()
+            await self.runtime.slots.available.wait()
             if self.tasks.is_draining:
                 return
             await self._sweeper.acquire_ready()
 
     async def _serve_messages(self, inbox: Inbox, backend: Backend, *, shared: bool) -> None:
-        while await inbox.wait_for_delivery():
+        target_count = self.runtime.options.response_prefetch // 2
+        while await inbox.wait_for_batch(target_count):
             limit = _MAX_BATCH_SIZE
             if self.runtime.database is None:
                 waiting = inbox.waiting
@@ -358,7 +358,6 @@ class Worker:
             await self._peer_messages.handle_messages(
                 inbox.take_batch(limit), backend, shared=shared
             )
-            await inbox.wait_for_more(target_count=self.runtime.options.response_prefetch // 2)
 
     async def _serve_due_work(self) -> None:
         while not self.tasks.is_draining:

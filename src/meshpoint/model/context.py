@@ -162,14 +162,19 @@ class TaskExecutionContext(
     ) -> None:
         self._task_id = task_id
         self._a2a_context = a2a_context if a2a_context is not None else A2AContext()
-        self.response_buffer = response_buffer
+        # Unchecked, because each message creates a context and few pass these values.
+        self.__dict__ |= {"response_buffer": "", "token_usage": TokenUsage(), "subject": None}
+        if response_buffer != "":
+            self.response_buffer = response_buffer
+        if token_usage is not None:
+            self.token_usage = token_usage
+        if subject is not None:
+            self.subject = subject
         self.produced_artifacts = produced_artifacts
         self.artifact_signals_to_return = artifact_signals_to_return
         self.flags = flags
         self.security_context = security_context
-        self.token_usage = token_usage if token_usage is not None else TokenUsage()
         self.trace_context = trace_context
-        self.subject = subject
         self._cancelled = _CancelEvent()
         self._report = report
         self._runtime = ContextRuntime()

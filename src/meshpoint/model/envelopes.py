@@ -276,7 +276,8 @@ def accepted_status(
 
 def reply_envelope(reply: Reply) -> Envelope | None:
     """Build the response to a request, or `None` if the requester wants no reply."""
-    if reply.requester.reply_to is None:
+    reply_to, parent = reply.requester.reply_to, reply.requester.parent_task_id
+    if reply_to is None:
         return None
     message = Message(
         type=MessageType.RESPONSE,
@@ -285,9 +286,9 @@ def reply_envelope(reply: Reply) -> Envelope | None:
         message_id=f"{reply.task_id}.reply" + (f".{reply.fence}" if reply.fence else ""),
         correlation_id=reply.task_id,
         app_id=reply.agent,
-        headers=_parent_header(reply.requester),
+        headers={Header.PARENT_TASK.value: parent} if parent else {},
     )
-    return reply.requester.reply_to, message
+    return reply_to, message
 
 
 def fingerprint(request: Message) -> str:
@@ -336,6 +337,7 @@ def status_envelope(
     metadata: StatusMetadata = NO_METADATA,
 ) -> Envelope | None:
     """Build a status update for the requester of `task_id`, or `None` without a reply address."""
+    parent = requester.parent_task_id
     if requester.reply_to is None:
         return None
     a2a_message = A2AMessage(
@@ -352,7 +354,7 @@ def status_envelope(
         message_id=new_id(),
         correlation_id=task_id,
         app_id=agent,
-        headers=_parent_header(requester),
+        headers={Header.PARENT_TASK.value: parent} if parent else {},
     )
     return requester.reply_to, message
 
@@ -429,10 +431,6 @@ def encode_reply(
 def _retry_advice(failed: AdvisedFailure) -> dict[str, JsonValue]:
     advice: dict[str, JsonValue] = {} if failed.retryable else {"retryable": False}
     return advice if failed.retry_after is None else advice | {"retryAfter": failed.retry_after}
-
-
-def _parent_header(requester: Requester) -> dict[str, str | int | float]:
-    return {Header.PARENT_TASK.value: requester.parent_task_id} if requester.parent_task_id else {}
 
 
 def encode_request(request: Message) -> bytes:

@@ -225,7 +225,7 @@ class TestMesh(Mesh):
     def crash(
         self, *, before: CrashPoint | None = None, after: CrashPoint | None = None, times: int = 1
     ) -> None:
-        """Kill the next replica that reaches this point, and let another replica take over.
+        """Kill the next replica that reaches this point, and let another replica rescue its task.
 
             mesh.crash(after="checkpoint")  # the pause is written, and its calls are not sent
 

@@ -366,7 +366,7 @@ async def _make_ready(store: SqlStore) -> TaskId:
 
 
 @pytest.mark.parametrize(
-    ("arrange", "status", "state", "told"),
+    ("arrange", "status", "state", "message"),
     [
         (_wait, "suspended", "waiting 0 of 1 (suspended)", "is suspended\n"),
         (_make_ready, "suspended", "ready (suspended)", "is suspended\n"),
@@ -374,12 +374,12 @@ async def _make_ready(store: SqlStore) -> TaskId:
     ],
 )
 def test_a_task_is_suspended_and_resumed(
-    run_command: Command, write: Any, arrange: Any, status: str, state: str, told: str
+    run_command: Command, write: Any, arrange: Any, status: str, state: str, message: str
 ) -> None:
     task_id, other = write(arrange), write(arrange)
     before = run_command("show", task_id, "--json").json
     assert before["suspended_at"] is None
-    assert run_command("suspend", task_id).out == f"{task_id} {told}"
+    assert run_command("suspend", task_id).out == f"{task_id} {message}"
     assert run_command("suspend", task_id).out == f"{task_id} is already {status}\n"
     assert run_command("suspend", other, "--json").json == {"task_id": other, "status": status}
     described = facts(run_command("show", task_id))
@@ -437,7 +437,7 @@ def test_many_tasks_are_suspended_and_resumed(
 
 
 @pytest.mark.parametrize(
-    ("arrange", "code", "told"),
+    ("arrange", "code", "message"),
     [
         (
             _park,
@@ -451,12 +451,12 @@ def test_many_tasks_are_suspended_and_resumed(
     ids=["parked", "completed", "failed", "cancelled"],
 )
 def test_a_task_that_cannot_be_suspended_says_why(
-    run_command: Command, write: Any, arrange: Any, code: int, told: str
+    run_command: Command, write: Any, arrange: Any, code: int, message: str
 ) -> None:
     task_id = write(arrange)
     result = run_command("suspend", task_id)
     assert (result.code, result.err.count("\n")) == (code, 1)
-    assert told in result.err
+    assert message in result.err
 
 
 def test_a_task_whose_cancel_was_requested_is_not_suspended(

@@ -42,12 +42,19 @@ def put_responses(inbox: Inbox, *parents: str) -> None:
         inbox.put(delivery)
 
 
+async def wait_for_batch(inbox: Inbox, target_count: int) -> None:
+    """Wait for more deliveries, but not for the first."""
+    waiting = asyncio.create_task(inbox.wait_for_batch(target_count))
+    await idle()
+    waiting.cancel()
+
+
 async def take_batch(inbox: Inbox, *parents: str, seconds: float) -> None:
     """Take deliveries of these tasks and let the batch last `seconds`."""
     put_responses(inbox, *parents)
     inbox.take_batch(100)
     CLOCK.advance(timedelta(seconds=seconds))
-    await inbox.wait_for_more(target_count=10)
+    await wait_for_batch(inbox, target_count=10)
 
 
 async def test_a_single_task_is_not_delayed(timeouts: list[float]) -> None:
@@ -87,7 +94,7 @@ async def test_deliveries_without_a_parent_count_separately(timeouts: list[float
         inbox.put(delivery)
     inbox.take_batch(2)
     CLOCK.advance(timedelta(seconds=0.001))
-    await inbox.wait_for_more(target_count=10)
+    await wait_for_batch(inbox, target_count=10)
     assert len(timeouts) == 1
 
 
@@ -96,9 +103,9 @@ async def test_a_large_enough_batch_is_taken_at_once(timeouts: list[float]) -> N
     put_responses(inbox, "a", "b", "c", "d")
     inbox.take_batch(2)
     CLOCK.advance(timedelta(seconds=0.001))
-    await inbox.wait_for_more(target_count=2)
+    assert await inbox.wait_for_batch(target_count=2)
     assert timeouts == []
-    await inbox.wait_for_more(target_count=3)
+    assert await inbox.wait_for_batch(target_count=3)
     assert len(timeouts) == 1
 
 
@@ -130,7 +137,7 @@ async def test_closing_requeues_all_remaining_deliveries(monkeypatch: pytest.Mon
     inbox = Inbox(CLOCK)
     put_large_responses(inbox, 5, size=60)
     assert len(inbox.close()) == 5
-    assert not await inbox.wait_for_delivery()
+    assert not await inbox.wait_for_batch(target_count=1)
 
 
 @pytest.mark.parametrize("end", ["enough", "closed"])
@@ -142,7 +149,7 @@ async def test_the_wait_ends_when_the_batch_is_full(
     put_responses(inbox, "a", "b")
     inbox.take_batch(2)
     inbox._taken_at -= 3600
-    waiting = asyncio.create_task(inbox.wait_for_more(target_count=2))
+    waiting = asyncio.create_task(inbox.wait_for_batch(target_count=2))
     await idle()
     put_responses(inbox, "c")
     await idle()

@@ -55,7 +55,7 @@ async def test_a_copy_that_arrives_while_another_is_acked_is_kept(mesh: Mesh) ->
     assert tasks.unacked.add(task_id, earlier) == []
     first, late = SlowDelivery(task_id, may_ack), SlowDelivery(task_id, may_ack)
     segment = Segment(Run(task_id, AGENT, RunId(new_id())), Requester(), deliveries=[first])
-    tasks.register(segment)
+    tasks.segments[segment.run.task_id] = segment
     keeping = asyncio.create_task(settlement.keep_unacked(segment))
     await earlier[0].ack_begun.wait()  # one copy more than are kept
     await settlement.add_redelivery(task_id, late)

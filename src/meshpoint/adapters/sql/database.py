@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from sqlalchemy import Row
+from sqlalchemy import Connection, Row
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -25,7 +25,7 @@ from meshpoint.adapters.sql.engine import (
     MAX_ATTEMPTS,
     TRANSACTION_TIMEOUT,
     engine_for,
-    writing_engine,
+    sqlite_engine,
 )
 from meshpoint.adapters.sql.failures import (
     Failure,
@@ -39,7 +39,7 @@ from meshpoint.adapters.sql.failures import (
     summarize,
 )
 from meshpoint.adapters.sql.rows import AgentNames, Columns
-from meshpoint.adapters.sql.writer_thread import ThreadConnection, WriterThread
+from meshpoint.adapters.sql.sqlite_thread import SqliteThread, ThreadConnection
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 from meshpoint.model.transitions import TaskLocked
 from meshpoint.ports.clock import Clock
@@ -162,7 +162,7 @@ class LockedRows:
 class Database:
     """Connections and transactions of one store.
 
-    On SQLite, write transactions run in a thread of their own; see `WriterThread`.
+    On SQLite, reads and write transactions have a thread each; see `SqliteThread`.
     """
 
     def __init__(
@@ -187,21 +187,25 @@ class Database:
         self.options, self.locked_rows = options, LockedRows()
         self._command_timeout = command_timeout.total_seconds()
         self._file = str(Path(self.engine.url.database or "").resolve())
-        self.writing_engine = self.engine.sync_engine
-        self._writer: WriterThread | None = None
+        self.reading_engine = self.writing_engine = self.engine.sync_engine
+        self._reader: SqliteThread | None = None
+        self._writer: SqliteThread | None = None
         if self.dialect.is_sqlite:
-            self.writing_engine = writing_engine(url, command_timeout)
-            self._writer = WriterThread(self.writing_engine)
+            self.reading_engine = sqlite_engine(url, command_timeout)
+            self.writing_engine = sqlite_engine(url, command_timeout)
+            self._reader = SqliteThread(self.reading_engine, self._command_timeout)
+            self._writer = SqliteThread(self.writing_engine)
 
     async def close(self) -> None:
         """Release every connection. Connections still open after five seconds are dropped."""
-        if self._writer is not None:
-            self._writer.stop()
+        threads = [thread for thread in (self._reader, self._writer) if thread is not None]
+        for thread in threads:
+            thread.stop()
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_TIMEOUT):
                 await self.engine.dispose()
-                if self._writer is not None:
-                    await self._writer.wait_stopped()
+                for thread in threads:
+                    await thread.wait_stopped()
 
     def stop_waiting(self) -> None:
         """Make write transactions fail instead of waiting for another process's SQLite lock."""
@@ -214,7 +218,14 @@ class Database:
         Raises:
             StoreUnavailable: The database does not respond.
         """
-        return await self._retry(partial(self._run, body))
+        reader = self._reader
+        if reader is None:
+            return await self._retry(partial(self._run, body))
+
+        async def run(connection: ThreadConnection) -> _T:
+            return await body(Transaction(connection, self.dialect, self.options))
+
+        return await self._retry(partial(reader.transact, run))
 
     async def fetch(self, template: str, **values: Any) -> Sequence[Row[Any]]:
         """Return the rows of a statement that writes nothing.
@@ -222,8 +233,16 @@ class Database:
         Raises:
             StoreUnavailable: The database does not respond.
         """
-        fetch = partial(Transaction.fetch, template=template, **values)
-        return await self._retry(partial(self._run, fetch))
+        reader = self._reader
+        if reader is None:
+            fetch = partial(Transaction.fetch, template=template, **values)
+            return await self._retry(partial(self._run, fetch))
+        statement, bound = self.dialect.prepare(template, values)
+
+        def execute(connection: Connection) -> Sequence[Row[Any]]:
+            return connection.execute(statement, bound).all()
+
+        return await self._retry(partial(reader.run, execute))
 
     async def write(self, body: Body[_T]) -> _T:
         """Run `body` like `transact`, and again without the locked rows if a lock wait times out.
@@ -259,7 +278,7 @@ class Database:
             )
 
         async with self._write_lock():
-            return await self._retry(partial(writer.run, run))
+            return await self._retry(lambda: _run_to_completion(writer.transact(run)))
 
     @asynccontextmanager
     async def _write_lock(self) -> AsyncIterator[None]:
@@ -323,9 +342,7 @@ class Database:
         end = monotonic() + (self._command_timeout if self.dialect.is_sqlite else 0.0)
         for number in count(1):
             try:
-                return await (
-                    _run_to_completion(attempt()) if self.dialect.is_sqlite else attempt()
-                )
+                return await attempt()
             except driver_errors() as error:
                 match classify(error):
                     case Failure.BUG:
@@ -377,7 +394,7 @@ def _is_lock_failure(error: Exception, skip_locked: bool) -> bool:
 async def _run_to_completion(step: Coroutine[Any, Any, _T]) -> _T:
     """Run `step` to completion even if the caller is cancelled, then re-raise the cancellation.
 
-    An abandoned statement would keep SQLite's write lock.
+    An abandoned transaction would keep SQLite's write lock.
     """
     running = asyncio.create_task(step)
     cancelled: asyncio.CancelledError | None = None

@@ -184,8 +184,8 @@ def _postgres(
     return engine
 
 
-def writing_engine(url: str, command_timeout: timedelta) -> Engine:
-    """Create an engine for write transactions on a SQLite file, with `sqlite3` as its driver."""
+def sqlite_engine(url: str, command_timeout: timedelta) -> Engine:
+    """Create an engine for a SQLite file with one connection, and `sqlite3` as its driver."""
     engine = create_engine(
         async_url(url).set(drivername="sqlite+pysqlite"),
         connect_args={"check_same_thread": False},
