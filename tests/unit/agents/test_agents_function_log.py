@@ -41,6 +41,7 @@ from meshpoint.agents.journal import (
 )
 from meshpoint.agents.peer import PeerCall
 from meshpoint.model.calls import ALL
+from meshpoint.model.log_entries import LogEntries
 from meshpoint.model.usage import Tokens
 from meshpoint.model.waitable import mark_used
 from meshpoint.ports.agent import readable_formats
@@ -260,7 +261,7 @@ TRICKY = [TEXT, "é\n" + TEXT, LIKE_AN_ENTRY, {"a": [{}], "entry": {"calls": []}
 def stored_pauses(entry: JournalEntry, outcomes: Sequence[Outcome]) -> StoredJournal:
     """A journal in which this pause ended with each of `outcomes` in turn."""
     log = [_LogEntry([_record(each)], entry).to_bytes() for each in outcomes]
-    return StoredJournal(Journal("editor/function/1", None, {}, [entry]), b"", log)
+    return StoredJournal(Journal("editor/function/1", None, {}, [entry]), b"", LogEntries(log))
 
 
 @given(
