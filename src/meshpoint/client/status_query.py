@@ -46,13 +46,17 @@ class StatusQuery:
         """Record a reply."""
         self._replies.add(reply)
 
+    def close(self, error: Exception) -> None:
+        """Let `ask` raise `error`."""
+        self._replies.close(error)
+
     async def ask(self, send: Callable[[], Awaitable[None]], *, requested: bool) -> TaskStatus:
         """Send the query, repeat it after each reply without a status, and return the status.
 
         `requested`: this connection has requested the task, so it exists.
 
         Raises:
-            TaskNotFound, OtherRequester: As for `TaskHandle.status`.
+            TaskNotFound, OtherRequester, MeshClosed: As for `TaskHandle.status`.
         """
         for delay in _UNKNOWN_DELAYS:
             await send()

@@ -187,6 +187,16 @@ async def test_an_attached_wait_ends_with_the_connection(call: Call) -> None:
         call.mesh.task(travel, "order-17")
 
 
+async def test_a_status_query_ends_with_the_connection(call: Call) -> None:
+    asking = asyncio.ensure_future(call.mesh.task(travel, "order-17").status())
+    await wait_for_attaches(call)
+    await call.mesh.aclose()
+    await idle()
+    assert asking.done()
+    with pytest.raises(MeshClosed):
+        await asking
+
+
 @pytest.mark.parametrize("task_id", ["", "a\nb", "a" * 249])
 async def test_an_invalid_id_is_refused(call: Call, task_id: str) -> None:
     with pytest.raises(InvalidOption, match="task_id"):
