@@ -277,8 +277,10 @@ class Transport:
         if self._watcher is not None:
             self._watcher.cancel()
         error = MeshClosed("the connection to the mesh was closed")
-        for exchange in (*self._exchanges.values(), *self._queries.values()):
-            exchange.close(error)
+        for replies in self._exchanges.values():
+            replies.close(error)
+        for query in self._queries.values():
+            query.close(error)
         self._starts.close(error)
         for task in list(self._open.values()):
             task.close()
