@@ -114,8 +114,14 @@ def send(
     if timeout is not None:
         options["timeout"] = timedelta(seconds=timeout)
     printer = UpdatePrinter(as_json=as_json) if follow else None
-    outcome = asyncio.run(_send(mesh, agent, value, options, 0.0 if no_wait else wait, printer))
     task_id = options["task_id"]
+    try:
+        outcome = asyncio.run(
+            _send(mesh, agent, value, options, 0.0 if no_wait else wait, printer)
+        )
+    except KeyboardInterrupt:
+        print_note(f"task {task_id} may still complete")
+        raise
     if outcome is not None:
         raise typer.Exit(print_outcome(task_id, outcome, as_json=as_json, one_line=follow))
     if no_wait:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Awaitable, Callable, Sequence
+from random import Random
 
 from meshpoint.errors import BrokerUnavailable, MeshpointError, TaskNotFound, UnknownAgent
 from meshpoint.model.messages import AttachStatus
@@ -33,6 +33,10 @@ The last delay repeats. Replicas of the previous release move each attach to the
 """
 _OUTAGE_DELAY = 1.0
 """Seconds until the next attach if the broker did not accept the last one."""
+
+
+_random = Random()
+"""Not the module's own generator, whose seed belongs to the caller's code."""
 
 
 class Attachment:
@@ -175,4 +179,4 @@ def _delay(delays: Sequence[float], count: int) -> float:
 
 def _spread(bounds: tuple[float, float]) -> float:
     """A random delay, so that tasks that began together do not ask together."""
-    return random.uniform(*bounds)
+    return _random.uniform(*bounds)

@@ -8,7 +8,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -532,6 +532,19 @@ def test_each_line_of_a_followed_task_can_be_json(cli: Command, mesh: FakeMesh) 
     outcome = last["outcome"]
     assert (outcome["status"], outcome["kind"]) == ("failed", "error")
     assert outcome["message"] == "no seats"
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--follow"]])
+def test_an_interrupted_send_names_the_task(
+    cli: Command, mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    def interrupt(main: Coroutine[Any, Any, Any]) -> None:
+        main.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asyncio, "run", interrupt)
+    monkeypatch.setattr("meshpoint.model.ids.new_id", lambda: "order-17")
+    assert "task order-17 may still complete\n" in cli("send", "travel", "x", *options).err
 
 
 def test_a_followed_task_with_too_many_followers_is_awaited(cli: Command, mesh: FakeMesh) -> None:
