@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from meshpoint._version import __version__
+from meshpoint.agents.discovery import offer_peers, peer_of_card
 from meshpoint.agents.entrypoint import load_agent
 from meshpoint.agents.function import FunctionAgent, agent
 from meshpoint.agents.peer import Addressable, Peer, PeerCall
 from meshpoint.agents.stateful import Replies, StatefulAgent
+from meshpoint.client.found_agents import AgentReplica, FoundAgent
 from meshpoint.client.mesh import Mesh
 from meshpoint.client.requests import SendOptions
 from meshpoint.client.task_handle import TaskHandle
@@ -93,6 +95,7 @@ __all__ = [
     "AgentFailed",
     "AgentMemory",
     "AgentMisbehaved",
+    "AgentReplica",
     "AgentSkill",
     "AnswerRefused",
     "ArtifactUpdate",
@@ -107,6 +110,7 @@ __all__ = [
     "Ended",
     "Failed",
     "FailureKind",
+    "FoundAgent",
     "FunctionAgent",
     "IncompatibleState",
     "InvalidInput",
@@ -179,6 +183,8 @@ __all__ = [
     "current_context",
     "load_agent",
     "migrates",
+    "offer_peers",
+    "peer_of_card",
     "step",
     "subtask",
 ]

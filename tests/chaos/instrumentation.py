@@ -18,7 +18,7 @@ from meshpoint.cli.watchdog import DrainExitObserver
 from meshpoint.errors import Unavailable
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address, Message, MessageType
+from meshpoint.model.messages import Address, Message, MessageType, Topic
 from meshpoint.ports.broker import Broker, Delivery, OnDelivery, PublishResult, Subscription
 
 _UNRECORDED_STEPS = {Step.RENEW, Step.SWEEP}
@@ -106,6 +106,14 @@ class WrappedBroker:
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         await self._broker.broadcast(agent, message)
+
+    async def subscribe(
+        self, agent: AgentName, replica: ReplicaId, topics: Sequence[Topic]
+    ) -> None:
+        await self._broker.subscribe(agent, replica, topics)
+
+    async def announce(self, topic: Topic, message: Message) -> None:
+        await self._broker.announce(topic, message)
 
     async def consume(
         self, address: Address, prefetch: int, on_delivery: OnDelivery

@@ -11,7 +11,18 @@ from typing import Annotated
 import typer
 
 from meshpoint._version import __version__
-from meshpoint.cli import checkpoints, db, doctor, exec, run, send, sessions, sources, tasks
+from meshpoint.cli import (
+    agents,
+    checkpoints,
+    db,
+    doctor,
+    exec,
+    run,
+    send,
+    sessions,
+    sources,
+    tasks,
+)
 from meshpoint.cli.exits import ExitCode, describe_error, exit_code_for
 from meshpoint.cli.output import print_error
 from meshpoint.errors import ConfigurationError, MeshpointError
@@ -32,6 +43,7 @@ app.command("send", epilog=send.EXAMPLES)(send.send)
 app.command("exec", epilog=exec.EXAMPLES)(exec.exec_)
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(tasks.app, name="tasks")
+app.add_typer(agents.app, name="agents")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(db.app, name="db")
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)

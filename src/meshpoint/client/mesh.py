@@ -8,13 +8,16 @@ from datetime import timedelta
 from typing import Any, TypeVar, Unpack, overload
 
 from meshpoint.agents.peer import Addressable, Peer, PeerCall, untyped_peer
+from meshpoint.client.found_agents import FoundAgent
 from meshpoint.client.requests import SendOptions, check_request, check_task_id
 from meshpoint.client.task_handle import TaskHandle
 from meshpoint.client.transport import Transport
-from meshpoint.errors import InvalidInput, NotJson
+from meshpoint.errors import InvalidInput, InvalidOption, NotJson
+from meshpoint.model.calls import to_timedelta
 from meshpoint.model.declared_type import DeclaredType, TypeMismatch
 from meshpoint.model.ids import AgentName
-from meshpoint.model.messages import truncate_reason
+from meshpoint.model.messages import truncate_reason, validate_agent_name
+from meshpoint.model.retry_policy import Duration, duration_problem
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -191,6 +194,26 @@ class Mesh:
         peer = _resolve_peer(agent)
         name, id_ = AgentName(peer.name), check_task_id(task_id)
         return TaskHandle(self._transport.attach(name, id_), peer, self._transport)
+
+    async def find_agents(self, *names: str, wait: Duration = 2.0) -> list[FoundAgent]:
+        """Ask the agents of the mesh for their cards. Returns the answers, sorted by name.
+
+        Agents without a running replica do not answer, nor do agents on earlier releases.
+
+        Args:
+            names: Ask only these agents.
+            wait: Maximum time to wait for answers. It ends earlier if no more seem to come.
+
+        Raises:
+            ConfigurationError: A name is not a valid agent name.
+            InvalidOption: `wait` is not a duration.
+            BrokerUnavailable: The broker does not answer.
+            MeshClosed: The connection was closed.
+        """
+        if (problem := duration_problem(wait, "wait")) is not None:
+            raise InvalidOption("; ".join(problem))
+        seconds = to_timedelta(wait, "wait").total_seconds()
+        return await self._transport.find_agents(list(map(validate_agent_name, names)), seconds)
 
     async def aclose(self) -> None:
         """Disconnect. Open tasks continue, and waits for them raise `MeshClosed`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 from pydantic import JsonValue
 
 from meshpoint.client.followed_tasks import FollowedTasks
+from meshpoint.client.found_agents import CardAnswers, FoundAgent
 from meshpoint.client.open_task import OpenTask, task_with_other_input
 from meshpoint.client.reply_slot import ReplySlot
 from meshpoint.client.requests import Request, build_message
@@ -44,6 +45,7 @@ from meshpoint.model.envelopes import (
     attach_message,
     cancel_message,
     complete_message,
+    describe_message,
     fingerprint,
     read_message,
     reject_message,
@@ -51,12 +53,14 @@ from meshpoint.model.envelopes import (
 )
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
 from meshpoint.model.messages import (
+    DESCRIBE_ALL,
     MAX_SHARDS,
     AttachStatus,
     CompletionStatus,
     Header,
     Message,
     MessageType,
+    describe_topic,
     private_queue,
     request_queue,
     request_shard,
@@ -251,6 +255,7 @@ class Transport:
         self._exchanges: dict[str, ReplySlot[_Reply]] = {}
         self._queries: dict[str, StatusQuery] = {}
         self._poll_token = new_id()  # of the queries of tasks whose place was taken
+        self._card_answers: dict[str, CardAnswers] = {}
         self._starts = Starts()
         self._ack_tasks: set[asyncio.Task[bool]] = set()
         self._is_closed = False
@@ -496,6 +501,27 @@ class Transport:
         finally:
             del self._queries[token]
 
+    async def find_agents(
+        self, names: Sequence[AgentName], wait_seconds: float
+    ) -> list[FoundAgent]:
+        """Ask the replicas of the agents in `names` for their cards; of all agents without any.
+
+        Raises:
+            BrokerUnavailable: The broker did not accept the question.
+            MeshClosed: The connection was closed.
+        """
+        self._check_open()
+        topics = [describe_topic(name) for name in names] or [DESCRIBE_ALL]
+        message = describe_message(self.name, self.reply_to)
+        answers = self._card_answers[message.correlation_id] = CardAnswers()
+        try:
+            for topic in topics:
+                await self._broker.announce(topic, message)
+            await answers.wait(wait_seconds, names)
+        finally:
+            del self._card_answers[message.correlation_id]
+        return answers.agents()
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise MeshClosed("the connection to the mesh was closed: connect again")
@@ -668,10 +694,16 @@ class Transport:
                 self._handle_status(message)
             elif message.type in _REPLIED_TYPES:
                 self._handle_completion(message)
+            elif message.type is MessageType.CARD:
+                self._handle_card(message)
         finally:
             ack_task = asyncio.ensure_future(delivery.ack())
             self._ack_tasks.add(ack_task)
             ack_task.add_done_callback(self._ack_tasks.discard)
+
+    def _handle_card(self, message: Message) -> None:
+        if (answers := self._card_answers.get(message.correlation_id)) is not None:
+            answers.add(message)
 
     def _handle_response(self, message: Message) -> None:
         if self._on_response is not None:

@@ -13,6 +13,8 @@ from meshpoint.engine.attaches import AttachCommand, Attaches
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.cancels import CancelCommand, cancel_tasks
 from meshpoint.engine.completions import Completions
+from meshpoint.engine.own_card import OwnCard
+from meshpoint.engine.peer_directory import Directory
 from meshpoint.engine.postponed import PostponedMessages, ReceivedMessage
 from meshpoint.engine.publisher import Publisher
 from meshpoint.engine.recent_progress import RecentProgress
@@ -61,6 +63,7 @@ from meshpoint.ports.broker import Delivery
 log = logging.getLogger("meshpoint.peer_messages")
 
 
+_DISCOVERY = frozenset({MessageType.DESCRIBE, MessageType.CARD})
 _ParsedResponse: TypeAlias = tuple[Delivery, Claim, str | None]
 """A response, the claim of its outcome, and the reason if the response is unreadable."""
 _Command = TypeVar("_Command", CancelCommand, AttachCommand, StatusQuery)
@@ -93,8 +96,11 @@ class PeerMessages:
         attaches: Attaches,
         refusals: Refusals,
         adjust_prefetch: Callable[[int], None],
+        own_card: OwnCard,
+        directory: Directory,
     ) -> None:
         self._runtime = runtime
+        self._own_card, self._directory = own_card, directory
         self._runner = runner
         self._tasks = runner.tasks
         self._settlement = runner.settlement
@@ -182,6 +188,10 @@ class PeerMessages:
         await self.handle_responses(received_by_type[MessageType.RESPONSE], attempt)
         await self.handle_statuses(received_by_type[MessageType.STATUS], attempt)
         await self.handle_reads(received_by_type[MessageType.READ], attempt)
+        if received_by_type[MessageType.DESCRIBE] or received_by_type[MessageType.CARD]:
+            await self.handle_cards(
+                received_by_type[MessageType.DESCRIBE], received_by_type[MessageType.CARD]
+            )
         for delivery, _ in received_by_type[MessageType.WAKE]:
             self._tasks.tasks_ready.set()
             self._runtime.sweep_wakeup.set()
@@ -198,7 +208,19 @@ class PeerMessages:
             return (
                 f"app_id: {message.app_id!r} does not wake the replicas of {self._runtime.agent!r}"
             )
+        if message.type in _DISCOVERY:
+            return None  # refused without a dead letter, as one message reaches many replicas
         return impersonation_error(message, self._runtime.options)
+
+    async def handle_cards(
+        self, questions: Sequence[ReceivedMessage], cards: Sequence[ReceivedMessage]
+    ) -> None:
+        """Keep the cards of peers, and send our own to those who ask for it."""
+        for delivery, _ in cards:
+            self._directory.receive(delivery.message)
+        await self._own_card.answer([delivery.message for delivery, _ in questions])
+        for delivery, _ in (*cards, *questions):
+            await delivery.ack()
 
     async def handle_completions(
         self, received: Sequence[ReceivedMessage], attempt: _Attempt

@@ -23,6 +23,7 @@ from meshpoint.model.memory import MemoryRecovery, task_id_of
 from meshpoint.model.messages import private_queue, response_queue
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed
+from meshpoint.model.peer_directory import PeerDirectory
 from meshpoint.model.secrets import mask_reason
 from meshpoint.model.tasks import Replica, Run
 from meshpoint.ports.agent import DurableAgent, list_versions, readable_formats
@@ -56,6 +57,7 @@ class ReplicaRuntime:
         state_format: The format of the states of new tasks.
         agent: The agent served by this worker.
         backends: The backends that may have tasks, the database first.
+        directory: The peers that the agent may discover. `None` until a worker has created it.
         new_task_backend: Where new tasks pause. A task with a row stays where its row is.
         sweep_wakeup: Set to sweep now instead of after the interval.
     """
@@ -76,6 +78,7 @@ class ReplicaRuntime:
     background: BackgroundTasks
     state_format: str
     sweep_wakeup: asyncio.Event = field(default_factory=asyncio.Event)
+    directory: PeerDirectory | None = None
     agent: AgentName = field(init=False)
     backends: tuple[Backend, ...] = field(init=False)
     new_task_backend: Backend = field(init=False)

@@ -294,6 +294,7 @@ class Workspace:
         self.context_runtime.tools = self
         self.context_runtime.agent = segment.run.agent
         self.context_runtime.generation = segment.run.generation
+        self.context_runtime.directory = runtime.directory
 
     @property
     def operation(self) -> Subtasks | None:

@@ -28,6 +28,8 @@ from meshpoint.engine.database_marker import DatabaseMarker
 from meshpoint.engine.dispatch import Dispatcher
 from meshpoint.engine.inbox import Inbox
 from meshpoint.engine.live_tasks import LiveTasks
+from meshpoint.engine.own_card import OwnCard
+from meshpoint.engine.peer_directory import Directory
 from meshpoint.engine.refusals import Refusals
 from meshpoint.engine.request_consumer import RequestConsumer
 from meshpoint.engine.requests import Requests
@@ -37,10 +39,12 @@ from meshpoint.engine.segment import Agent
 from meshpoint.engine.segment_runner import SegmentRunner
 from meshpoint.engine.sweeper import Sweeper
 from meshpoint.errors import ConfigurationError, Unavailable
+from meshpoint.model.cards import check_patterns
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import response_queue
 from meshpoint.model.tasks import Resumable, Run
+from meshpoint.ports.agent import DiscoversPeers, list_versions
 from meshpoint.ports.broker import Subscription
 
 log = logging.getLogger("meshpoint.engine")
@@ -71,6 +75,11 @@ class Worker:
         self._requests = Requests(
             runtime, self.runner, dispatcher, self._refusals, self._request_consumer
         )
+        self._own_card = OwnCard(runtime, agent, dispatcher.publisher)
+        self._directory = runtime.directory = Directory(runtime)
+        for version in list_versions(agent):
+            declared = version.peer_patterns if isinstance(version, DiscoversPeers) else ()
+            self._directory.follow(check_patterns(declared, "peers"))
         self._peer_messages = PeerMessages(
             runtime,
             self.runner,
@@ -78,6 +87,8 @@ class Worker:
             self.runner.settlement.attaches,
             self._refusals,
             self._adjust_response_prefetch,
+            self._own_card,
+            self._directory,
         )
         self._sweeper = Sweeper(runtime, self.runner, dispatcher.publisher)
         self._marker = DatabaseMarker(runtime, self.tasks)
@@ -128,6 +139,7 @@ class Worker:
                 if self.runtime.database is None:
                     governors.append(self._serve("the database marker", self._watch_marker))
                 self._serve("private peer messages", serve_private)
+                self._serve("the cards of peers", self._directory.serve)
                 if self._is_private_queue_missing:
                     self._spawn(self._retry_attaching_private_queue)
                 await stop.wait()
@@ -215,6 +227,7 @@ class Worker:
     ) -> None:
         if self._leases is not None:
             self._leases.start(self.tasks.stop_lost)
+        discovery = self._serve("the cards of peers", self._directory.serve_alone)
         on_started()
         self.runtime.slots.release(-1)  # for this segment only
         self.runner.resume(backend, task)
@@ -223,7 +236,7 @@ class Worker:
             self._spawn(_run_after, cancel, partial(self._cancel, task.run.task_id)),
         ]
         await self.tasks.wait_until_idle()
-        for watcher in watchers:
+        for watcher in (discovery, *watchers):
             watcher.cancel()
         await _finish_within(
             self.runtime.options.startup_timeout.total_seconds(), self._background.wait_all()
@@ -295,6 +308,7 @@ class Worker:
         self._subscriptions["private"] = await broker.consume(
             address, prefetch, self._private_inbox.put
         )
+        self._spawn(self._own_card.introduce)
 
     async def _try_attach_private_queue(self) -> None:
         """Try once to attach the private queue. Tasks in the database do not need it."""

@@ -367,6 +367,31 @@ def wake_message(agent: AgentName) -> Message:
     )
 
 
+def describe_message(sender: AgentName, reply_to: Address) -> Message:
+    """Build a question for the cards of agents. Its topic says for which."""
+    id_ = new_id()
+    return Message(
+        type=MessageType.DESCRIBE,
+        body=b"{}",
+        message_id=id_,
+        correlation_id=id_,
+        app_id=sender,
+        reply_to=reply_to,
+    )
+
+
+def card_message(agent: AgentName, body: bytes, correlation_id: str | None = None) -> Message:
+    """Build a message with a card. An answer has the `correlation_id` of its question."""
+    id_ = new_id()
+    return Message(
+        type=MessageType.CARD,
+        body=body,
+        message_id=id_,
+        correlation_id=correlation_id or id_,
+        app_id=agent,
+    )
+
+
 def encode_reply(
     task_id: TaskId,
     context_id: str | None,

@@ -121,12 +121,27 @@ def truncate_reason(reason: str) -> str:
     )
 
 
+Topic = NewType("Topic", str)
+"""What a private queue can subscribe to, in addition to the broadcasts of its agent."""
+
+DESCRIBE_ALL = Topic("*.describe")
+"""Questions for the cards of all agents."""
+CARDS = Topic("*.card")
+"""Cards of replicas that start."""
+
+
+def describe_topic(agent: AgentName) -> Topic:
+    """The topic of questions for the card of `agent`."""
+    return Topic(f"{agent}.describe")
+
+
 class MessageType(StrEnum):
     """The purpose of a message.
 
     ATTACH asks for the outcome of a task. COMPLETE answers a question of a task, SIGNAL sends a
     value to a task, and READ asks for a value that a task has set. Replies to these three have the
     type of the message. WAKE is a broadcast within one agent: a ready task waits for a free slot.
+    DESCRIBE asks for the card of an agent, and CARD has it.
     """
 
     REQUEST = "request"
@@ -138,6 +153,8 @@ class MessageType(StrEnum):
     SIGNAL = "signal"
     READ = "read"
     WAKE = "wake"
+    DESCRIBE = "describe"
+    CARD = "card"
 
 
 class CompletionStatus(StrEnum):

@@ -57,6 +57,10 @@ class Options:
     on_lost_owner: OnLostOwner = "rescue"
     # keys whose values are masked in stored failures, in addition to the built-in ones
     secret_keys: tuple[str, ...] = ()
+    # names and patterns of the peers that the agent may discover, and of those it may not
+    peers: tuple[str, ...] = ()
+    denied_peers: tuple[str, ...] = ()
+    peer_refresh: timedelta = timedelta(minutes=1)  # interval of questions for their cards
     memory_max_bytes: int = 64 * 1024 * 1024  # limit of one task's working memory
     memory_keep: bool = False  # keep it after completion until its time to live ends
     app_version: str | None = None

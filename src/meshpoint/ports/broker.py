@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address, Message
+from meshpoint.model.messages import Address, Message, Topic
 
 
 class PublishResult(Enum):
@@ -134,6 +134,17 @@ class Broker(Protocol):
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Publish `message` to the private queue of every live replica of `agent`."""
+
+    async def subscribe(
+        self, agent: AgentName, replica: ReplicaId, topics: Sequence[Topic]
+    ) -> None:
+        """Also deliver `topics` to the private queue of `replica`, which this broker declared.
+
+        It stays subscribed to the topics of earlier calls, for as long as the queue exists.
+        """
+
+    async def announce(self, topic: Topic, message: Message) -> None:
+        """Publish `message` to every private queue that is subscribed to `topic`."""
 
     async def consume(
         self, address: Address, prefetch: int, on_delivery: OnDelivery

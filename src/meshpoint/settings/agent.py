@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from meshpoint import extras
 from meshpoint.errors import ConfigurationError
+from meshpoint.model.cards import check_patterns
 from meshpoint.model.messages import MAX_SHARDS, validate_agent_name
 from meshpoint.model.options import (
     AckPolicy,
@@ -326,6 +327,20 @@ class AgentOptions(Section):
         description="names whose values are masked in stored failures and exports, in addition to "
         "password, token etc.",
     )
+    peers: tuple[str, ...] = Field(
+        default=_DEFAULTS.peers,
+        description="names and patterns, such as hotel-*, of the peers that the agent may use as "
+        "tools: if its code names peers to discover, of these only the matching ones; otherwise "
+        "all matching ones",
+    )
+    denied_peers: tuple[str, ...] = Field(
+        default=_DEFAULTS.denied_peers,
+        description="names and patterns of peers that the agent must not discover",
+    )
+    peer_refresh_seconds: Seconds = Field(
+        default=_DEFAULTS.peer_refresh.total_seconds(),
+        description="interval at which a replica asks for the cards of the peers it discovers",
+    )
     peer_logins: dict[str, str | tuple[str, ...]] = Field(
         default={},
         description="broker login or logins required for messages of each sender, by sender name "
@@ -421,6 +436,11 @@ class AgentOptions(Section):
         if self.has_database:
             urls.require_driver(self.session_db_url, "agent.session_db_url")
         return self
+
+    @field_validator("peers", "denied_peers")
+    @classmethod
+    def _check_peers(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        return check_patterns(value, f"agent.{info.field_name}")
 
     @property
     def has_database(self) -> bool:

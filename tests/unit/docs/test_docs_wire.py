@@ -25,6 +25,7 @@ from meshpoint.model.bodies import (
     StatusBody,
     parse_body,
 )
+from meshpoint.model.cards import CardBody, parse_card
 from meshpoint.model.envelopes import cancel_message
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.messages import (
@@ -52,6 +53,7 @@ BODIES: dict[str, type[Body]] = {
     "complete": CompleteBody,
     "signal": SignalBody,
     "read": ReadBody,
+    "card": CardBody,
 }
 TASK = "01941f29-7c00-7000-8000-000000000002"
 
@@ -153,6 +155,9 @@ def test_a_worker_accepts_every_documented_example(name: str, body: bytes) -> No
         case "read":
             value = parse_body(ReadBody, body)
             assert (value.id, value.key) == ("order-17", "progress")
+        case "card":
+            described = parse_card(body, "flights")
+            assert (described.card.version, described.app_version) == ("2", "2026.1")
         case _:
             raise AssertionError(name)
 

@@ -174,6 +174,14 @@ class FaultyBroker(InProcessBroker):
         if self.unavailable:
             raise BrokerUnavailable("the broker is unavailable")
 
+    async def subscribe(self, agent: Any, replica: Any, topics: Any) -> None:
+        self._require_available()
+        await super().subscribe(agent, replica, topics)
+
+    async def announce(self, topic: Any, message: Message) -> None:
+        self._require_available()
+        await super().announce(topic, message)
+
     async def broadcast(self, agent: Any, message: Message) -> None:
         if self.unavailable:
             raise BrokerUnavailable("the broker is unavailable")

@@ -17,6 +17,7 @@ from meshpoint.model.messages import (
     Address,
     Header,
     Message,
+    Topic,
     dead_letter_queue,
     is_sendable,
     nested_queue,
@@ -77,6 +78,7 @@ class Queue:
     ready: list[QueuedMessage] = field(default_factory=list)
     consumers: deque[InProcessSubscription] = field(default_factory=deque)
     users: set[object] = field(default_factory=set)
+    topics: set[Topic] = field(default_factory=set)
 
 
 class InProcessExchange:
@@ -154,6 +156,10 @@ class InProcessExchange:
     def private_queues(self, agent: AgentName) -> list[Queue]:
         """The private queues of all replicas of `agent`."""
         return [queue for queue in self.queues.values() if queue.private and queue.agent == agent]
+
+    def subscribers(self, topic: Topic) -> list[Queue]:
+        """The private queues that are subscribed to `topic`."""
+        return [queue for queue in self.queues.values() if topic in queue.topics]
 
     def put(self, queue: Queue, message: Message) -> bool:
         """Append `message` and deliver it if a consumer has room. Returns `False` if it is full.
@@ -383,6 +389,20 @@ class InProcessBroker:
         """Append `message` to every private queue of `agent` that has room."""
         await self._require_open()
         for queue in self._exchange.private_queues(agent):
+            self._exchange.put(queue, message)
+
+    async def subscribe(
+        self, agent: AgentName, replica: ReplicaId, topics: Sequence[Topic]
+    ) -> None:
+        """Also deliver `topics` to the private queue of `replica`."""
+        await self._require_open()
+        self._exchange.declare(agent, replica, self)
+        self._exchange.queues[private_queue(agent, replica)].topics.update(topics)
+
+    async def announce(self, topic: Topic, message: Message) -> None:
+        """Append `message` to every subscribed queue that has room."""
+        await self._require_open()
+        for queue in self._exchange.subscribers(topic):
             self._exchange.put(queue, message)
 
     async def consume(

@@ -47,6 +47,7 @@ from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import (
     Address,
     Message,
+    Topic,
     dead_letter_queue,
     private_queue,
     truncate_reason,
@@ -122,6 +123,7 @@ class RabbitMqBroker:
         self._subscriptions: list[RabbitSubscription] = []
         self._declarations: dict[tuple[AgentName, ReplicaId | None], None] = {}
         self._shards: dict[AgentName, int] = {}
+        self._topics: dict[ReplicaId, frozenset[Topic]] = {}
         self._declared: set[tuple[AgentName, ReplicaId | None]] = set()
         self._declared_connection: OpenConnection | None = None
         self._declare_lock = asyncio.Lock()
@@ -233,6 +235,24 @@ class RabbitMqBroker:
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Send `message` to the private queue of every live replica of `agent`."""
         await self._publish_once([(Address(self._topology.broadcast_key(agent)), message)])
+
+    async def subscribe(
+        self, agent: AgentName, replica: ReplicaId, topics: Sequence[Topic]
+    ) -> None:
+        """Also deliver `topics` to the private queue of `replica`, also after an outage.
+
+        Raises:
+            ConfigurationError: the login may not bind the queue.
+        """
+        known = self._topics.get(replica, frozenset())
+        if not known.issuperset(topics):
+            self._topics[replica] = known.union(topics)
+            self._declared.discard((agent, replica))
+        await self._ensure_declared([(agent, replica)])
+
+    async def announce(self, topic: Topic, message: Message) -> None:
+        """Send `message` to every private queue that is subscribed to `topic`."""
+        await self._publish_once([(Address(topic), message)])
 
     async def consume(
         self, address: Address, prefetch: int, on_delivery: OnDelivery
@@ -412,7 +432,8 @@ class RabbitMqBroker:
                         if replica is None:
                             await self._declarer.declare_agent(agent, self._shards.get(agent, 1))
                         else:
-                            await self._declarer.declare_private(agent, replica)
+                            topics = self._topics.get(replica, ())
+                            await self._declarer.declare_private(agent, replica, topics)
                 self._declared.add((agent, replica))
 
     async def _redeclare_periodically(self) -> None:

@@ -1,8 +1,8 @@
 """The exchange and the queues of a mesh.
 
 A namespace has one direct exchange, which also carries dead letters. A queue is bound under its
-address, a private queue also under the broadcast key of its agent. A broadcast to an unknown agent
-therefore just has no receiver, and does not close the channel with an error.
+address, a private queue also under the broadcast key of its agent and under topics. A broadcast to
+an unknown agent therefore just has no receiver, and does not close the channel with an error.
 
 An existing queue is used with its own arguments, so that an upgrade never fails on a queue.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -29,6 +29,7 @@ from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import (
     Address,
+    Topic,
     dead_letter_queue,
     nested_queue,
     private_queue,
@@ -234,14 +235,16 @@ class QueueDeclarer:
         for address, arguments in self._topology.queues(agent, shards).items():
             await self._declare(address, arguments, address)
 
-    async def declare_private(self, agent: AgentName, replica: ReplicaId) -> None:
-        """Declare the private queue of `replica` and bind it to its agent's broadcasts.
+    async def declare_private(
+        self, agent: AgentName, replica: ReplicaId, topics: Iterable[Topic] = ()
+    ) -> None:
+        """Declare the private queue of `replica`; bind it to `topics` and its agent's broadcasts.
 
         Raises:
             ConfigurationError: the login may not declare or bind the queue.
         """
         address = private_queue(agent, replica)
-        keys = address, self._topology.broadcast_key(agent)
+        keys = address, self._topology.broadcast_key(agent), *topics
         await self._declare(address, self._topology.private_queue_arguments(), *keys)
 
     async def bind(self, address: Address) -> None:

@@ -15,7 +15,7 @@ from meshpoint.adapters.sqlite_queue.session import Consumer, Job, QueueOptions,
 from meshpoint.adapters.sqlite_queue.thread import QueueThread
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address, Message, is_sendable, truncate_reason
+from meshpoint.model.messages import Address, Message, Topic, is_sendable, truncate_reason
 from meshpoint.ports.broker import OnDelivery, PublishResult
 
 _log = logging.getLogger(__name__)
@@ -163,6 +163,24 @@ class SqliteBroker:
         """Append `message` to the private queues of `agent` that have room."""
         if (row := _encode_row(message)) is not None:
             await self._execute(lambda queues, _: queues.broadcast(agent, row), durable=True)
+
+    async def subscribe(
+        self, agent: AgentName, replica: ReplicaId, topics: Sequence[Topic]
+    ) -> None:
+        """Also deliver `topics` to the private queue of `replica`."""
+        session = self._session
+
+        def subscribe(queues: Queues, holder: int) -> None:
+            queues.subscribe(agent, replica, topics)
+            if session is not None:
+                session.register_private_queue(agent, replica, topics)
+
+        await self._execute(subscribe, durable=True)
+
+    async def announce(self, topic: Topic, message: Message) -> None:
+        """Append `message` to the subscribed queues that have room."""
+        if (row := _encode_row(message)) is not None:
+            await self._execute(lambda queues, _: queues.announce(topic, row))
 
     async def consume(
         self, address: Address, prefetch: int, on_delivery: OnDelivery

@@ -22,13 +22,20 @@ from meshpoint.adapters.sqlite_queue.content import (
     ContentRow,
     from_row,
 )
-from meshpoint.adapters.sqlite_queue.schema import MARKER_TABLE, has_schema, has_table, transaction
+from meshpoint.adapters.sqlite_queue.schema import (
+    MARKER_TABLE,
+    TOPIC_TABLE,
+    has_schema,
+    has_table,
+    transaction,
+)
 from meshpoint.errors import BrokerUnavailable, PoisonMessage
 from meshpoint.model.error_text import make_storable
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import (
     Address,
     Message,
+    Topic,
     dead_letter_queue,
     is_request_queue,
     nested_queue,
@@ -73,6 +80,8 @@ _DEAD_LETTER = """
                            WHERE name = meshpoint_queue_message.queue), queue)
     WHERE {which}"""
 
+# Also topics of queues that an earlier release has deleted.
+_DROP_TOPICS = f"DELETE FROM {TOPIC_TABLE} WHERE queue NOT IN (SELECT name FROM meshpoint_queue)"
 _QUEUES_OF_NAMESPACE = """
     SELECT name, agent, private FROM meshpoint_queue
      WHERE substr(name, 1, length(:prefix)) = :prefix"""
@@ -177,6 +186,14 @@ class Queues:
             ),
         )
 
+    def subscribe(self, agent: AgentName, replica: ReplicaId, topics: Iterable[Topic]) -> None:
+        """Also append the messages of `topics` to the private queue of `replica`."""
+        queue = self._queue_name(private_queue(agent, replica))
+        self._db.executemany(
+            f"INSERT INTO {TOPIC_TABLE} (topic, queue) VALUES (?, ?) ON CONFLICT DO NOTHING",
+            [(self._queue_name(topic), queue) for topic in topics],
+        )
+
     def mark_database(self, agent: AgentName) -> bool:
         """Set the marker of `agent`. Returns `True` if it was not set before."""
         statement = f"INSERT INTO {MARKER_TABLE} (name) VALUES (?) ON CONFLICT DO NOTHING"
@@ -210,6 +227,7 @@ class Queues:
         self._db.execute(f"DELETE FROM meshpoint_queue_content WHERE id IN ({inside})", before)
         self._db.execute(f"DELETE FROM meshpoint_queue_message WHERE queue IN ({unused})", before)
         self._db.execute("DELETE FROM meshpoint_queue WHERE left_at <= ?", before)
+        self._db.execute(_DROP_TOPICS)
 
     def depth(self, address: Address) -> int | None:
         """Number of messages that no consumer holds, including unreadable dead letters.
@@ -245,6 +263,13 @@ class Queues:
     def broadcast(self, agent: AgentName, row: ContentRow) -> None:
         """Append a message to every private queue of `agent` that has room."""
         for name in self._distinct_names("name", "agent = ? AND private", self._queue_name(agent)):
+            if self._has_room(name, private=True):
+                self._insert(name, row)
+
+    def announce(self, topic: Topic, row: ContentRow) -> None:
+        """Append a message to every private queue that is subscribed to `topic` and has room."""
+        subscribed = f"private AND name IN (SELECT queue FROM {TOPIC_TABLE} WHERE topic = ?)"
+        for name in self._distinct_names("name", subscribed, self._queue_name(topic)):
             if self._has_room(name, private=True):
                 self._insert(name, row)
 
@@ -475,6 +500,10 @@ def delete_queues(file: Path, namespace: str, *, keep: Collection[str] = ()) -> 
                 for name, agent, private in queues:
                     if private or agent not in kept:
                         _delete_queue(db, name)
+                if has_table(
+                    db, TOPIC_TABLE
+                ):  # not in a file that only earlier releases have used
+                    db.execute(_DROP_TOPICS)
                 _delete_markers(db, namespace, kept)
     except sqlite3.DatabaseError as error:
         raise BrokerUnavailable(f"{file}: {error}") from error

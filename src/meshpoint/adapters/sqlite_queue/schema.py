@@ -49,8 +49,15 @@ MARKER_TABLE = "meshpoint_queue_marker"
 _CREATE_MARKERS = (
     f"CREATE TABLE IF NOT EXISTS {MARKER_TABLE} (name TEXT PRIMARY KEY) WITHOUT ROWID"
 )
+TOPIC_TABLE = "meshpoint_queue_topic"
+"""Private queues that are subscribed to topics. Files of earlier releases lack this table."""
+_CREATE_TOPICS = (
+    f"CREATE TABLE IF NOT EXISTS {TOPIC_TABLE}"
+    " (topic TEXT NOT NULL, queue TEXT NOT NULL, PRIMARY KEY (topic, queue)) WITHOUT ROWID"
+)
 _COLUMNS = {
     "marker": "name",
+    "topic": "topic, queue",
     "holder": "id, beat",
     "": "name, agent, dead_letters, private, holder, left_at",
     "message": "id, queue, holder, deliveries, dead_reason",
@@ -90,6 +97,8 @@ def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
             _create(db)
         if not has_table(db, MARKER_TABLE):
             db.execute(_CREATE_MARKERS)
+        if not has_table(db, TOPIC_TABLE):
+            db.execute(_CREATE_TOPICS)
         _check(db, path)
     except sqlite3.DatabaseError as error:
         db.close()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from meshpoint.adapters.sqlite_queue.queues import ClaimedMessage, QueueLimits, Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, remove_out_of_range_ids, transaction
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address
+from meshpoint.model.messages import Address, Topic
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class QueueSession:
         self._heartbeat_monitor = HeartbeatMonitor(
             options.lease, options.heartbeat_interval, time.monotonic()
         )
-        self._private_queues: set[tuple[AgentName, ReplicaId]] = set()
+        self._private_queues: dict[tuple[AgentName, ReplicaId], frozenset[Topic]] = {}
         self._data_version = -1
         self._in_doubt = False
         self._last_maintenance_error = ""
@@ -158,9 +158,15 @@ class QueueSession:
             self._db.close()
             raise
 
-    def register_private_queue(self, agent: AgentName, replica: ReplicaId) -> None:
-        """Keep this private queue while the broker is open, also under a new holder."""
-        self._private_queues.add((agent, replica))
+    def register_private_queue(
+        self, agent: AgentName, replica: ReplicaId, topics: Iterable[Topic] = ()
+    ) -> None:
+        """Keep this private queue while the broker is open, also under a new holder.
+
+        It keeps the `topics` of earlier calls.
+        """
+        known = self._private_queues.get((agent, replica), frozenset())
+        self._private_queues[agent, replica] = known.union(topics)
 
     def has_changes(self) -> bool:
         """Whether another connection has committed since the last call. Costs microseconds."""
@@ -237,8 +243,9 @@ class QueueSession:
         for consumer in consumers:
             consumer.unacked.clear()
         holder = self._queues.register_holder()
-        for agent, replica in self._private_queues:
+        for (agent, replica), topics in self._private_queues.items():
             self._queues.declare_private(agent, replica, holder)
+            self._queues.subscribe(agent, replica, topics)
         return holder
 
     def _heartbeat(self, holder: int) -> None:

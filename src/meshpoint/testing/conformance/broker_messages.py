@@ -17,6 +17,7 @@ from meshpoint.model.messages import (
     Header,
     Message,
     MessageType,
+    Topic,
     dead_letter_queue,
     nested_queue,
     private_queue,
@@ -340,6 +341,45 @@ class MessageSuite(ABC):
     async def test_a_broadcast_to_nobody_is_no_error(self, broker: Broker) -> None:
         await broker.broadcast(AGENT, a_message())
         await broker.broadcast(STRANGER, a_message())
+
+    async def test_an_announcement_reaches_each_subscriber_once(
+        self, broker: Broker, other: Broker
+    ) -> None:
+        replicas = [ReplicaId(new_id()) for _ in range(3)]
+        agents = [AGENT, STRANGER, AGENT]
+        brokers = [broker, other, other]
+        inboxes = [Inbox() for _ in replicas]
+        topic, wider = Topic("travel.describe"), Topic("*.describe")
+        for holder, agent, replica, inbox in zip(brokers, agents, replicas, inboxes, strict=True):
+            await holder.declare(agent, replica)
+            await holder.consume(private_queue(agent, replica), 10, inbox)
+        await broker.subscribe(AGENT, replicas[0], [topic, wider])
+        await other.subscribe(STRANGER, replicas[1], [wider])
+        await other.subscribe(STRANGER, replicas[1], [wider])  # again changes nothing
+        first, second, end = a_message(), a_message(), a_message()
+        await broker.announce(wider, first)
+        await other.announce(topic, second)
+        for agent, replica in zip(agents, replicas, strict=True):
+            await send(broker, private_queue(agent, replica), end)
+        expected = [[first, second, end], [first, end], [end]]
+        for inbox, messages in zip(inboxes, expected, strict=True):
+            deliveries = await inbox.take(len(messages))
+            assert [each.message for each in deliveries] == list(map(self.received, messages))
+
+    async def test_a_subscription_leaves_broadcasts_and_shared_queues_alone(
+        self, broker: Broker
+    ) -> None:
+        replica, topic = ReplicaId(new_id()), Topic("travel.describe")
+        await broker.declare(AGENT, replica)
+        await broker.subscribe(AGENT, replica, [topic])
+        notice = a_message(type=MessageType.CANCEL)
+        await broker.broadcast(AGENT, notice)
+        await broker.announce(topic, a_message())
+        assert await broker.depth(REQUESTS) == 0
+        assert await broker.depth(private_queue(AGENT, replica)) == 2
+
+    async def test_an_announcement_to_nobody_is_no_error(self, broker: Broker) -> None:
+        await broker.announce(Topic("*.card"), a_message())
 
     async def test_depth_counts_what_no_consumer_holds(self, broker: Broker) -> None:
         await send(broker, REQUESTS, a_message(), a_message(), a_message())
