@@ -73,8 +73,10 @@ class Replay:
         """Whether the caller runs in the function's own asyncio task."""
         return not self._closed and asyncio.current_task() is self._task
 
-    def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
-        """Return the recorded outcomes of `calls`.
+    def ask(
+        self, calls: Sequence[UnsentCall[Any]], join: Join, *, from_run: bool = False
+    ) -> list[Ok[Any] | Failed]:
+        """Return the recorded outcomes of `calls`; see `CallRecorder`.
 
         Raises:
             PauseSignal: Nothing is recorded yet.
@@ -87,7 +89,7 @@ class Replay:
             or self._violation is not None
             or self._paused is not None
             or self._ctx._runtime.find_open_step() is not None
-            or asyncio.current_task() is not self._task
+            or (not from_run and asyncio.current_task() is not self._task)
         ):
             self._reject_misuse(calls)
         subtask = current_subtask()

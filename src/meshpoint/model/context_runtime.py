@@ -66,10 +66,13 @@ class CallRecorder(Protocol):
     def has_waited(self) -> bool:
         """Whether the run has passed or reached a wait that no peer answers, such as a sleep."""
 
-    def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
+    def ask(
+        self, calls: Sequence[UnsentCall[Any]], join: Join, *, from_run: bool = False
+    ) -> list[Ok[Any] | Failed]:
         """Return one outcome per call, in call order.
 
-        Does not return if outcomes are missing: the task pauses.
+        Does not return if outcomes are missing: the task pauses. `from_run` allows the asyncio
+        tasks of a framework's run to call it, while the function awaits that run.
         """
 
     @property

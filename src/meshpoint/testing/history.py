@@ -124,14 +124,16 @@ class _HistoryReplay(Replay):
         super().__init__(agent, ctx, stored)
         self._history_run = run
 
-    def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Any]:
+    def ask(
+        self, calls: Sequence[UnsentCall[Any]], join: Join, *, from_run: bool = False
+    ) -> list[Any]:
         """Return the recorded outcomes of `calls`.
 
         Raises:
             _HistoryEnd: Some calls have no outcome yet.
         """
         is_last = self.replaying and self._is_last
-        outcomes = super().ask(calls, join)
+        outcomes = super().ask(calls, join, from_run=from_run)
         run = self._history_run
         run.passed = self.passed
         if is_last and not run.history.is_complete:

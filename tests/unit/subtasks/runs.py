@@ -32,7 +32,7 @@ class FakeCallRecorder:
     def __init__(self) -> None:
         self.skipped: list[str] = []
 
-    def ask(self, calls: Any, join: Any) -> Any:
+    def ask(self, calls: Any, join: Any, *, from_run: bool = False) -> Any:
         raise AssertionError("these tests make no peer calls")
 
     def skip_subtask(self, subtask: str) -> None:

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Literal, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue
+from pydantic_ai.capabilities import WrapRunHandler
 from pydantic_ai.durable_exec import (
     JSON_CODEC,
     BaseDurabilityCapability,
@@ -40,19 +42,24 @@ from pydantic_ai.messages import (
     TextPartDelta,
     ToolCallPart,
 )
-from pydantic_ai.tools import DeferredToolRequests, RunContext, ToolDefinition
-from pydantic_ai.toolsets import AbstractToolset, ToolsetTool
+from pydantic_ai.run import AgentRunResult
+from pydantic_ai.tools import DeferredToolRequests, DeferredToolResults, RunContext, ToolDefinition
+from pydantic_ai.toolsets import AbstractToolset, CombinedToolset, ToolsetTool
 
 from meshpoint.agents.peer import Addressable
-from meshpoint.errors import NotJson, StepFailed
+from meshpoint.errors import AgentMisbehaved, NotJson, StepFailed
 from meshpoint.frameworks.base import OnPeerFailure, ToolWaits
 from meshpoint.frameworks.history import ToolCall
 from meshpoint.frameworks.peers import peer_tools
-from meshpoint.frameworks.pydantic_ai.toolset import PeerToolset, tool_calls
+from meshpoint.frameworks.pydantic_ai.toolset import PeerToolset, deferred_results, tool_calls
 from meshpoint.frameworks.steps import record_step, recording_context, step_name
+from meshpoint.model.calls import ALL
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.context_runtime import CallRecorder
 from meshpoint.model.current_context import running_context
+from meshpoint.model.outcomes import Outcome
 from meshpoint.model.usage import Tokens
+from meshpoint.model.waitable import Waitable, mark_used
 
 ParamsT = TypeVar("ParamsT")
 WireT = TypeVar("WireT")
@@ -65,8 +72,16 @@ _TOOL_OPTIONS = "meshpoint"
 class MeshpointDurability(BaseDurabilityCapability[Any]):
     """Makes the runs of an agent part of a task.
 
-    Inside a task, model requests and tools are steps, which survive a crash, and calls of peers
-    are deferred. Outside a task it changes nothing.
+        scout = Agent("openai:…", capabilities=[MeshpointDurability(peers=[flights])])
+
+        @agent("concierge")
+        async def concierge(ctx: Context, question: str) -> str:
+            return (await scout.run(question)).output
+
+    Inside a task, model requests and tools are steps, which survive a crash, and a call of a peer
+    pauses the task. Calls of one turn are one pause. A function agent runs again from its top
+    after each pause, with the recorded steps, so runs with very many turns are faster with
+    `durable`. Await one run before the next. Outside a task it changes nothing.
 
     Args:
         peers: The peers that the model may call, as tools.
@@ -107,13 +122,57 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         """Whether the calling code belongs to a task, outside its steps."""
         return recording_context() is not None
 
-    def get_toolset(self) -> AbstractToolset[Any] | None:
-        """The peers."""
-        return self._peer_toolset
+    def get_wrapper_toolset(self, toolset: AbstractToolset[Any]) -> AbstractToolset[Any] | None:
+        """Record the tools in `toolset`, and add the peers.
+
+        Pydantic AI takes no toolset from a capability that binds to all toolsets.
+        """
+        wrapped = super().get_wrapper_toolset(toolset)
+        if self._peer_toolset is None:
+            return wrapped
+        return CombinedToolset([wrapped or toolset, self._peer_toolset])
 
     def get_durable_operation_backend(self) -> DurableOperationBackend[Any]:
         """Runs each operation as a step."""
         return _StepBackend()
+
+    async def wrap_run(
+        self, ctx: RunContext[Any], *, handler: WrapRunHandler
+    ) -> AgentRunResult[Any]:
+        """Count the runs of a function agent."""
+        task = recording_context()
+        if task is None or (recorder := task._runtime.recorder) is None:
+            return await super().wrap_run(ctx, handler=handler)
+        _open_runs[recorder] = _open_runs.get(recorder, 0) + 1
+        try:
+            with validated_arguments():
+                return await super().wrap_run(ctx, handler=handler)
+        finally:
+            _open_runs[recorder] -= 1
+
+    async def handle_deferred_tool_calls(
+        self, ctx: RunContext[Any], *, requests: DeferredToolRequests
+    ) -> DeferredToolResults | None:
+        """Wait for the calls of a turn, in a function agent.
+
+        Raises:
+            AgentMisbehaved: Another run is open.
+        """
+        task = recording_context()
+        if task is None or (recorder := task._runtime.recorder) is None:
+            return None
+        if _open_runs.get(recorder, 0) > 1:
+            raise AgentMisbehaved(
+                "two runs of agents wait for peers at the same time: await one before the other"
+            )
+        calls = self.find_calls(requests, ctx.messages)
+        waits = self.waits.build(task, calls)
+        for wait in waits:
+            mark_used(wait)
+        # The model gets outcomes as they were sent, not as the types of the peers read them.
+        outcomes = recorder.ask([_Raw(wait) for wait in waits], ALL, from_run=True)
+        answers = [self.waits.read(call, each) for call, each in zip(calls, outcomes, strict=True)]
+        return deferred_results(answers)
 
     async def after_tool_validate(
         self,
@@ -133,7 +192,9 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         task = recording_context()
         if task is None:
             return None
-        return f"{task.task_id}:{task._runtime.generation}"
+        recorder = task._runtime.recorder
+        pauses = task._runtime.generation if recorder is None else recorder.passed
+        return f"{task.task_id}:{pauses}"
 
     def get_default_conversation_id(self, run_id: str) -> str | None:
         """The same id in all segments of a task."""
@@ -146,6 +207,20 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         response = next(each for each in reversed(messages) if isinstance(each, ModelResponse))
         order = [each.tool_call_id for each in response.tool_calls]
         return tool_calls(requests, order, self.waits.tools, _validated.get() or {})
+
+
+_open_runs: WeakKeyDictionary[CallRecorder, int] = WeakKeyDictionary()
+
+
+class _Raw:
+    """A wait whose outcome is not converted."""
+
+    def __init__(self, wait: Waitable[Any]) -> None:
+        self.peer, self.input, self.as_call = wait.peer, wait.input, wait.as_call
+
+    def read(self, outcome: Outcome, /) -> Outcome:
+        """Return the outcome itself."""
+        return outcome
 
 
 _validated: ContextVar[dict[str, dict[str, Any]] | None] = ContextVar(
