@@ -38,7 +38,7 @@ from meshpoint.model.envelopes import (
     cancel_message,
     fingerprint,
     request_envelope,
-    status_envelope,
+    status_envelopes,
 )
 from meshpoint.model.error_text import quantity
 from meshpoint.model.events import Step
@@ -377,21 +377,21 @@ class PeerMessages:
         self, target: ProgressRecorded, status: parsing.PeerStatus
     ) -> list[Envelope]:
         """The status update for each caller, or none if the rate limit drops it."""
-        built = [
-            status_envelope(
-                self._runtime.agent, target.task_id, requester, status.content, status.metadata
-            )
-            for requester in (
-                target.requester,
-                *(replace(target.requester, reply_to=each) for each in target.followers),
-            )
-        ]
-        envelopes = [envelope for envelope in built if envelope is not None]
-        if not envelopes:
+        if target.requester.reply_to is None and not target.followers:
             return []
-        is_too_long = len(envelopes[0][1].body) > MAX_STATUS_BYTES
-        if not is_too_long and self._status_throttle.try_consume(target.task_id):
-            return envelopes
+        is_too_long = False
+        if self._status_throttle.try_consume(target.task_id):  # first: a flood is not encoded
+            envelopes = status_envelopes(
+                self._runtime.agent,
+                target.task_id,
+                target.requester,
+                target.followers,
+                status.content,
+                status.metadata,
+            )
+            is_too_long = len(envelopes[0][1].body) > MAX_STATUS_BYTES
+            if not is_too_long:
+                return envelopes
         if dropped_count := self._status_throttle.count_dropped(target.task_id):
             reason = (
                 f"more than {MAX_STATUS_BYTES} bytes"

@@ -12,11 +12,10 @@ from meshpoint.engine.publisher import Publisher
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment import Segment, StopReason
 from meshpoint.engine.throttle import MAX_STATUSES_PER_SECOND, Throttle
-from meshpoint.model.envelopes import MAX_STATUS_BYTES, Envelope, status_envelope
+from meshpoint.model.envelopes import MAX_STATUS_BYTES, status_envelope, status_envelopes
 from meshpoint.model.events import Step
 from meshpoint.model.messages import Address
 from meshpoint.model.status_metadata import StatusMetadata, StatusNumber, UpdateKind
-from meshpoint.model.tasks import Requester
 
 _INTERVAL = timedelta(seconds=1 / MAX_STATUSES_PER_SECOND)
 _MAX_FLUSH_SECONDS = 1.0
@@ -81,8 +80,11 @@ class StatusSender:
         """Send the latest status again, to one address and with its number."""
         async with self._sending:  # before any later update
             if self._latest is not None:
-                requester = replace(self._segment.requester, reply_to=address)
-                envelope = self._envelope(requester, *self._latest)
+                segment = self._segment
+                requester = replace(segment.requester, reply_to=address)
+                envelope = status_envelope(
+                    self._runtime.agent, segment.run.task_id, requester, *self._latest
+                )
                 await self._publisher.publish_advisory([envelope])
 
     async def close(self) -> None:
@@ -115,11 +117,14 @@ class StatusSender:
             segment = self._segment
             self._position += 1
             metadata = StatusMetadata(kind, self._number())
-            others = [replace(segment.requester, reply_to=each) for each in segment.attached]
-            built = [
-                self._envelope(each, content, metadata) for each in (segment.requester, *others)
-            ]
-            envelopes = [each for each in built if each is not None]
+            envelopes = status_envelopes(
+                self._runtime.agent,
+                segment.run.task_id,
+                segment.requester,
+                segment.attached,
+                content,
+                metadata,
+            )
             if envelopes and (size := len(envelopes[0][1].body)) > MAX_STATUS_BYTES:
                 reason = f"ctx.{_METHODS[kind]} was given too much: {size} bytes"
                 self._emit_dropped(f"{reason}; at most {MAX_STATUS_BYTES} are sent", 1)
@@ -127,12 +132,6 @@ class StatusSender:
             if kind is UpdateKind.STATUS:
                 self._latest = content, metadata
             await self._publisher.publish_advisory(envelopes)
-
-    def _envelope(
-        self, requester: Requester, content: JsonValue, metadata: StatusMetadata
-    ) -> Envelope | None:
-        task_id = self._segment.run.task_id
-        return status_envelope(self._runtime.agent, task_id, requester, content, metadata)
 
     def _number(self) -> StatusNumber:
         run = self._segment.run

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -357,6 +358,26 @@ def status_envelope(
         headers={Header.PARENT_TASK.value: parent} if parent else {},
     )
     return requester.reply_to, message
+
+
+def status_envelopes(
+    agent: AgentName,
+    task_id: TaskId,
+    requester: Requester,
+    followers: Sequence[Address],
+    data: JsonValue,
+    metadata: StatusMetadata,
+) -> list[Envelope]:
+    """Build a status update for the requester of `task_id` and for its followers.
+
+    All addresses get the same message, which is encoded once.
+    """
+    if requester.reply_to is None and followers:
+        requester, followers = replace(requester, reply_to=followers[0]), followers[1:]
+    envelope = status_envelope(agent, task_id, requester, data, metadata)
+    if envelope is None:
+        return []
+    return [envelope, *((address, envelope[1]) for address in followers)]
 
 
 def wake_message(agent: AgentName) -> Message:

@@ -23,6 +23,7 @@ from meshpoint import (
 )
 from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.engine.attaches import Attaches
+from meshpoint.model.bodies import StatusBody
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.envelopes import attach_message
@@ -433,3 +434,31 @@ async def test_a_damaged_question_hides_no_other(
         "approval": None,
         "q0": shown.question_id,
     }
+
+
+async def test_a_forwarded_update_is_encoded_once_and_a_dropped_one_not_at_all(
+    mesh: Mesh,
+    client: FakePeer,
+    peer: FakePeer,
+    connections: list[Connection],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded: list[StatusBody] = []
+    to_bytes = StatusBody.to_bytes
+
+    def encode(body: StatusBody) -> bytes:
+        encoded.append(body)
+        return to_bytes(body)
+
+    await mesh.replica(asker("asker", "peer"))
+    task_id = await client.ask("asker", 1)
+    request = await peer.wait_for_request()
+    await mesh.idle()
+    followers = [Follower(each.task("asker", task_id)) for each in connections[:2]]
+    await mesh.idle()
+    monkeypatch.setattr(StatusBody, "to_bytes", encode)
+    for number in range(100):
+        await peer.status(request, number)
+    await mesh.idle()
+    assert [each.messages for each in followers] == 2 * [list(range(20))]
+    assert len(encoded) == 100 + 20  # of the peer, and of the agent
