@@ -80,6 +80,7 @@ class OpenTask:
         self._questions: dict[str, bool] = {}  # ids shown; whether by a snapshot
         self._is_closed = False
         self._news = asyncio.Event()
+        self._updated = asyncio.Event()
 
     def add_request(self, fingerprint: str, timeout: float | None) -> None:
         """Record that a request for the task is sent, with a timeout in seconds."""
@@ -217,7 +218,7 @@ class OpenTask:
             self.kept_bytes -= size
             self._update_bytes -= size
             self._dropped += 1
-        self._notify()
+        self._notify_readers()
 
     def add_reader(self, reader: object) -> bool:
         """Keep more updates from now on, and ask for the latest status at the next wait.
@@ -259,11 +260,11 @@ class OpenTask:
         """
         self.attachment.restart_if_failed()
         while self.outcome is None:
-            await self.wait_news()
+            await self.wait_news(with_updates=False)
         return self.outcome
 
-    async def wait_news(self) -> None:
-        """Wait until the task has ended or another update may have arrived.
+    async def wait_news(self, *, with_updates: bool = True) -> None:
+        """Wait until the task has ended or, `with_updates`, another update may have arrived.
 
         Some seconds after its deadline, a task without an answer ends as `Failed(TIMEOUT)`. When
         it is time to ask the agent for the outcome, the first wait does so.
@@ -279,7 +280,8 @@ class OpenTask:
         # The event loop has only weak references to asyncio tasks, the transport to this one.
         reference = (self, object())
         self._awaited.add(reference)
-        now, news = asyncio.get_running_loop().time, self._news
+        now = asyncio.get_running_loop().time
+        news = self._updated if with_updates else self._news
         try:
             if self.attachment.due_at <= now():
                 await self.attachment.ask(now(), wants_snapshot=self.is_followed)
@@ -312,6 +314,11 @@ class OpenTask:
     def _notify(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+        self._notify_readers()
+
+    def _notify_readers(self) -> None:
+        self._updated.set()
+        self._updated = asyncio.Event()
 
 
 def task_with_other_input(agent: str, task_id: TaskId) -> OpenTask:

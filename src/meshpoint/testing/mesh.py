@@ -352,14 +352,14 @@ class _WatchedTask(OpenTask):
         super().__init__(agent, task_id, awaited)
         self._time = time
 
-    async def wait_news(self) -> None:
-        """Wait until the task has ended or another update has arrived.
+    async def wait_news(self, *, with_updates: bool = True) -> None:
+        """Wait until the task has ended or, `with_updates`, another update has arrived.
 
         Raises:
             MeshIdle: Neither will happen.
             MeshClosed: The mesh was closed before.
         """
-        await self._time.wait(super().wait_news())
+        await self._time.wait(super().wait_news(with_updates=with_updates))
 
 
 def _check_agents(agents: Sequence[Addressable[Any, Any]]) -> list[DurableAgent[Any, Any]]:

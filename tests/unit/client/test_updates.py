@@ -18,9 +18,11 @@ from meshpoint import (
     FailureKind,
     Ok,
     StatusUpdate,
+    TaskHandle,
     TextDelta,
     Update,
 )
+from meshpoint.client.open_task import OpenTask
 from meshpoint.model.bodies import (
     A2AMessage,
     A2ATaskState,
@@ -222,3 +224,32 @@ async def test_the_kept_updates_of_a_task_are_bounded_in_size(call: Call) -> Non
     numbers = [update.message[0] async for update in updates if isinstance(update, StatusUpdate)]  # type: ignore[index]
     assert numbers == list(range(100))[-len(numbers) :]
     assert len(numbers) > 10
+
+
+async def test_an_update_wakes_only_those_that_wait_for_updates(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = {True: 0, False: 0}
+    wait_news = OpenTask.wait_news
+
+    async def count(task: OpenTask, *, with_updates: bool = True) -> None:
+        waits[with_updates] += 1
+        await wait_news(task, with_updates=with_updates)
+
+    monkeypatch.setattr(OpenTask, "wait_news", count)
+    task = await call.mesh.send(travel, ROME)
+    request = await call.agent.wait_for_request()
+    results = [asyncio.ensure_future(task.result()) for _ in range(10)]
+    reading = asyncio.ensure_future(_collect(task))
+    for number in range(5):
+        await idle()
+        await call.agent.status(request, number)
+    await idle()
+    assert waits == {True: 6, False: 10}
+    await call.agent.respond(request, {"text": "by train"})
+    assert await asyncio.gather(*results) == 10 * [Plan(text="by train")]
+    assert messages(await reading) == list(range(5))
+
+
+async def _collect(task: TaskHandle[Plan]) -> list[Update]:
+    return [each async for each in task.updates()]
