@@ -137,9 +137,9 @@ class TaskMemory:
         if is_write:
             position = write_position(*self._position())
             if not self._pending_writes:  # without an asyncio task, which costs most of a replay
-                answers = self._write_log.recorded_answers(position, commands)
-                if answers is not None:
-                    return answers
+                recorded = self._write_log.recorded_answers(position, commands)
+                if recorded is not None:
+                    return recorded
             return await self._run_to_completion(self._write(position, commands))
         remember_read(*self._position(), commands_digest(commands))
         _, answers = await self._guard_fence(

@@ -257,4 +257,4 @@ async def test_a_repeated_write_waits_for_a_new_one_before_it(
     await asyncio.sleep(0)
     assert not repeated.done()
     may_end.set()
-    assert await asyncio.gather(new, repeated) == [[b"OK"], [b"OK"]]
+    assert [await new, await repeated] == [[b"OK"], [b"OK"]]
