@@ -438,6 +438,18 @@ class StatementRun:
                 task = await continued(self._store, logged_pause(b"a", run=task.run))
             assert task.log == (b"a",)
             await self._store.end([an_end(task.run)])
+        await self._read_a_cached_log()
+
+    async def _read_a_cached_log(self) -> None:
+        """Read the end of a log that this store has read before."""
+        with (
+            patch.object(self._store._database.logs, "_min_bytes", 0),
+            patch.object(fast_path, "INLINE_LOG_BYTES", 0),
+        ):
+            task = await continued(self._store, logged_pause(b"a"))
+            task = await continued(self._store, logged_pause(b"b", run=task.run, after=1))
+        assert task.log == (b"a", b"b")
+        await self._store.end([an_end(task.run)])
 
     async def _append_between_pauses(self) -> None:
         """Append to the logs of running tasks, repeatedly, replace the logs, end the tasks."""

@@ -30,6 +30,9 @@ class _Kind(bytes, Enum):
     STEPS_RESTART = b"\x05"  # the earlier step records have ended, or the last ones, by number
 
 
+_AGENT = bytes(_Kind.AGENT)  # compared with each entry of a long log
+
+
 @dataclass(frozen=True, slots=True)
 class Notes:
     """Notes of one pause, which may replace all earlier ones."""
@@ -97,10 +100,13 @@ class TaskLog:
         if task.run.generation > 0 and not has_log(task.state_format):
             return cls(task.log_seq, size, task.state, is_stale=task.log_seq > 0)
         agent, notes, steps = list[bytes](), list[bytes](), list[StepEntry]()
+        skipped = log.skipped
         for entry in log.stored:
-            match entry[log.skipped : start]:
-                case _Kind.AGENT:
-                    agent.append(entry)
+            kind = entry[skipped:start]
+            if kind == _AGENT:
+                agent.append(entry)
+                continue
+            match kind:
                 case _Kind.NOTES:
                     notes.append(entry[start:])
                 case _Kind.AGENT_RESTART:

@@ -433,10 +433,11 @@ SELECT {_RESUME_COLUMNS}, sizes.outcome_bytes, calls.*
    AND t.run_id = ANY($3::text[])
 """
 
-# Read the log of an owned task, which does not change meanwhile.
+# Read the log of an owned task from entry `$3` on. It does not change meanwhile.
 READ_OWNED_LOG = """/* reads: log */
-SELECT seq, entry FROM agent_task_log
- WHERE logical_task_id = $1::text AND seq <= $2::int ORDER BY seq
+SELECT seq, entry, CASE WHEN seq = $2::int OR seq = $3::int THEN run_id END AS run_id
+  FROM agent_task_log
+ WHERE logical_task_id = $1::text AND seq <= $2::int AND seq >= $3::int ORDER BY seq
 """
 
 _END_TYPES = {

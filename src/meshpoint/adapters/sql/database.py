@@ -38,6 +38,7 @@ from meshpoint.adapters.sql.failures import (
     is_stale,
     summarize,
 )
+from meshpoint.adapters.sql.log_cache import LogCache
 from meshpoint.adapters.sql.rows import AgentNames, Columns
 from meshpoint.adapters.sql.sqlite_thread import SqliteThread, ThreadConnection
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
@@ -90,6 +91,7 @@ class Transaction:
     connection: AnyConnection
     dialect: Dialect
     options: StoreOptions
+    logs: LogCache
     skip_locked: bool = False
 
     async def fetch(self, template: str, **values: Any) -> Sequence[Row[Any]]:
@@ -185,6 +187,7 @@ class Database:
         )
         self.dialect = Dialect(self.engine.dialect.name, clock)
         self.options, self.locked_rows = options, LockedRows()
+        self.logs = LogCache()
         self._command_timeout = command_timeout.total_seconds()
         self._file = str(Path(self.engine.url.database or "").resolve())
         self.reading_engine = self.writing_engine = self.engine.sync_engine
@@ -274,7 +277,7 @@ class Database:
 
         async def run(connection: ThreadConnection) -> _T:
             return await transaction(
-                Transaction(connection, self.dialect, self.options, skip_locked)
+                Transaction(connection, self.dialect, self.options, self.logs, skip_locked)
             )
 
         async with self._write_lock():
@@ -362,7 +365,9 @@ class Database:
     async def _run(self, body: Body[_T], *, skip_locked: bool = False) -> _T:
         async with self.engine.connect() as connection:
             try:
-                return await body(Transaction(connection, self.dialect, self.options, skip_locked))
+                return await body(
+                    Transaction(connection, self.dialect, self.options, self.logs, skip_locked)
+                )
             except RowLocked:
                 raise  # the transaction has rolled back, so the connection is still usable
             except BaseException:

@@ -23,7 +23,8 @@ from meshpoint.adapters.sql.codec import Packed
 from meshpoint.adapters.sql.columns import CONTEXT
 from meshpoint.adapters.sql.database import LockedRows, StoreOptions
 from meshpoint.adapters.sql.engine import FAST_PATH_CONNECTIONS
-from meshpoint.adapters.sql.owning import OwnedTask, OwnedTasks, complete_log
+from meshpoint.adapters.sql.log_cache import MIN_LOG_BYTES, LogCache, read_log
+from meshpoint.adapters.sql.owning import OwnedTask, OwnedTasks, complete_log, keep_log
 from meshpoint.adapters.sql.prepared import PreparedConnection
 from meshpoint.adapters.sql.records import CheckpointRows
 from meshpoint.adapters.sql.rows import (
@@ -52,7 +53,7 @@ from meshpoint.model.transitions import (
 )
 from meshpoint.ports.clock import Clock
 
-INLINE_LOG_BYTES = 256 * 1024
+INLINE_LOG_BYTES = MIN_LOG_BYTES
 """Larger logs are not part of a claim's result row."""
 
 
@@ -68,9 +69,14 @@ class FastPath:
     """
 
     def __init__(
-        self, engine: AsyncEngine, options: StoreOptions, clock: Clock | None, time: DatabaseTime
+        self,
+        engine: AsyncEngine,
+        options: StoreOptions,
+        clock: Clock | None,
+        time: DatabaseTime,
+        logs: LogCache,
     ) -> None:
-        self._options = options
+        self._options, self._logs = options, logs
         self._time = time
         self._clock = clock
         connections = [PreparedConnection(engine) for _ in range(FAST_PATH_CONNECTIONS)]
@@ -239,11 +245,17 @@ class FastPath:
         if not INLINE_LOG_BYTES < (row.log_bytes or 0) <= PART_BYTES:
             return complete_log(row, row.log_last, row.log_entries or ())
         try:
-            rows = await self._reads.read(sql.READ_OWNED_LOG, row.logical_task_id, row.log_seq)
+            log = None
+            if (cached := self._logs.find(row.logical_task_id)) is not None:
+                log = cached.extend(await self._read_log(row, cached.seq))
+            if log is None:
+                log = read_log(await self._read_log(row, 1))
         except StoreUnavailable:
             return None
-        last = rows[-1]["seq"] if rows else None
-        return complete_log(row, last, [each["entry"] for each in rows])
+        return keep_log(self._logs, row, log)
+
+    async def _read_log(self, row: Any, first: int) -> Sequence[Any]:
+        return await self._reads.read(sql.READ_OWNED_LOG, row.logical_task_id, row.log_seq, first)
 
     async def _read_owned(self, claims: Sequence[Claim], replica: Replica) -> OwnedTasks:
         if not claims:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from sqlalchemy import Row
@@ -12,6 +13,7 @@ from sqlalchemy import Row
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.batcher import PART_BYTES, split_by_size
 from meshpoint.adapters.sql.database import Database, Transaction
+from meshpoint.adapters.sql.log_cache import CachedLog, LogCache, read_log
 from meshpoint.adapters.sql.rows import (
     Columns,
     StoredOutcome,
@@ -104,6 +106,15 @@ def complete_log(row: Any, last: int | None, entries: Sequence[bytes]) -> Sequen
     return None if row.log_seq and counts and last != row.log_seq else entries
 
 
+def keep_log(cache: LogCache, row: Any, log: CachedLog | None) -> Sequence[bytes] | None:
+    """Return the entries of a task's log as `complete_log` does, and cache it if it has all."""
+    if log is None:
+        return complete_log(row, None, ())
+    if log.seq == row.log_seq:
+        cache.store(row.logical_task_id, log)
+    return complete_log(row, log.seq, log.entries)
+
+
 async def read_owned(tx: Transaction, task_ids: Sequence[str]) -> OwnedTasks:
     """Read tasks that this transaction has locked, with outcomes and log unless too large.
 
@@ -133,19 +144,32 @@ async def _read_small_logs(
     tx: Transaction, rows: Sequence[Row[Any]]
 ) -> dict[str, Sequence[bytes] | None]:
     """Read the logs of locked tasks. `None` for a log that is too large."""
-    if not rows:
-        return {}
-    logs: dict[str, dict[int, bytes]] = {row.logical_task_id: {} for row in rows}
-    read: Sequence[Any] = await tx.fetch(sql.READ_LOGS, ids=sorted(logs), max_bytes=PART_BYTES)
-    for task_id, seq, entry in read:
-        logs[task_id][seq] = entry
-    return {
-        row.logical_task_id: complete_log(
-            row, max(log, default=None), [log[seq] for seq in sorted(log)]
-        )
-        for row in rows
-        for log in [logs[row.logical_task_id]]
-    }
+    logs = {row.logical_task_id: await _continue_cached_log(tx, row) for row in rows}
+    found: dict[str, list[Row[Any]]] = {id_: [] for id_, log in logs.items() if log is None}
+    if found:
+        read = await tx.fetch(sql.READ_LOGS, ids=sorted(found), max_bytes=PART_BYTES)
+        for entry in read:
+            found[entry.logical_task_id].append(entry)
+        for task_id, entries in found.items():
+            logs[task_id] = read_log(sorted(entries, key=_SEQ))
+    return {row.logical_task_id: keep_log(tx.logs, row, logs[row.logical_task_id]) for row in rows}
+
+
+_SEQ = attrgetter("seq")
+
+
+async def _continue_cached_log(tx: Transaction, row: Row[Any]) -> CachedLog | None:
+    """Read the new entries of a log that this store has read before; `None` if it is another."""
+    if (cached := tx.logs.find(row.logical_task_id)) is None:
+        return None
+    rows = await tx.fetch(
+        sql.READ_LOG_END,
+        task_id=row.logical_task_id,
+        first=cached.seq,
+        last=row.log_seq,
+        max_bytes=PART_BYTES,
+    )
+    return cached.extend(rows)
 
 
 async def read_missing_parts(

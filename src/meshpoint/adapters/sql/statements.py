@@ -145,12 +145,22 @@ SELECT t.*, (SELECT coalesce(sum(length(c.outcome)), 0) FROM agent_peer_sub_task
 # Read the logs of tasks up to the last entry in the task's row, unless they are too large. In no
 # order, because SQLite would copy all entries to sort them.
 READ_LOGS = """
-SELECT l.logical_task_id, l.seq, l.entry
+SELECT l.logical_task_id, l.seq, l.entry, CASE WHEN l.seq = t.log_seq THEN l.run_id END AS run_id
   FROM agent_paused_tasks AS t
   JOIN agent_task_log AS l ON l.logical_task_id = t.logical_task_id AND l.seq <= t.log_seq
  WHERE t.logical_task_id {one_of:ids}
    AND (SELECT sum(length(s.entry)) FROM agent_task_log AS s
          WHERE s.logical_task_id = t.logical_task_id AND s.seq <= t.log_seq) <= :max_bytes
+"""
+
+# Read the entries of a task's log from one on, unless they are too large.
+READ_LOG_END = """
+SELECT seq, entry, CASE WHEN seq IN (:first, :last) THEN run_id END AS run_id
+  FROM agent_task_log AS l
+ WHERE logical_task_id = :task_id AND seq >= :first AND seq <= :last
+   AND (SELECT sum(length(s.entry)) FROM agent_task_log AS s
+         WHERE s.logical_task_id = :task_id AND s.seq >= :first AND s.seq <= :last) <= :max_bytes
+ ORDER BY seq
 """
 
 # Read the sizes of a task's log entries, oldest first.

@@ -251,7 +251,9 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
         if fast_path and not self._database.dialect.is_sqlite:
             from meshpoint.adapters.sql.fast_path import FastPath  # imports PostgreSQL's driver
 
-            self._fast_path = FastPath(self._database.engine, options, clock, self._time)
+            self._fast_path = FastPath(
+                self._database.engine, options, clock, self._time, self._database.logs
+            )
         self._pauses = _BatchedStep(
             self._database,
             self._fast_path.pause if self._fast_path else None,
