@@ -226,7 +226,7 @@ class Database:
             return await self._retry(partial(self._run, body))
 
         async def run(connection: ThreadConnection) -> _T:
-            return await body(Transaction(connection, self.dialect, self.options))
+            return await body(Transaction(connection, self.dialect, self.options, self.logs))
 
         return await self._retry(partial(reader.transact, run))
 
