@@ -71,7 +71,8 @@ class Journey:
     """A script, and what happened.
 
     `tools` are the agent's own tools, by name; each is called with its arguments. `pause` runs in
-    each request to the model, and `meet` in each call of `visas`.
+    each request to the model, and `meet` in each call of `visas`. `offered` are the descriptions
+    of the tools in the latest request.
     """
 
     script: Script
@@ -79,6 +80,7 @@ class Journey:
     model_calls: list[int] = field(default_factory=list)
     seen: list[Result] = field(default_factory=list)
     tool_calls: Counter[str] = field(default_factory=Counter)
+    offered: dict[str, str] = field(default_factory=dict)
     pause: Callable[[], Awaitable[None]] | None = None
     meet: Callable[[], Awaitable[None]] | None = None
 

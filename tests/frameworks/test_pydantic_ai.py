@@ -154,7 +154,7 @@ async def test_a_tool_that_is_not_recorded_uses_the_memory() -> None:
         (lambda: durable(Agent("test")), "the agent has no name"),
         (lambda: durable(Agent("test", name="a b")), "name"),
         (lambda: durable(Agent(name="a")), "needs to have a `model`"),
-        (lambda: durable(Agent("test", name="a"), peers=["flights"]), "is a name without types"),
+        (lambda: durable(Agent("test", name="a"), peers=["a b"]), "'a b' matches no agent"),
         (lambda: durable(Agent("test", name="a"), version=""), "version is empty"),
         (
             lambda: durable(Agent("test", name="a", capabilities=[MeshpointDurability(peers=[])])),

@@ -405,3 +405,47 @@ async def test_a_damaged_history_parks_the_task(framework: Framework) -> None:
     built, task = framework.build(Journey(two_pauses, TOOLS)), TaskExecutionContext(TaskId("task"))
     with pytest.raises(IncompatibleState, match="the history cannot be read"):
         await built.resume(task, b"{}", Outcomes({"a": Ok(1)}))
+
+
+async def test_peers_are_discovered_by_their_names(framework: Framework) -> None:
+    @agent("flights")
+    async def serve_flights(ctx: TaskExecutionContext, trip: Trip) -> Quote:
+        """Finds a flight."""
+        return Quote(price=100 + trip.days)
+
+    @agent("weather")
+    async def serve_weather(ctx: TaskExecutionContext, city: str) -> str:
+        return "sunny"
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        match answers:
+            case 0:
+                return Says(uses=two_pauses(0, ()).uses)
+            case 1:  # the schema is known from the card, but only the peer checks the input
+                return Says(uses=(Use("flights", {"days": 3}, "call-2"),))
+        return Says(" | ".join(each.text for each in results))
+
+    journey = Journey(script, TOOLS)
+    built = framework.build(journey, peers=["fl*", "weather"])
+    assert built.peer_patterns == ("fl*", "weather")
+    async with local_mesh(built, serve_flights, serve_weather) as mesh:
+        plan = await mesh.call(travel, ROME)
+    assert plan.startswith('{"price":103} | noon | sunny | ')
+    assert "invalid: input of flights: Trip: city: Field required" in plan
+    assert journey.offered["flights"] == "Finds a flight."
+    assert {"weather", "visas"} <= journey.offered.keys()
+
+
+async def test_a_crash_keeps_what_was_offered(framework: Framework) -> None:
+    @agent("flights")
+    async def serve_flights(ctx: TaskExecutionContext, trip: Trip) -> Quote:
+        return Quote(price=120)
+
+    journey = Journey(two_pauses, TOOLS)
+    built = framework.build(journey, peers=["flights", hotels, weather])
+    async with TestMesh(built, serve_flights) as mesh:
+        mesh.stub(hotels).returns(Quote(price=80))
+        mesh.stub(weather).returns("sunny")
+        mesh.crash(after="record", times=3)
+        assert (await mesh.call(travel, ROME)).strip() == PLAN
+    assert journey.model_calls == [1, 2, 3, 4]

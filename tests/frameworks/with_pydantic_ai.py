@@ -35,7 +35,8 @@ def _results(messages: Sequence[ModelMessage]) -> list[Result]:
     ]
 
 
-async def _next(journey: Journey, messages: Sequence[ModelMessage]) -> Says:
+async def _next(journey: Journey, messages: Sequence[ModelMessage], info: AgentInfo) -> Says:
+    journey.offered = {tool.name: tool.description or "" for tool in info.function_tools}
     if journey.pause is not None:
         await journey.pause()
     answers = sum(isinstance(each, ModelResponse) for each in messages)
@@ -46,7 +47,7 @@ def model_of(journey: Journey) -> FunctionModel:
     """A model that follows the script, with and without streaming."""
 
     async def request(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
-        said = await _next(journey, messages)
+        said = await _next(journey, messages, info)
         calls = [ToolCallPart(each.tool, dict(each.arguments), each.id) for each in said.uses]
         parts: list[ModelResponsePart] = [*calls, *([TextPart(said.text)] if said.text else [])]
         usage = RequestUsage(input_tokens=10, output_tokens=TOKENS)  # an estimate is slow
@@ -55,7 +56,7 @@ def model_of(journey: Journey) -> FunctionModel:
     async def stream(
         messages: list[ModelMessage], info: AgentInfo
     ) -> AsyncIterator[str | dict[int, DeltaToolCall]]:
-        said = await _next(journey, messages)
+        said = await _next(journey, messages, info)
         for index, each in enumerate(said.uses):
             yield {
                 index: DeltaToolCall(each.tool, json.dumps(each.arguments), tool_call_id=each.id)

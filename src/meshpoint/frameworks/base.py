@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
@@ -13,10 +13,11 @@ from meshpoint.agents.peer import Addressable, Peer, make_peer
 from meshpoint.errors import ConfigurationError, IncompatibleState, InvalidInput, PeerFailed
 from meshpoint.frameworks.approval import APPROVAL, Approval, describe_call
 from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn
-from meshpoint.frameworks.peers import PeerTool, peer_tools
+from meshpoint.frameworks.peers import PeerTool, PeerTools
 from meshpoint.frameworks.steps import SwallowedErrors
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.current_context import running_context
 from meshpoint.model.declared_type import DeclaredType, TypeMismatch
 from meshpoint.model.messages import validate_agent_name
 from meshpoint.model.outcomes import Failed, Ok, Outcome, Outcomes
@@ -45,57 +46,49 @@ class Answer:
 class ToolWaits:
     """Turns tool calls into waits of a task, and outcomes into answers."""
 
-    def __init__(self, tools: Sequence[PeerTool], on_peer_failure: OnPeerFailure) -> None:
-        self.tools = {tool.name: tool for tool in tools}
+    def __init__(self, tools: PeerTools, on_peer_failure: OnPeerFailure) -> None:
+        self._tools = tools
         self._fails = on_peer_failure == "fail"
 
-    def build(self, ctx: TaskExecutionContext, calls: Sequence[ToolCall]) -> list[Waitable[Any]]:
-        """The waits for `calls`, in their order.
+    def build(
+        self, ctx: TaskExecutionContext, calls: Sequence[ToolCall], tools: Mapping[str, PeerTool]
+    ) -> list[Waitable[Any]]:
+        """The waits for `calls`, in their order. `tools` are the peers that were offered."""
+        return [self._build(ctx, call, tools) for call in calls]
 
-        Raises:
-            IncompatibleState: A tool is unknown.
-        """
-        return [self._build(ctx, call) for call in calls]
-
-    def _build(self, ctx: TaskExecutionContext, call: ToolCall) -> Waitable[Any]:
-        match call.kind:
-            case ToolCallKind.PEER:
-                return self.find(call).call(call.arguments)
-            case ToolCallKind.APPROVAL:
-                prompt = describe_call(call.tool, call.arguments)
-                return ctx.wait_for(APPROVAL, prompt=prompt)
-            case ToolCallKind.QUESTION:
-                prompt = describe_call(call.tool, call.arguments)
-                return ctx.wait_for(_question(call), prompt=prompt)
-
-    def find(self, call: ToolCall) -> PeerTool:
-        """The tool of a call to a peer.
-
-        Raises:
-            IncompatibleState: This version of the agent does not have it.
-        """
-        if (tool := self.tools.get(call.tool)) is None:
-            raise IncompatibleState(f"it waits for {call.tool!r}, which is no longer a peer")
-        return tool
+    def _build(
+        self, ctx: TaskExecutionContext, call: ToolCall, tools: Mapping[str, PeerTool]
+    ) -> Waitable[Any]:
+        if call.kind is ToolCallKind.PEER:
+            return tools[call.tool].call(call.arguments)
+        prompt = describe_call(call.tool, call.arguments)
+        question = APPROVAL if call.kind is ToolCallKind.APPROVAL else _question(call)
+        return ctx.wait_for(question, prompt=prompt)
 
     def read(self, call: ToolCall, outcome: Outcome) -> Answer:
         """The answer to `call`.
 
         Raises:
-            IncompatibleState: The tool is unknown.
+            IncompatibleState: This version of the agent does not have the peer.
             PeerFailed: A peer failed, and such a failure fails the task.
         """
-        read: Ok[Any] | Failed = outcome
-        if call.kind is ToolCallKind.PEER:
-            read = self.find(call).peer.read(outcome)
-        elif call.kind is ToolCallKind.APPROVAL:
-            read = APPROVAL.read_outcome(outcome)
+        if call.kind is ToolCallKind.APPROVAL:
+            return Answer(call, APPROVAL.read_outcome(outcome))
+        if call.kind is ToolCallKind.QUESTION:
+            return Answer(call, outcome)
+        read = self._read_peer(call, outcome)
         if isinstance(read, Failed):
-            if self._fails and call.kind is ToolCallKind.PEER:
-                raise PeerFailed(self.find(call).peer.name, read)
+            if self._fails:
+                raise PeerFailed(call.peer or call.tool, read)
             return Answer(call, read)
-        # The model gets what the peer has sent, not what its type makes of it.
-        return Answer(call, read if call.kind is ToolCallKind.APPROVAL else outcome)
+        return Answer(call, outcome)  # for the model, as it was sent
+
+    def _read_peer(self, call: ToolCall, outcome: Outcome) -> Ok[Any] | Failed:
+        if (tool := self._tools.known.get(call.tool)) is not None:
+            return tool.peer.read(outcome)
+        if self._tools.patterns:  # discovered, and perhaps gone by now
+            return outcome
+        raise IncompatibleState(f"it waits for {call.tool!r}, which is no longer a peer")
 
 
 def _question(call: ToolCall) -> Question[Any]:
@@ -159,7 +152,8 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         self.plan = Plan(version=version, resume_from="last-pause")
         self._input: DeclaredType[Any] = DeclaredType(input, f"{key}, input")
         self._output: DeclaredType[Any] = DeclaredType(output, f"{key}, output")
-        self.waits = ToolWaits(peer_tools(*peers), on_peer_failure)  # type: ignore[arg-type]
+        self.tools = PeerTools(peers)
+        self.waits = ToolWaits(self.tools, on_peer_failure)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, version={self.version!r})"
@@ -168,6 +162,11 @@ class FrameworkAgent(ABC, Generic[In, Out]):
     def peer(self) -> Peer[In, Out]:
         """This agent as a typed `Peer`, for its callers."""
         return make_peer(self.name, self._input, self._output, self.description)
+
+    @property
+    def peer_patterns(self) -> Sequence[str]:
+        """The names and patterns of the peers that it discovers; see `DiscoversPeers`."""
+        return self.tools.patterns
 
     @property
     @abstractmethod
@@ -233,11 +232,17 @@ class FrameworkAgent(ABC, Generic[In, Out]):
     async def _run(
         self, ctx: TaskExecutionContext, prompt: Any, history: History, answers: Sequence[Answer]
     ) -> Paused | Done[Out]:
-        with SwallowedErrors():
-            turn = await self.run(ctx, prompt, history, answers)
+        # A replica has set it already.
+        token = None if running_context.get() is ctx else running_context.set(ctx)
+        try:
+            with SwallowedErrors():
+                turn = await self.run(ctx, prompt, history, answers)
+        finally:
+            if token is not None:
+                running_context.reset(token)
         if isinstance(turn, Done):
             return turn
-        waits = self.waits.build(ctx, turn.calls)
+        waits = self.waits.build(ctx, turn.calls, turn.tools)
         calls: list[Call] = [
             wait.as_call(f"{call.tool}.{index}")
             for index, (call, wait) in enumerate(zip(turn.calls, waits, strict=True))

@@ -7,7 +7,7 @@ example to shorten them, the pause writes all of them and starts the log again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, TypeAlias
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 
 from meshpoint.errors import IncompatibleState
+from meshpoint.frameworks.peers import PeerTool
 from meshpoint.model.calls import Call, Paused
 from meshpoint.model.declared_type import first_problem, loggable_cause
 
@@ -42,6 +43,7 @@ class ToolCall:
         tool: Name of the tool.
         kind: What it waits for.
         arguments: The validated arguments.
+        peer: Name of the peer that it calls, if any.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
@@ -50,6 +52,7 @@ class ToolCall:
     tool: str
     kind: ToolCallKind
     arguments: dict[str, JsonValue]
+    peer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +62,13 @@ class Turn:
     Attributes:
         messages: All messages so far.
         calls: The tool calls without a result, in call order.
+        tools: The peers that the model was offered, by the names of their tools.
         extra: What else the framework needs to continue, such as the usage so far.
     """
 
     messages: Sequence[Message]
     calls: Sequence[ToolCall]
+    tools: Mapping[str, PeerTool] = field(default_factory=dict)
     extra: dict[str, JsonValue] = field(default_factory=dict)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import JsonValue
 
+from meshpoint.agents.discovery import offer_peers, peer_of_card
 from meshpoint.agents.peer import Addressable, Peer, PeerCall
 from meshpoint.errors import ConfigurationError, InvalidInput
+from meshpoint.model.cards import check_patterns
+from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.waitable import mark_used
 
 _MAX_TOOL_NAME_LENGTH = 64
@@ -79,18 +82,48 @@ class PeerTool:
         mark_used(self.call(arguments))
 
 
-def peer_tools(*peers: Addressable[Any, Any]) -> list[PeerTool]:
-    """Make tools of peers.
+class PeerTools:
+    """The peers that the model of an agent may call, as tools by name.
+
+    Args:
+        peers: Typed peers, and names or patterns of peers to discover.
+
+    Attributes:
+        known: The tools of typed peers.
+        patterns: The names and patterns.
 
     Raises:
-        ConfigurationError: Two have the same name, one is only a name, or an input has no JSON
-            schema.
+        ConfigurationError: Two peers have the same tool, an input has no JSON schema, or a pattern
+            can match no agent.
+    """
+
+    def __init__(self, peers: Sequence[Addressable[Any, Any] | str]) -> None:
+        typed = [each for each in peers if not isinstance(each, str)]
+        names = [each for each in peers if isinstance(each, str)]
+        self.known = {tool.name: tool for tool in peer_tools(*typed)}
+        self.patterns = check_patterns(names, "peers")
+
+    async def offer(self, ctx: TaskExecutionContext) -> dict[str, PeerTool]:
+        """The tools of one turn of the model, recorded as a step if any are discovered.
+
+        Typed peers hide discovered peers of the same name.
+        """
+        tools = dict(self.known)
+        if self.patterns:
+            for card in await offer_peers(ctx, self.patterns):
+                tool = PeerTool.of(peer_of_card(card))
+                tools.setdefault(tool.name, tool)
+        return tools
+
+
+def peer_tools(*peers: Addressable[Any, Any]) -> list[PeerTool]:
+    """Make tools of typed peers.
+
+    Raises:
+        ConfigurationError: Two have the same name, or an input has no JSON schema.
     """
     tools = list[PeerTool]()
     for each in peers:
-        if isinstance(each, str):
-            fix = f"write Peer({each!r}, Query, Answer), with the types of its input and output"
-            raise ConfigurationError("peers", f"{each!r} is a name without types", fix)
         tool = PeerTool.of(each.peer)
         if any(tool.name == other.name for other in tools):
             raise ConfigurationError(

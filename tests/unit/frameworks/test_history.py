@@ -15,7 +15,7 @@ WAITING = ToolCall("id-1", "flights", ToolCallKind.PEER, {"city": "Rome"})
 
 
 def turn(*messages: Any) -> Turn:
-    return Turn(messages, [WAITING], {"usage": 7})
+    return Turn(messages, [WAITING], extra={"usage": 7})
 
 
 def test_a_short_history_is_written_whole() -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from meshpoint import ConfigurationError, InvalidInput, Peer, TaskExecutionContext, agent
 from meshpoint.frameworks import peer_tools
+from meshpoint.frameworks.peers import PeerTools
 
 
 class Trip(BaseModel):
@@ -68,6 +69,9 @@ def test_two_tools_with_one_name_are_refused() -> None:
         peer_tools(Peer("flights", str, str), Peer("flights", int, int))
 
 
-def test_a_name_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"'flights' is a name.*Peer\('flights', Query"):
-        peer_tools("flights")  # type: ignore[arg-type]  # the mistake
+def test_names_are_patterns_of_peers_to_discover() -> None:
+    tools = PeerTools([flights, "hotel-*"])
+    assert list(tools.known) == ["flights-2"]
+    assert tools.patterns == ("hotel-*",)
+    with pytest.raises(ConfigurationError, match="'a b' matches no agent"):
+        PeerTools(["a b"])

@@ -19,8 +19,8 @@ from meshpoint.agents.peer import Addressable
 from meshpoint.errors import ConfigurationError, IncompatibleState
 from meshpoint.frameworks.base import Answer, FrameworkAgent, OnPeerFailure
 from meshpoint.frameworks.history import History, Turn, lost_part
-from meshpoint.frameworks.pydantic_ai.durability import MeshpointDurability, validated_arguments
-from meshpoint.frameworks.pydantic_ai.toolset import deferred_results
+from meshpoint.frameworks.pydantic_ai.durability import MeshpointDurability
+from meshpoint.frameworks.pydantic_ai.toolset import deferred_results, find_calls, open_run
 from meshpoint.model.calls import Done
 from meshpoint.model.context import Context, TaskExecutionContext
 from meshpoint.model.declared_type import first_problem, loggable_cause
@@ -75,7 +75,7 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
     ) -> Done[Out] | Turn:
         """Run the agent until it has an output, or waits; see `FrameworkAgent`."""
         output_type: Any = [self.wrapped.output_type, DeferredToolRequests]
-        with validated_arguments():
+        with open_run() as run:
             result = await self.wrapped.run(
                 prompt,
                 output_type=output_type,
@@ -88,10 +88,10 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
             messages, output = result.all_messages(), result.output
             if not isinstance(output, DeferredToolRequests):
                 return Done(output)
-            calls = self._durability.find_calls(output, messages)
+            calls = find_calls(output, messages, run)
         usage: Any = _USAGE.dump_python(result.usage, mode="json")
         extra = {"usage": usage, "conversation": result.conversation.conversation_id}
-        return Turn(_dump(messages), calls, extra)
+        return Turn(_dump(messages), calls, run.tools, extra)
 
     def _read_conversation(self, history: History) -> Conversation:
         """Read the messages and the usage of the last pause.
@@ -184,7 +184,8 @@ def durable(
         name: The name in the mesh. Default: the agent's own.
         version: The version of the stored state. Change it if the new agent cannot continue the
             conversations of the old one.
-        peers: The peers that the model may call.
+        peers: The peers that the model may call: agents, `Peer`s, or names and patterns, such as
+            "hotel-*", of agents to discover in each turn.
         deps: Makes the dependencies of a segment. They are not stored.
         usage_limits: Limits of the whole task, across pauses and replicas.
         stream: Send the text of the model to the task's callers as it is written. The model must

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import AsyncIterable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -26,7 +25,6 @@ from pydantic_ai.durable_exec import (
     ToolsetGetInstructionsId,
     ToolsetGetToolsId,
     ToolsetValidateToolArgumentsId,
-    conversation_id_from_run_id,
     durable_unit_scope,
 )
 from pydantic_ai.exceptions import ModelAPIError, UnexpectedModelBehavior
@@ -34,7 +32,6 @@ from pydantic_ai.messages import (
     AgentStreamEvent,
     FunctionToolCallEvent,
     FunctionToolResultEvent,
-    ModelMessage,
     ModelResponse,
     PartDeltaEvent,
     PartStartEvent,
@@ -49,9 +46,14 @@ from pydantic_ai.toolsets import AbstractToolset, CombinedToolset, ToolsetTool
 from meshpoint.agents.peer import Addressable
 from meshpoint.errors import AgentMisbehaved, NotJson, StepFailed
 from meshpoint.frameworks.base import OnPeerFailure, ToolWaits
-from meshpoint.frameworks.history import ToolCall
-from meshpoint.frameworks.peers import peer_tools
-from meshpoint.frameworks.pydantic_ai.toolset import PeerToolset, deferred_results, tool_calls
+from meshpoint.frameworks.peers import PeerTools
+from meshpoint.frameworks.pydantic_ai.toolset import (
+    PeerToolset,
+    deferred_results,
+    find_calls,
+    open_run,
+    run_state,
+)
 from meshpoint.frameworks.steps import record_step, recording_context, step_name
 from meshpoint.model.calls import ALL
 from meshpoint.model.context import TaskExecutionContext
@@ -84,7 +86,8 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
     `durable`. Await one run before the next. Outside a task it changes nothing.
 
     Args:
-        peers: The peers that the model may call, as tools.
+        peers: The peers that the model may call, as tools. Names and patterns stand for peers to
+            discover.
         stream: Send the text of the model to the task's callers as it is written, and say which
             tools run. The model must support streaming.
         on_peer_failure: Whether a failure of a peer goes to the model, or fails the task.
@@ -113,9 +116,9 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         name: str | None = None,
     ) -> None:
         super().__init__(event_stream_handler=_forward_events if stream else None, name=name)
-        tools = peer_tools(*peers)  # type: ignore[arg-type]  # refuses names
+        tools = PeerTools(peers)
         self.waits = ToolWaits(tools, on_peer_failure)
-        self._peer_toolset = PeerToolset(tools) if tools else None
+        self._peer_toolset = PeerToolset(tools) if peers else None
 
     @property
     def in_durable_context(self) -> bool:
@@ -145,7 +148,7 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
             return await super().wrap_run(ctx, handler=handler)
         _open_runs[recorder] = _open_runs.get(recorder, 0) + 1
         try:
-            with validated_arguments():
+            with open_run():
                 return await super().wrap_run(ctx, handler=handler)
         finally:
             _open_runs[recorder] -= 1
@@ -165,8 +168,10 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
             raise AgentMisbehaved(
                 "two runs of agents wait for peers at the same time: await one before the other"
             )
-        calls = self.find_calls(requests, ctx.messages)
-        waits = self.waits.build(task, calls)
+        run = run_state.get()
+        assert run is not None
+        calls = find_calls(requests, ctx.messages, run)
+        waits = self.waits.build(task, calls, run.tools)
         for wait in waits:
             mark_used(wait)
         # The model gets outcomes as they were sent, not as the types of the peers read them.
@@ -183,30 +188,9 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         args: dict[str, Any],
     ) -> dict[str, Any]:
         """Keep the validated arguments, for questions."""
-        if (validated := _validated.get()) is not None:
-            validated[call.tool_call_id] = args
+        if (run := run_state.get()) is not None:
+            run.validated[call.tool_call_id] = args
         return args
-
-    def get_default_run_id(self) -> str | None:
-        """The same id when a segment runs again."""
-        task = recording_context()
-        if task is None:
-            return None
-        recorder = task._runtime.recorder
-        pauses = task._runtime.generation if recorder is None else recorder.passed
-        return f"{task.task_id}:{pauses}"
-
-    def get_default_conversation_id(self, run_id: str) -> str | None:
-        """The same id in all segments of a task."""
-        return conversation_id_from_run_id(run_id) if self.in_durable_context else None
-
-    def find_calls(
-        self, requests: DeferredToolRequests, messages: Sequence[ModelMessage]
-    ) -> list[ToolCall]:
-        """The deferred calls of the latest turn, in call order."""
-        response = next(each for each in reversed(messages) if isinstance(each, ModelResponse))
-        order = [each.tool_call_id for each in response.tool_calls]
-        return tool_calls(requests, order, self.waits.tools, _validated.get() or {})
 
 
 _open_runs: WeakKeyDictionary[CallRecorder, int] = WeakKeyDictionary()
@@ -221,21 +205,6 @@ class _Raw:
     def read(self, outcome: Outcome, /) -> Outcome:
         """Return the outcome itself."""
         return outcome
-
-
-_validated: ContextVar[dict[str, dict[str, Any]] | None] = ContextVar(
-    "meshpoint_validated", default=None
-)
-
-
-@contextmanager
-def validated_arguments() -> Iterator[None]:
-    """A block that keeps the validated arguments of tool calls."""
-    token = _validated.set({})
-    try:
-        yield
-    finally:
-        _validated.reset(token)
 
 
 class _StepBackend(DurableOperationBackend[Any]):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import JsonValue
 from pydantic_ai.exceptions import CallDeferred, ModelRetry, ToolFailed
-from pydantic_ai.messages import ToolCallPart
+from pydantic_ai.messages import ModelMessage, ModelResponse
 from pydantic_ai.tools import (
     DeferredToolRequests,
     DeferredToolResults,
@@ -22,12 +26,43 @@ from pydantic_core import SchemaValidator, core_schema, to_jsonable_python
 from meshpoint.errors import InvalidInput
 from meshpoint.frameworks.base import Answer, failure_text, is_approved
 from meshpoint.frameworks.history import ToolCall, ToolCallKind
-from meshpoint.frameworks.peers import PeerTool
+from meshpoint.frameworks.peers import PeerTool, PeerTools
+from meshpoint.frameworks.steps import recording_context
 from meshpoint.model.outcomes import Failed
 
 _MAX_RETRIES = 2
 """How often a model may correct its arguments for one peer before the run fails."""
 _ANY_OBJECT = SchemaValidator(core_schema.dict_schema(keys_schema=core_schema.str_schema()))
+
+
+@dataclass(slots=True)
+class RunState:
+    """What a run of an agent must remember until it pauses or ends.
+
+    Attributes:
+        validated: The validated arguments of tool calls, by their ids.
+        tools: The peers that the model was offered last.
+        step: The step of the run in which it was offered them.
+    """
+
+    validated: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tools: Mapping[str, PeerTool] = field(default_factory=dict)
+    step: int | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+run_state: ContextVar[RunState | None] = ContextVar("meshpoint_pydantic_ai_run", default=None)
+
+
+@contextmanager
+def open_run() -> Iterator[RunState]:
+    """A block in which an agent runs."""
+    state = RunState()
+    token = run_state.set(state)
+    try:
+        yield state
+    finally:
+        run_state.reset(token)
 
 
 class PeerToolset(AbstractToolset[Any]):
@@ -37,8 +72,8 @@ class PeerToolset(AbstractToolset[Any]):
     `DeferredToolRequests`, together with the other calls of their turn.
     """
 
-    def __init__(self, tools: Sequence[PeerTool]) -> None:
-        self._tools = {tool.name: tool for tool in tools}
+    def __init__(self, tools: PeerTools) -> None:
+        self._tools = tools
 
     @property
     def id(self) -> str:
@@ -46,7 +81,7 @@ class PeerToolset(AbstractToolset[Any]):
         return "meshpoint-peers"
 
     async def get_tools(self, ctx: RunContext[Any]) -> dict[str, ToolsetTool[Any]]:
-        """All tools."""
+        """The tools of this turn of the model."""
         return {
             name: ToolsetTool(
                 toolset=self,
@@ -58,8 +93,17 @@ class PeerToolset(AbstractToolset[Any]):
                 max_retries=_MAX_RETRIES,
                 args_validator=_ANY_OBJECT,
             )
-            for name, tool in self._tools.items()
+            for name, tool in (await self._offer(ctx)).items()
         }
+
+    async def _offer(self, ctx: RunContext[Any]) -> Mapping[str, PeerTool]:
+        run, task = run_state.get(), recording_context()
+        if run is None or task is None:
+            return self._tools.known
+        async with run.lock:  # Pydantic AI may list the tools of a turn several times
+            if run.step != ctx.run_step:
+                run.tools, run.step = await self._tools.offer(task), ctx.run_step
+        return run.tools
 
     async def call_tool(
         self, name: str, tool_args: dict[str, Any], ctx: RunContext[Any], tool: ToolsetTool[Any]
@@ -70,42 +114,35 @@ class PeerToolset(AbstractToolset[Any]):
             CallDeferred: Always, if the arguments fit.
             ModelRetry: They do not.
         """
+        run = run_state.get()
+        tools = self._tools.known if run is None else run.tools
         try:
-            self._tools[name].check(tool_args)
+            tools[name].check(tool_args)
         except InvalidInput as error:
             raise ModelRetry(str(error)) from error
         raise CallDeferred
 
 
-def tool_calls(
-    requests: DeferredToolRequests,
-    order: Sequence[str],
-    peers: Mapping[str, PeerTool],
-    validated: Mapping[str, dict[str, Any]],
+def find_calls(
+    requests: DeferredToolRequests, messages: Sequence[ModelMessage], run: RunState
 ) -> list[ToolCall]:
-    """The deferred calls of a run, in the order of the tool call ids in `order`.
-
-    `validated` has the arguments by tool call id.
-    """
-    approvals = {call.tool_call_id for call in requests.approvals}
-
-    def kind(call: ToolCallPart) -> ToolCallKind:
+    """The deferred calls of the latest turn in `messages`, in call order."""
+    response = next(each for each in reversed(messages) if isinstance(each, ModelResponse))
+    deferred = {each.tool_call_id for each in (*requests.calls, *requests.approvals)}
+    approvals = {each.tool_call_id for each in requests.approvals}
+    calls = []
+    for call in response.tool_calls:
+        if call.tool_call_id not in deferred:
+            continue
+        tool = run.tools.get(call.tool_name)
         if call.tool_call_id in approvals:
-            return ToolCallKind.APPROVAL
-        return ToolCallKind.PEER if call.tool_name in peers else ToolCallKind.QUESTION
-
-    calls = {call.tool_call_id: call for call in (*requests.calls, *requests.approvals)}
-    ids = [each for each in order if each in calls]
-    ids += [each for each in calls if each not in ids]
-    return [
-        ToolCall(
-            each,
-            calls[each].tool_name,
-            kind(calls[each]),
-            _to_json(validated.get(each, calls[each].args_as_dict())),
-        )
-        for each in ids
-    ]
+            kind = ToolCallKind.APPROVAL
+        else:
+            kind = ToolCallKind.QUESTION if tool is None else ToolCallKind.PEER
+        arguments = _to_json(run.validated.get(call.tool_call_id) or call.args_as_dict())
+        peer = tool.peer.name if tool is not None and kind is ToolCallKind.PEER else None
+        calls.append(ToolCall(call.tool_call_id, call.tool_name, kind, arguments, peer))
+    return calls
 
 
 def _to_json(arguments: dict[str, Any]) -> dict[str, JsonValue]:
