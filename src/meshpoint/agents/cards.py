@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import ValidationError
 
 from meshpoint.agents.peer import Peer
 from meshpoint.errors import ConfigurationError
-from meshpoint.model.cards import MAX_CARD_BYTES, MAX_DESCRIPTION_LENGTH, AgentCard
+from meshpoint.model.cards import (
+    MAX_CARD_BYTES,
+    MAX_DESCRIPTION_LENGTH,
+    AgentCard,
+    AgentSkill,
+)
 from meshpoint.model.declared_type import first_problem
 from meshpoint.ports.agent import DurableAgent, HasCard, list_versions
 
@@ -39,13 +44,20 @@ def _build_card(agent: DurableAgent[Any, Any]) -> AgentCard:
     peer = getattr(agent, "peer", None)
     if not isinstance(peer, Peer):
         return AgentCard(name=agent.name, version=_version_of(agent))
+    return describe_peer(peer, _version_of(agent), getattr(agent, "skills", ()))
+
+
+def describe_peer(
+    peer: Peer[Any, Any], version: str, skills: Iterable[AgentSkill] = ()
+) -> AgentCard:
+    """Build a card from the types and the description of `peer`."""
     return AgentCard(
-        name=agent.name,
+        name=peer.name,
         description=_truncate(peer.description or ""),
-        version=_version_of(agent),
-        input_schema=_read_schema(agent.name, "input", lambda: peer.input_schema),
-        output_schema=_read_schema(agent.name, "output", lambda: peer.output_schema),
-        skills=tuple(getattr(agent, "skills", ())),
+        version=version,
+        input_schema=_read_schema(peer.name, "input", lambda: peer.input_schema),
+        output_schema=_read_schema(peer.name, "output", lambda: peer.output_schema),
+        skills=tuple(skills),
     )
 
 

@@ -6,25 +6,32 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from inspect import isawaitable
 from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import JsonValue
 
 from meshpoint.adapters.inprocess.broker import InProcessExchange
+from meshpoint.agents.cards import describe_peer
 from meshpoint.agents.peer import Peer
 from meshpoint.errors import AgentFailed
 from meshpoint.model.bodies import RequestBody, parse_body
 from meshpoint.model.call_attempts import failure_of
+from meshpoint.model.cards import CardBody
 from meshpoint.model.declared_type import TypeMismatch
-from meshpoint.model.envelopes import encode_reply
+from meshpoint.model.envelopes import card_message, encode_reply
 from meshpoint.model.error_text import describe_exception, exception_message
-from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
 from meshpoint.model.messages import (
+    CARDS,
+    DESCRIBE_ALL,
     Header,
     Message,
     MessageType,
+    describe_topic,
     nested_queue,
+    private_queue,
     request_queue,
     response_queue,
 )
@@ -39,6 +46,8 @@ Failure: TypeAlias = Literal["error", "timeout", "cancelled", "undeliverable", "
 """Why a call to a stub has no result: the values of `FailureKind`."""
 
 _PREFETCH = 1_000_000
+_REPLICA = ReplicaId("stub")
+_STARTED_AT = datetime.fromtimestamp(0, UTC)
 
 
 @dataclass
@@ -66,7 +75,8 @@ class Stub(Generic[In, Out]):
         assert asked.requests == [Query(city="Rome")]
 
     A stub without instructions keeps its requests until the test answers them with `answer`. Like
-    an agent, it gives the same answer to a request that is sent again after a crash.
+    an agent, it gives the same answer to a request that is sent again after a crash. Agents that
+    discover peers find it, with the types and the description of its `Peer`.
 
     Attributes:
         name: The agent's name.
@@ -176,8 +186,21 @@ class Stub(Generic[In, Out]):
     def _consume(self) -> None:
         name = AgentName(self.name)
         self._exchange.declare(name, None, self)
-        for address in (request_queue(name), nested_queue(name), response_queue(name)):
+        self._exchange.subscribe(name, _REPLICA, self, [describe_topic(name), DESCRIBE_ALL])
+        for address in (
+            request_queue(name),
+            nested_queue(name),
+            response_queue(name),
+            private_queue(name, _REPLICA),
+        ):
             self._exchange.consume(address, _PREFETCH, self._receive)
+        self._exchange.announce(CARDS, self._card())
+
+    def _card(self, correlation_id: str | None = None) -> Message:
+        body = CardBody(
+            card=describe_peer(self._peer, "stub"), replica=_REPLICA, started_at=_STARTED_AT
+        )
+        return card_message(AgentName(self.name), body.to_bytes(), correlation_id)
 
     def _receive(self, delivery: Delivery) -> None:
         message = delivery.message
@@ -188,6 +211,8 @@ class Stub(Generic[In, Out]):
             self._receive_request(message)
         elif message.type is MessageType.CANCEL and message.correlation_id in self._open:
             self._send(message.correlation_id, Failed(FailureKind.CANCELLED, "cancelled"))
+        elif message.type is MessageType.DESCRIBE and message.reply_to is not None:
+            self._exchange.publish(message.reply_to, self._card(message.correlation_id))
         self._changed.set()
         self._on_change()
 

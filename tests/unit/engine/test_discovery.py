@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, create_model
 
+from fake_peer import FakePeer
 from meshpoint import AgentCard, Context, Failed, Ok, agent
 from meshpoint.agents.discovery import offer_peers, peer_of_card
 from meshpoint.engine import peer_directory
@@ -28,8 +29,11 @@ from meshpoint.model.messages import (
 )
 from meshpoint.ports.broker import Delivery
 
+from .agents import Gate
+from .cells import IsolatedRuns
 from .mesh import Mesh, RunningReplica
 from .test_crash_points import crash_replica_at
+from .test_poison import LEASE, make_suspects
 
 PLANNER = AgentName("planner")
 
@@ -491,3 +495,26 @@ async def test_a_replica_without_its_private_queue_serves_and_introduces_itself_
     flights.broker.locked_addresses.clear()
     await mesh.advance(10)
     assert offered(planning, "*") == ["flights/1"]
+
+
+async def test_a_task_in_a_process_of_its_own_is_offered_peers(
+    mesh: Mesh, client: FakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_directory, "_COLLECT_SECONDS", 60.0)  # ends with the answer
+    gate = Gate()
+
+    @agent("agent")
+    async def suspect(ctx: Context, number: int) -> list[str]:
+        await gate()
+        return [card.name for card in await offer_peers(ctx, ["flights"])]
+
+    await mesh.replica(server("flights"))
+    isolation = IsolatedRuns(mesh, suspect)
+    (task,) = await make_suspects(mesh, client, suspect, gate, 1, isolation=isolation)
+    await mesh.replica(suspect, isolation=isolation)
+    await mesh.advance(LEASE)
+    await isolation.wait_for_run()
+    gate.opened.set()
+    assert await client.reply(task) == Ok(["flights"])
+    await mesh.idle()
+    assert [each.is_done for each in isolation.all] == [True]

@@ -17,6 +17,8 @@ from meshpoint import (
     Peer,
     TaskExecutionContext,
     agent,
+    offer_peers,
+    peer_of_card,
 )
 from meshpoint.model.declared_type import TypeMismatch
 from meshpoint.testing import TestMesh
@@ -124,3 +126,28 @@ async def test_the_error_of_an_unfit_answer_names_the_stub() -> None:
     async with TestMesh(travel) as mesh:
         with pytest.raises(TypeMismatch, match="stub 'flights': Quote: price: Field required"):
             mesh.stub(flights).returns({})  # type: ignore[arg-type]
+
+
+@agent("scout")
+async def scout(ctx: TaskExecutionContext, city: str) -> dict[str, Any]:
+    """Call all peers that can be discovered."""
+    cards = await offer_peers(ctx, ["*"])
+    outcomes = await ctx.gather_outcomes(*[peer_of_card(card)({"city": city}) for card in cards])
+    return {
+        card.name: [card.description, outcome.value if isinstance(outcome, Ok) else "failed"]
+        for card, outcome in zip(cards, outcomes, strict=True)
+    }
+
+
+async def test_stubs_are_discovered() -> None:
+    described = Peer("hotels", Query, Quote, description="Find a hotel.")
+    async with TestMesh(scout, always_replay=True) as mesh:
+        asked = mesh.stub(described).returns(Quote(price=80))
+        mesh.stub("trains").fails()
+        assert await mesh.call(scout, "Rome") == {
+            "hotels": ["Find a hotel.", {"price": 80}],
+            "trains": ["", "failed"],
+        }
+        assert asked.requests == [Query(city="Rome")]
+        mesh.stub(flights).returns(Quote(price=120))  # announces itself
+        assert list(await mesh.call(scout, "Rome")) == ["flights", "hotels", "trains"]

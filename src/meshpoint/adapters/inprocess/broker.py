@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count, starmap
@@ -129,6 +129,18 @@ class InProcessExchange:
             address = private_queue(agent, replica)
             private = Queue(address, agent, self._private_max_length, private=True)
             self.queues.setdefault(address, private).users.add(user)
+
+    def subscribe(
+        self, agent: AgentName, replica: ReplicaId, user: object, topics: Iterable[Topic]
+    ) -> None:
+        """Declare the private queue of `replica`, and also append messages of `topics` to it."""
+        self.declare(agent, replica, user)
+        self.queues[private_queue(agent, replica)].topics.update(topics)
+
+    def announce(self, topic: Topic, message: Message) -> None:
+        """Append `message` to every queue that is subscribed to `topic` and has room."""
+        for queue in self.subscribers(topic):
+            self.put(queue, message)
 
     def publish(self, address: Address, message: Message) -> PublishResult:
         """Append `message` to the queue at `address`, if that exists and has room."""
@@ -396,14 +408,12 @@ class InProcessBroker:
     ) -> None:
         """Also deliver `topics` to the private queue of `replica`."""
         await self._require_open()
-        self._exchange.declare(agent, replica, self)
-        self._exchange.queues[private_queue(agent, replica)].topics.update(topics)
+        self._exchange.subscribe(agent, replica, self, topics)
 
     async def announce(self, topic: Topic, message: Message) -> None:
         """Append `message` to every subscribed queue that has room."""
         await self._require_open()
-        for queue in self._exchange.subscribers(topic):
-            self._exchange.put(queue, message)
+        self._exchange.announce(topic, message)
 
     async def consume(
         self, address: Address, prefetch: int, on_delivery: OnDelivery
