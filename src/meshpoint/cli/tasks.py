@@ -691,8 +691,8 @@ async def _find_task(
     config: Path | None, database: str | None, namespace: str | None, task_id: str
 ) -> TaskDetails:
     """Return a task with its calls, its outcome, its input and its open questions."""
+    from meshpoint.engine.open_questions import read_open_questions
     from meshpoint.model.ids import TaskId
-    from meshpoint.model.questions import open_question_keys
 
     id_ = TaskId(task_id)
     async with _open_stores(config, database, namespace) as stores:
@@ -700,13 +700,11 @@ async def _find_task(
             if found := await store.task(id_):
                 outcome = _read_outcome((await store.lookup([id_])).get(id_))
                 input_ = _read_input(await store.stored_request(id_))
-                keys = open_question_keys(*found)
-                asked = await store.find_questions(keys) if keys else []
                 return TaskDetails(
                     *found,
                     outcome,
                     input_,
-                    [each for each in asked if each is not None],
+                    await read_open_questions(store, *found),
                     sources.load_secret_keys(config),
                     await store.mailbox(id_),
                 )

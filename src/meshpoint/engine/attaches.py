@@ -261,7 +261,7 @@ class Attaches:
                 question.to_update(),
                 StatusMetadata(UpdateKind.QUESTION),
             )
-            for question in await read_open_questions(backend, retry, *found)
+            for question in await read_open_questions(store, *found, retry)
         ]
         await self._publisher.publish_advisory(
             [each for each in envelopes if each and len(each[1].body) <= MAX_STATUS_BYTES]

@@ -1,37 +1,54 @@
-"""Read the open questions of a task, for callers."""
+"""Read the open questions of a task, for callers and operators."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
-from meshpoint.engine.backend import Backend
 from meshpoint.engine.retry import Retry
+from meshpoint.errors import Unavailable
 from meshpoint.model.questions import AskedQuestion, QuestionKey, open_question_keys
 from meshpoint.model.task_status import MAX_WAITS
 from meshpoint.model.tasks import CallSummary, TaskSummary
+from meshpoint.ports.task_store import CheckpointStore
 
 log = logging.getLogger("meshpoint.store")
 
+_Find: TypeAlias = Callable[[Sequence[QuestionKey]], Awaitable[list[AskedQuestion | None]]]
+
 
 async def read_open_questions(
-    backend: Backend, retry: Retry, task: TaskSummary, calls: Sequence[CallSummary]
+    store: CheckpointStore,
+    task: TaskSummary,
+    calls: Sequence[CallSummary],
+    retry: Retry | None = None,
 ) -> list[AskedQuestion]:
     """Return the questions that a task waits for, at most 100.
 
-    A question that cannot be read is left out with a warning: it must not hide the others.
+    A question that cannot be read is left out with a warning: it must not hide the others. With
+    `retry`, the read waits until the store is available.
     """
+
+    async def find(keys: Sequence[QuestionKey]) -> list[AskedQuestion | None]:
+        if retry is None:
+            return await store.find_questions(keys)
+        return await retry.until_available(lambda: store.find_questions(keys))
+
     keys = open_question_keys(task, calls)[:MAX_WAITS]
     if not keys:
         return []
     try:
-        return await _read(backend, retry, keys)
+        return await _read(find, keys)
+    except Unavailable:
+        raise
     except Exception:  # of a damaged row, or of one that a later release wrote
         found: list[AskedQuestion] = []
         for key in keys:
             try:
-                found += await _read(backend, retry, [key])
+                found += await _read(find, [key])
+            except Unavailable:
+                raise
             except Exception:
                 log.warning(
                     "task %s: its question %s cannot be read", key.task_id, key.name, exc_info=True
@@ -39,11 +56,8 @@ async def read_open_questions(
         return found
 
 
-async def _read(
-    backend: Backend, retry: Retry, keys: Sequence[QuestionKey]
-) -> list[AskedQuestion]:
-    asked = await retry.until_available(partial(backend.store.find_questions, keys))
-    found = [each for each in asked if each is not None]
+async def _read(find: _Find, keys: Sequence[QuestionKey]) -> list[AskedQuestion]:
+    found = [each for each in await find(keys) if each is not None]
     for question in found:
         question.to_update()  # fails if its details are damaged
     return found

@@ -130,7 +130,7 @@ class StatusQueries:
         if found is None:  # deleted meanwhile
             return None
         task, calls = found
-        asked = await read_open_questions(backend, self._runtime.retry, task, calls)
+        asked = await read_open_questions(store, task, calls, self._runtime.retry)
         return build_status(task, calls, asked)
 
     async def _broadcast(self, queries: Sequence[StatusQuery]) -> None:

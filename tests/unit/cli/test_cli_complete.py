@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +111,16 @@ def test_open_questions_are_shown_and_listed(run_command: Command, task_id: Task
     assert task_id in listed
     assert "no such tasks" in run_command("list", "--waiting-for", "colour").out
     assert run_command("complete", task_id, question_id, "false").code == 0
+
+
+def test_a_task_with_a_damaged_question_is_shown(
+    run_command: Command, task_id: TaskId, tmp_path: Path
+) -> None:
+    with closing(sqlite3.connect(tmp_path / "tasks.db")) as database, database:
+        database.execute("UPDATE agent_peer_sub_tasks SET request = X'07'")
+    shown = run_command("show", task_id)
+    assert (shown.code, "Buy it?" in shown.out) == (0, False)
+    assert "question approval" in shown.out  # what it waits for
 
 
 @pytest.mark.parametrize(
