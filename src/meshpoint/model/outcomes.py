@@ -43,7 +43,8 @@ class Ok(Generic[_T_co]):
         would take most of the time.
         """
         outcome: Ok[Any] = object.__new__(cls)
-        outcome.__dict__["value"], outcome.__dict__["artifacts"] = value, artifacts
+        fields = outcome.__dict__
+        fields["value"], fields["artifacts"] = value, artifacts
         return outcome
 
     if not TYPE_CHECKING:  # it would let type checkers accept every attribute

@@ -202,3 +202,11 @@ def test_the_first_field_that_differs(one: JsonValue, other: JsonValue, field: s
 @given(texts, json_values | st.integers() | texts)
 def test_the_digest_of_a_call_is_that_of_its_peer_and_input(peer: str, call_input: Any) -> None:
     assert call_digest(peer, call_input) == json_digest([peer, call_input])
+
+
+def test_equal_inputs_of_other_types_have_digests_of_their_own() -> None:
+    inputs: list[JsonValue] = [1, True, 1.0, "1", "1" * 101]
+    for _ in range(2):  # the digests of some inputs are remembered
+        digests = [call_digest("flights", each) for each in inputs]
+        assert digests == [json_digest(["flights", each]) for each in inputs]
+        assert len(set(digests)) == len(inputs)
