@@ -31,6 +31,7 @@ from meshpoint.model.cards import AgentCard, check_patterns
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.declared_type import DeclaredType
 from meshpoint.model.peer_directory import PeerDirectory
+from meshpoint.model.recorded_work import current_subtask
 
 
 async def offer_peers(
@@ -50,10 +51,11 @@ async def offer_peers(
         ConfigurationError: A pattern can match no agent.
     """
     selected = check_patterns(patterns, "peers")
-    last = ctx._runtime.offers.get(step, ())
+    key = current_subtask(), step  # a recorded subtask does not run again, nor do its offers
+    last = ctx._runtime.offers.get(key, ())
     change = await ctx.step(step, _find_change, ctx._runtime.directory, selected, last)
     if change is not None:
-        ctx._runtime.offers[step] = last = _apply(change, last)
+        ctx._runtime.offers[key] = last = _apply(change, last)
     return last
 
 

@@ -34,7 +34,6 @@ class OwnCard:
     ) -> None:
         self._runtime, self._agent, self._publisher = runtime, agent, publisher
         self._body: bytes | None = None
-        self._started_at = runtime.clock.now()
         self._throttle = Throttle(_MAX_ANSWERS_PER_ADDRESS, runtime.clock.now)
         self._total_throttle = Throttle(_MAX_ANSWERS_PER_SECOND, runtime.clock.now)
 
@@ -81,7 +80,7 @@ class OwnCard:
             self._body = CardBody(
                 card=describe_agent(self._agent),
                 replica=replica.id,
-                started_at=self._started_at,
+                started_at=self._runtime.clock.now(),  # the database's, now that it is open
                 app_version=None if replica.version is None else replica.version[:200],
             ).to_bytes()
         return card_message(self._runtime.agent, self._body, correlation_id)

@@ -192,7 +192,8 @@ class ContextRuntime:
         generation: Number of the task's pauses before the segment.
         question_counts: How often the segment has used each name of a question, by subtask.
         directory: The peers that the agent may discover. `None` if it discovers none.
-        offers: The peers that were last offered to a model, by the step that recorded them.
+        offers: The peers that were last offered to a model, by the subtask and the step that
+            recorded them.
     """
 
     recorder: CallRecorder | None = None
@@ -204,7 +205,7 @@ class ContextRuntime:
     generation: int = 0
     question_counts: Counter[tuple[str | None, str]] = field(default_factory=Counter)
     directory: PeerDirectory | None = None
-    offers: dict[str, tuple[AgentCard, ...]] = field(default_factory=dict)
+    offers: dict[tuple[str | None, str], tuple[AgentCard, ...]] = field(default_factory=dict)
 
     @property
     def subtasks(self) -> SubtaskRunner | None:

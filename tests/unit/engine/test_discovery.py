@@ -518,3 +518,23 @@ async def test_a_task_in_a_process_of_its_own_is_offered_peers(
     assert await client.reply(task) == Ok(["flights"])
     await mesh.idle()
     assert [each.is_done for each in isolation.all] == [True]
+
+
+async def test_the_offer_of_a_recorded_subtask_is_no_base_of_later_ones(mesh: Mesh) -> None:
+    """After the pause, the subtask does not run again, so its offers are unknown."""
+
+    async def choose(ctx: Context) -> list[str]:
+        return [card.name for card in await offer_peers(ctx, ["flights"])]
+
+    @agent("planner")
+    async def plan(ctx: Context, number: int) -> list[list[str]]:
+        chosen = await ctx.subtask("choose", choose, ctx)
+        again = await choose(ctx)
+        await peer_of_card(AgentCard(name="flights"))(number)
+        return [chosen, again, await choose(ctx)]
+
+    described: Any = plan
+    described.peer_patterns = ("flights",)
+    await mesh.replica(server("flights"))
+    await mesh.replica(plan)
+    assert await mesh.ask("planner", 1) == Ok([["flights"]] * 3)
