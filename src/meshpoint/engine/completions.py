@@ -79,23 +79,36 @@ class Completions:
     async def _record(
         self, completion: _Completion, claim_id: RunId, *, shared: bool
     ) -> TaskLocked | None:
-        database = self._runtime.database
-        backends = [self._runtime.in_process]
-        if shared and database is not None:
-            backends.insert(0, database)
-        for backend in backends:
-            asked = await self._find(backend, completion.key)
+        runtime = self._runtime
+        database, in_process = runtime.database, runtime.in_process
+        pauses_in_database = runtime.new_task_backend.is_shared
+        if shared and database is not None and pauses_in_database:
+            asked = await self._find(database, completion.key)
             if asked is not None:
-                return await self._answer(backend, asked, completion, claim_id)
-        if shared and not self._runtime.new_task_backend.is_shared:
-            agent = self._runtime.agent
-            forwarded = forwarded_message(agent, completion.message, completion.message.app_id)
-            await self._runtime.broker.broadcast(agent, forwarded)
-        elif shared:
-            text = await self._explain_unasked(completion.key)
-            status = CompletionStatus.REFUSED if text == _ENDED else CompletionStatus.NOT_OPEN
-            await self._reply(completion.message, status, text)
+                return await self._answer(database, asked, completion, claim_id)
+        asked = await self._find(in_process, completion.key)
+        if asked is not None:
+            return await self._answer(in_process, asked, completion, claim_id)
+        if not shared:
+            return None  # another replica may have the task in memory
+        if not pauses_in_database:
+            # Before the look-up, because the database may be unavailable.
+            await self._forward(completion.message)
+            if database is None:
+                return None
+            asked = await self._find(database, completion.key)
+            if asked is not None:
+                return await self._answer(database, asked, completion, claim_id)
+        text = await self._explain_unasked(completion.key)
+        status = CompletionStatus.REFUSED if text == _ENDED else CompletionStatus.NOT_OPEN
+        await self._reply(completion.message, status, text)
         return None
+
+    async def _forward(self, message: Message) -> None:
+        """Broadcast an answer to the replicas, of which one may have its task in memory."""
+        agent = self._runtime.agent
+        forwarded = forwarded_message(agent, message, message.app_id)
+        await self._runtime.broker.broadcast(agent, forwarded)
 
     async def _explain_unasked(self, key: QuestionKey) -> str:
         """Why no question has this key, for people."""

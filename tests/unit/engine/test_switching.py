@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 from fake_peer import FakePeer
-from meshpoint.errors import BrokerUnavailable
+from meshpoint import Mesh as Connection
+from meshpoint.agents.function import agent
+from meshpoint.errors import AnswerRefused, BrokerUnavailable
+from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
-from meshpoint.model.ids import TaskId
+from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.messages import Message
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.model.questions import QuestionKey
 from meshpoint.model.tasks import TaskState
 
 from .agents import Gate, Steps, asker, doubler, gated_after, sequential_agent, summer
@@ -276,3 +280,36 @@ async def test_with_checkpointing_off_a_replica_needs_its_private_queue(mesh: Me
     with pytest.raises(BrokerUnavailable, match="private queue"):
         await replica.task
     mesh.replicas.clear()
+
+
+@agent("asking")
+async def asking(ctx: TaskExecutionContext, number: int) -> bool:
+    """Asks a question."""
+    return await ctx.wait_for("approval", bool)
+
+
+async def test_a_task_in_memory_gets_its_answer_while_the_database_is_unavailable(
+    mesh: Mesh, connection: Connection
+) -> None:
+    replicas = [await mesh.replica(asking, **OFF) for _ in range(2)]
+    task = await connection.send("asking", 1)
+    await mesh.idle()
+    (question,) = (await task.status()).waits
+    assert question.question_id is not None
+    for replica in replicas:
+        replica.store.fail_always("find_questions")
+    await connection.complete(question.question_id, True)
+    assert await task.result() is True
+
+
+async def test_with_checkpointing_off_an_answer_to_an_ended_task_is_refused(
+    mesh: Mesh, connection: Connection
+) -> None:
+    replica = await mesh.replica(doubler)
+    task_id = (await connection.send("doubler", 1)).id
+    await mesh.idle()
+    await replica.crash()
+    await mesh.replica(doubler, **OFF)
+    question = QuestionKey(AgentName("doubler"), TaskId(task_id), TaskId("~?approval.1"))
+    with pytest.raises(AnswerRefused, match="its task has ended"):
+        await connection.complete(question.to_id(), True)
