@@ -292,14 +292,15 @@ async def test_a_task_in_memory_gets_its_answer_while_the_database_is_unavailabl
     mesh: Mesh, connection: Connection
 ) -> None:
     replicas = [await mesh.replica(asking, **OFF) for _ in range(2)]
-    task = await connection.send("asking", 1)
+    tasks = [await connection.send("asking", number) for number in range(4)]
     await mesh.idle()
-    (question,) = (await task.status()).waits
-    assert question.question_id is not None
+    waits = [(await task.status()).waits[0] for task in tasks]
     for replica in replicas:
         replica.store.fail_always("find_questions")
-    await connection.complete(question.question_id, True)
-    assert await task.result() is True
+    for task, wait in zip(tasks, waits, strict=True):
+        assert wait.question_id is not None
+        await connection.complete(wait.question_id, True)
+        assert await task.result() is True
 
 
 async def test_with_checkpointing_off_an_answer_to_an_ended_task_is_refused(
