@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from contextvars import ContextVar
 from hashlib import blake2b
+from itertools import chain
 from typing import TypeAlias, cast
 
 from pydantic_core import from_json, to_json
@@ -180,12 +181,12 @@ def decode_writes(entries: Iterable[bytes]) -> list[MemoryWrite]:
 
 def commands_digest(commands: Sequence[Command]) -> str:
     """Return a short digest of commands and their arguments."""
-    parts = list[bytes]()
+    digest = blake2b(digest_size=8)
     for command in commands:
-        for part in (command.name.encode(), command.key.encode(), *command.args):
-            parts += (b"%d:" % len(part), part)
-        parts.append(b";")
-    return blake2b(b"".join(parts), digest_size=8).hexdigest()
+        for part in chain((command.name.encode(), command.key.encode()), command.args):
+            digest.update(b"%d:" % len(part) + part)
+        digest.update(b";")
+    return digest.hexdigest()
 
 
 def keys_digest(keys: Iterable[str]) -> str:
