@@ -117,7 +117,8 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
 
 
 def _dump(messages: list[ModelMessage]) -> list[Any]:
-    dumped: list[Any] = ModelMessagesTypeAdapter.dump_python(messages, mode="json")
+    # pydantic 2.12.0 warns of usages that are complete.
+    dumped: list[Any] = ModelMessagesTypeAdapter.dump_python(messages, mode="json", warnings=False)
     return dumped
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter
 from pydantic_ai.capabilities import WrapRunHandler
 from pydantic_ai.durable_exec import (
     JSON_CODEC,
@@ -71,6 +72,23 @@ _TOOL_OPTIONS = "meshpoint"
 """Key of a tool's metadata. `metadata={"meshpoint": False}` runs a tool without recording it."""
 
 
+@lru_cache
+def _adapter(type_: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(type_)
+
+
+class _StepCodec:
+    """`JSON_CODEC`, without the warnings of pydantic 2.12.0 about responses that are complete."""
+
+    def dump(self, tp: Any, value: Any) -> Any:
+        """Convert the result of an operation to JSON."""
+        return _adapter(tp).dump_python(value, mode="json", warnings=False)
+
+    def load(self, tp: Any, payload: Any) -> Any:
+        """Convert JSON to the result of an operation."""
+        return JSON_CODEC.load(tp, payload)
+
+
 class MeshpointDurability(BaseDurabilityCapability[Any]):
     """Makes the runs of an agent part of a task.
 
@@ -98,7 +116,7 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         engine_name="Meshpoint",
         durable_unit_noun="step",
         durable_container_noun="task",
-        codec=JSON_CODEC,
+        codec=_StepCodec(),
         toolset_lifecycles={
             "function": "enter-always",
             "mcp": "enter-in-durable-unit",
