@@ -182,7 +182,10 @@ class Transitions(Protocol):
     async def find_dispatches(
         self, calls: Sequence[tuple[TaskId, TaskId]]
     ) -> list[Dispatch | None]:
-        """The calls' requests as sent, by task id and `sub_task_id`. `None` for a missing call."""
+        """The calls' requests as sent, by task id and `sub_task_id`.
+
+        `None` for a call that is missing or has its outcome.
+        """
 
     async def find_questions(self, keys: Sequence[QuestionKey]) -> list[AskedQuestion | None]:
         """Questions that tasks have asked, with their answers. `None` for any other key.

@@ -143,14 +143,14 @@ class InProcessTransitions:
     async def find_dispatches(
         self, calls: Sequence[tuple[TaskId, TaskId]]
     ) -> list[Dispatch | None]:
-        """The requests of calls as they were sent, or `None` for a missing call."""
-        rows = [(self._tables.tasks.get(task_id), sub_task_id) for task_id, sub_task_id in calls]
-        found = [
-            (row, None if row is None else row.calls.get(sub_task_id)) for row, sub_task_id in rows
-        ]
-        return [
-            None if row is None or call is None else row.to_dispatch(call) for row, call in found
-        ]
+        """The requests of calls as they were sent; `None` without a pending call."""
+        found: list[Dispatch | None] = []
+        for task_id, sub_task_id in calls:
+            row = self._tables.tasks.get(task_id)
+            call = None if row is None else row.calls.get(sub_task_id)
+            is_pending = call is not None and call.state is CallState.PENDING
+            found.append(row.to_dispatch(call) if row and call and is_pending else None)
+        return found
 
     async def record_progress(self, updates: Sequence[Progress]) -> list[ProgressRecorded | None]:
         """Extend the idle deadlines of pending calls."""

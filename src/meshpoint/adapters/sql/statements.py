@@ -637,6 +637,7 @@ SELECT c.logical_task_id, c.sub_task_id, c.invocation_id, c.peer_agent, c.outcom
 READ_REQUESTS = """
 SELECT c.*, {instant} AS now FROM {pairs} JOIN agent_peer_sub_tasks AS c
     ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
+ WHERE c.status = 'pending'
 """
 
 # Read the calls without an outcome of tasks, in call order.

@@ -209,6 +209,16 @@ class ClaimSuite:
         assert isinstance(one(await store.claim([claim], HERE, 1)), UnknownCall | DuplicateOutcome)
         assert await row(store, claim.task_id) == before
 
+    async def test_only_a_call_without_its_outcome_has_a_request(
+        self, store: CheckpointStore
+    ) -> None:
+        pause = await paused(store, "a", "b")
+        task_id = pause.run.task_id
+        keys = [(task_id, sub(pause, "a")), (task_id, sub(pause, "b")), (task_id, TaskId("other"))]
+        assert [each is None for each in await store.find_dispatches(keys)] == [False, False, True]
+        await store.claim([a_claim(pause, "a")], HERE, 1)
+        assert [each is None for each in await store.find_dispatches(keys)] == [True, False, True]
+
     async def test_a_duplicate_changes_nothing(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b")
         await store.claim([a_claim(pause, "a", ok("first"))], HERE, 1)
