@@ -466,6 +466,13 @@ for _stamp in (0, -1, 2**31, 2**32, 253402300800, 10**13, 2**62, 2**63, 2**64 - 
 # keys.
 
 
+def _nested_json(depth: int) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for _ in range(depth):
+        nested = {"items": nested}
+    return nested
+
+
 def _nested_field(depth: int, of: bytes) -> bytes:
     inner = b"V"
     for _ in range(depth):
@@ -884,6 +891,42 @@ def _unreadable_reply(world: FuzzState) -> WireMessage | None:
     return message.with_properties(
         reply_to=victim.properties.get("reply_to"), body=b"{" + world.mark.encode()
     ).with_headers({"x-parent-task-id": victim.headers.get("x-parent-task-id", "p")})
+
+
+# Discovery: questions for cards, and cards that nobody has asked for.
+
+for _what, _more in {
+    "": {},
+    " without an address": {"reply_to": None},
+    " for another's address": {"reply_to": f"{EVIL}.replies"},
+    " with a body": {"body": b"\xff" * 1000},
+}.items():
+
+    @recipe(f"describe{_what}")
+    def _describe(world: FuzzState, more: Any = _more) -> WireMessage:
+        agent = world.rng.choice(AGENTS)
+        key = world.rng.choice((f"{agent}.describe", "*.describe", f"{agent}.resp"))
+        properties = _properties(world, "describe", world.mark, world.mark)
+        question = WireMessage(key, {}, {}, b"{}")
+        return question.with_properties(**{**properties, "reply_to": REPLIES, **more})
+
+
+for _what, _card in {
+    "": {"name": MALLORY},
+    " of another agent": {"name": "leaf"},
+    " of 1 MB": {"name": MALLORY, "description": "x" * 1_000_000},
+    " nested 900": {"name": MALLORY, "inputSchema": _nested_json(900)},
+    " with a remote schema": {"name": MALLORY, "inputSchema": {"$ref": "https://evil.example"}},
+    " that is no object": 1,
+}.items():
+
+    @recipe(f"card{_what}")
+    def _make_card(world: FuzzState, card: Any = _card) -> WireMessage:
+        agent = world.rng.choice(AGENTS)
+        key = world.rng.choice((f"{agent}.broadcast", f"{agent}.resp"))
+        content = {"card": card, "replica": world.mark, "startedAt": "2026-01-02T03:04:05Z"}
+        message = WireMessage(key, {}, {}, json.dumps(content).encode())
+        return message.with_properties(**_properties(world, "card", world.mark, world.mark))
 
 
 # The fuzzer's own tasks: requested again, with another input, resumed, cancelled.
