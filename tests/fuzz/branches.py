@@ -34,7 +34,7 @@ NOT_CHOSEN_BY_MESSAGES = {
         ("meshpoint.engine.claim", name)
         for name in ("rescue_expired", "release_unread", "acquire_parked", "acquire_overdue")
     ),
-    ("meshpoint.engine.request_answers", "_look_up"),
+    ("meshpoint.engine.request_answers", "_look_up_if_available"),
 }
 """Functions of these modules that only the sweeper calls, for work that time alone makes due, or
 whose branches depend only on the configuration and the state of the database."""
