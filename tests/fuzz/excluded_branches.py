@@ -82,7 +82,7 @@ _TIMING_DEPENDENT = {
     ("engine.responses", "handle_responses"): "TaskLocked",
     ("engine.responses", "_request_fingerprint"): "",
     ("engine.responses", "_drop_unrelated_refusals"): "dispatch is not None",
-    ("engine.responses", "_build_forwarded_statuses"): "not envelopes",
+    ("engine.responses", "_build_forwarded_statuses"): "not target.followers",
     ("engine.responses", "_handle_commands"): "case TaskLocked",
     ("engine.responses", "handle_completions"): "not locked is None",
     ("engine.responses", "handle_signals"): "not locked is None",
