@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
 
 pytest.importorskip("pydantic_ai")
 
-from pydantic_ai import Agent
-from pydantic_ai.exceptions import CallDeferred
+from pydantic_ai import Agent, RunContext
+from pydantic_ai.capabilities import ModelFallback, ProcessHistory
+from pydantic_ai.exceptions import CallDeferred, ModelHTTPError
+from pydantic_ai.messages import ModelMessage, ModelResponse, TextPart, ToolCallPart
+from pydantic_ai.models.function import AgentInfo, FunctionModel
+from pydantic_ai.toolsets import FunctionToolset
 from scenario import (
     TOOLS,
     Journey,
@@ -85,20 +91,35 @@ async def test_the_capability_asks_for_approval() -> None:
 
 
 async def test_runs_that_wait_at_the_same_time_are_refused() -> None:
+    is_open, calls = asyncio.Event(), count()
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if next(calls):  # of the second run
+            return Says(uses=(Use("weather", {"request": "Rome"}, "call-w"),))
+        return Says(uses=(Use("visas", {"country": "Italy"}, "call-v"),))
+
+    async def stay() -> None:
+        is_open.set()
+        await asyncio.Event().wait()
+
+    journey = Journey(script, TOOLS, meet=stay)
     scout = PydanticAI().agent(
-        Journey(two_pauses, TOOLS), capabilities=[MeshpointDurability(peers=PEERS, stream=False)]
+        journey, capabilities=[MeshpointDurability(peers=PEERS, stream=False)]
     )
+
+    async def second() -> None:
+        await is_open.wait()
+        await scout.run("b")
 
     @agent("travel")
     async def travel(ctx: TaskExecutionContext, trip: Trip) -> str:
-        await asyncio.gather(scout.run("a"), scout.run("b"))
+        await asyncio.gather(scout.run("a"), second())
         return "never"
 
     async with TestMesh(travel) as mesh:
-        stubs(mesh)
         outcome = await (await mesh.send(travel, ROME)).outcome()
     assert isinstance(outcome, Failed)
-    assert "await one before the other" in outcome.message or "two open steps" in outcome.message
+    assert "await one before the other" in outcome.message
 
 
 async def test_outside_a_task_the_capability_changes_nothing() -> None:
@@ -146,6 +167,95 @@ async def test_a_tool_that_is_not_recorded_uses_the_memory() -> None:
 
     async with TestMesh(durable(planner, stream=False)) as mesh:
         assert (await mesh.call("travel", "hello")).strip() == "a window"
+
+
+async def test_a_typed_output_and_dependencies_of_each_segment() -> None:
+    made = list[str]()
+
+    def make(ctx: TaskExecutionContext) -> str:
+        made.append(ctx.task_id)
+        return "gold"
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if not answers:
+            return Says(uses=(Use("weather", {"request": "Rome"}, "call-w"),))
+        if answers == 1:
+            return Says(uses=(Use("card", {}, "call-c"),))
+        days = len(results[-1].text)
+        return Says(uses=(Use("final_result", {"city": results[0].text, "days": days}, "out"),))
+
+    planner = Agent(model_of(Journey(script)), name="travel", deps_type=str, output_type=Trip)
+
+    @planner.tool
+    def card(ctx: RunContext[str]) -> str:
+        return ctx.deps
+
+    wrapped = durable(planner, peers=[weather], deps=make, stream=False)
+    async with TestMesh(wrapped) as mesh:
+        stubs(mesh)
+        assert await mesh.call(wrapped, "hello") == Trip(city="sunny", days=4)
+    assert len(made) == 2
+    assert wrapped.peer.output_schema["title"] == "Trip"
+
+
+async def test_a_shortened_history_is_written_once() -> None:
+    def keep_last(messages: list[ModelMessage]) -> list[ModelMessage]:
+        return messages[-2:]
+
+    lengths = list[int]()
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        lengths.append(answers)
+        if len(lengths) > 4:
+            return Says("done")
+        return Says(uses=(Use("weather", {"request": "Rome"}, f"call-{len(lengths)}"),))
+
+    planner = Agent(
+        model_of(Journey(script)), name="travel", capabilities=[ProcessHistory(keep_last)]
+    )
+    async with TestMesh(durable(planner, peers=[weather], stream=False)) as mesh:
+        stubs(mesh)
+        assert (await mesh.call("travel", "x" * 5000)).strip() == "done"
+        assert len(mesh.stub(weather).requests) == 4
+    assert max(lengths) <= 2
+
+
+async def test_a_fallback_is_the_same_in_each_run() -> None:
+    """The first model fails, the second answers. After a crash, neither is asked again."""
+    asked = Counter[str]()
+
+    def fail(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
+        asked["first"] += 1
+        raise ModelHTTPError(503, "first")
+
+    def answer(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
+        asked["second"] += 1
+        if len(messages) == 1:
+            return ModelResponse(parts=[ToolCallPart("note", {}, "call-n")])
+        return ModelResponse(parts=[TextPart("done")])
+
+    second = FunctionModel(answer, model_name="second")
+    planner = Agent(
+        FunctionModel(fail, model_name="first"),
+        name="travel",
+        capabilities=[ModelFallback(second)],
+    )
+
+    @planner.tool_plain
+    def note() -> str:
+        return "noted"
+
+    wrapped = durable(planner, stream=False, models={"second": second})
+    async with TestMesh(wrapped) as mesh:
+        mesh.crash(after="record", times=2)
+        assert await mesh.call("travel", "hello") == "done"
+    assert asked == {"first": 2, "second": 2}
+
+
+def test_a_toolset_without_an_id_is_named() -> None:
+    planner = Agent("test", name="travel", toolsets=[FunctionToolset()])
+    with pytest.raises(ConfigurationError, match="unique `id`"):
+        durable(planner)
 
 
 @pytest.mark.parametrize(

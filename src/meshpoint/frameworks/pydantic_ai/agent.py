@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version as installed_version
 from typing import Any, ClassVar, TypeVar, overload
 
@@ -12,6 +12,7 @@ from pydantic_ai.agent import AbstractAgent
 from pydantic_ai.conversation import Conversation
 from pydantic_ai.exceptions import UserError
 from pydantic_ai.messages import ModelMessage, ModelMessagesTypeAdapter
+from pydantic_ai.models import Model
 from pydantic_ai.tools import DeferredToolRequests
 from pydantic_ai.usage import RunUsage
 
@@ -48,13 +49,18 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
         stream: bool,
         peers: Sequence[Addressable[Any, Any] | str],
         on_peer_failure: OnPeerFailure,
+        models: Mapping[str, Model] | None,
         name: str,
         **options: Any,
     ) -> None:
         super().__init__(name, peers=peers, on_peer_failure=on_peer_failure, **options)
         self.wrapped, self._deps, self._usage_limits = wrapped, deps, usage_limits
         self._durability = MeshpointDurability(
-            peers=peers, stream=stream, on_peer_failure=on_peer_failure, name=name
+            peers=peers,
+            stream=stream,
+            on_peer_failure=on_peer_failure,
+            models=models,
+            name=name,
         )
         key = f"durable({name!r})"
         if MeshpointDurability.from_agent(wrapped) is not None:
@@ -134,6 +140,7 @@ def durable(
     usage_limits: UsageLimits | None = None,
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
+    models: Mapping[str, Model] | None = None,
 ) -> PydanticAIAgent[str, Out]: ...
 @overload
 def durable(
@@ -149,6 +156,7 @@ def durable(
     usage_limits: UsageLimits | None = None,
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
+    models: Mapping[str, Model] | None = None,
 ) -> PydanticAIAgent[In, Out]: ...
 def durable(
     agent: AbstractAgent[Any, Any],
@@ -163,6 +171,7 @@ def durable(
     usage_limits: UsageLimits | None = None,
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
+    models: Mapping[str, Model] | None = None,
 ) -> PydanticAIAgent[Any, Any]:
     """Make an agent of Pydantic AI an agent of the mesh.
 
@@ -193,6 +202,8 @@ def durable(
             support streaming.
         on_peer_failure: "tell_model" makes a peer's failure an error of its tool; "fail" makes it
             a failure of the task.
+        models: Model objects besides the agent's own, by names of your choice, such as those of a
+            `ModelFallback`. Models given as strings need not be listed.
 
     Raises:
         ConfigurationError: The agent has no name or no model, a toolset has no id, or a
@@ -214,6 +225,7 @@ def durable(
         usage_limits=usage_limits,
         stream=stream,
         on_peer_failure=on_peer_failure,
+        models=models,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal, TypeVar, cast
@@ -40,6 +40,7 @@ from pydantic_ai.messages import (
     TextPartDelta,
     ToolCallPart,
 )
+from pydantic_ai.models import Model
 from pydantic_ai.run import AgentRunResult
 from pydantic_ai.tools import DeferredToolRequests, DeferredToolResults, RunContext, ToolDefinition
 from pydantic_ai.toolsets import AbstractToolset, CombinedToolset, ToolsetTool
@@ -109,6 +110,8 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         stream: Send the text of the model to the task's callers as it is written, and say which
             tools run. The model must support streaming.
         on_peer_failure: Whether a failure of a peer goes to the model, or fails the task.
+        models: Model objects besides the agent's own, by names of your choice, such as those of a
+            `ModelFallback`. Models given as strings need not be listed.
         name: Name of the agent in error messages. Default: the agent's own.
     """
 
@@ -131,9 +134,12 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         peers: Sequence[Addressable[Any, Any] | str] = (),
         stream: bool = True,
         on_peer_failure: OnPeerFailure = "tell_model",
+        models: Mapping[str, Model] | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(event_stream_handler=_forward_events if stream else None, name=name)
+        super().__init__(
+            event_stream_handler=_forward_events if stream else None, models=models, name=name
+        )
         tools = PeerTools(peers)
         self.waits = ToolWaits(tools, on_peer_failure)
         self._peer_toolset = PeerToolset(tools) if peers else None
