@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("pydantic_ai")
 
-from pydantic_ai import Agent, RunContext
+from pydantic_ai import Agent, DeferredToolRequests, RunContext
 from pydantic_ai.capabilities import ModelFallback, ProcessHistory
 from pydantic_ai.exceptions import CallDeferred, ModelHTTPError
 from pydantic_ai.messages import ModelMessage, ModelResponse, TextPart, ToolCallPart
@@ -198,6 +198,41 @@ async def test_a_typed_output_and_dependencies_of_each_segment() -> None:
     assert wrapped.peer.output_schema["title"] == "Trip"
 
 
+async def test_an_output_is_validated() -> None:
+    validated = list[str]()
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if not answers:
+            return Says(uses=(Use("weather", {"request": "Rome"}, "call-w"),))
+        return Says(results[0].text)
+
+    planner: Agent[None, Any] = Agent(
+        model_of(Journey(script)), name="travel", output_type=[str, DeferredToolRequests]
+    )
+
+    @planner.output_validator
+    def shout(output: Any) -> Any:
+        validated.append(str(output))
+        return output.upper()
+
+    wrapped = durable(planner, peers=[weather], stream=False)
+    async with TestMesh(wrapped) as mesh:
+        stubs(mesh)
+        assert await mesh.call("travel", "hello") == "SUNNY"
+    assert validated == ["sunny"]
+    assert wrapped.peer.output_schema == {"type": "string"}
+
+
+def _validating() -> Agent[None, str]:
+    planner = Agent("test", name="travel")
+
+    @planner.output_validator
+    def keep(output: str) -> str:
+        return output
+
+    return planner
+
+
 async def test_a_shortened_history_is_written_once() -> None:
     def keep_last(messages: list[ModelMessage]) -> list[ModelMessage]:
         return messages[-2:]
@@ -266,6 +301,7 @@ def test_a_toolset_without_an_id_is_named() -> None:
         (lambda: durable(Agent(name="a")), "needs to have a `model`"),
         (lambda: durable(Agent("test", name="a"), peers=["a b"]), "'a b' matches no agent"),
         (lambda: durable(Agent("test", name="a"), version=""), "version is empty"),
+        (lambda: durable(_validating()), "has output validators; add DeferredToolRequests"),
         (
             lambda: durable(Agent("test", name="a", capabilities=[MeshpointDurability(peers=[])])),
             "has MeshpointDurability already",

@@ -66,6 +66,13 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
         if MeshpointDurability.from_agent(wrapped) is not None:
             fix = "give the peers to durable(), or call it in a function agent"
             raise ConfigurationError(key, "the agent has MeshpointDurability already", fix)
+        outputs = _list_outputs(wrapped)
+        can_defer = DeferredToolRequests in outputs
+        if getattr(wrapped, "_output_validators", None) and not can_defer:
+            fix = "add DeferredToolRequests to its output types"
+            raise ConfigurationError(key, "the agent has output validators", fix)
+        # Pydantic AI refuses a type of a run if there are validators.
+        self._run_output_type: Any = None if can_defer else [*outputs, DeferredToolRequests]
         try:
             self._durability.for_agent(wrapped)
         except UserError as error:
@@ -80,11 +87,10 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
         self, ctx: TaskExecutionContext, prompt: Any, history: History, answers: Sequence[Answer]
     ) -> Done[Out] | Turn:
         """Run the agent until it has an output, or waits; see `FrameworkAgent`."""
-        output_type: Any = [self.wrapped.output_type, DeferredToolRequests]
         with open_run() as run:
             result = await self.wrapped.run(
                 prompt,
-                output_type=output_type,
+                output_type=self._run_output_type,
                 conversation=self._read_conversation(history) if history.messages else None,
                 deferred_tool_results=deferred_results(answers) if answers else None,
                 deps=None if self._deps is None else self._deps(ctx),
@@ -231,8 +237,13 @@ def durable(
 
 def _output_type(agent: AbstractAgent[Any, Any]) -> Any:
     """The type of the output, for the agent's own peer. JSON if it is not a plain type."""
-    declared = agent.output_type
-    return declared if isinstance(declared, type) else Any
+    outputs = [each for each in _list_outputs(agent) if each is not DeferredToolRequests]
+    return outputs[0] if len(outputs) == 1 and isinstance(outputs[0], type) else Any
+
+
+def _list_outputs(agent: AbstractAgent[Any, Any]) -> list[Any]:
+    declared: Any = agent.output_type
+    return list(declared) if isinstance(declared, list | tuple) else [declared]
 
 
 def _description(agent: AbstractAgent[Any, Any]) -> str | None:
