@@ -13,7 +13,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
@@ -21,12 +20,12 @@ from typing import Any, Self
 from pydantic import JsonValue
 
 from meshpoint.adapters.sql import SqlStore
-from meshpoint.model.ids import AgentName, RunId, TaskId, new_id
+from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, encode_outcome
 from meshpoint.model.tasks import Resumable, TaskState
 from meshpoint.model.transitions import Cancel, Claim, End
 from meshpoint.testing.clock import FakeClock
-from meshpoint.testing.conformance.build import AGENT, HERE, a_call, a_pause
+from meshpoint.testing.conformance.build import AGENT, HERE
 
 
 class EarlierRelease:
@@ -100,20 +99,6 @@ async def end(store: SqlStore) -> Any:
     return type(result).__name__
 
 
-async def ask(store: SqlStore, task_id: str, question: str, request: str) -> Any:
-    """Rescue a task, and let it ask a question."""
-    (task,) = await store.rescue(HERE, 10)
-    call = replace(
-        a_call("approval", timeout=None, peer=AgentName(question.rpartition(".")[0])),
-        sub_task_id=TaskId(question),
-        headers={},
-        body=request.encode(),
-    )
-    assert task.run.task_id == task_id
-    (result,) = await store.pause([a_pause(call, run=task.run)])
-    return type(result).__name__
-
-
 async def cancel(store: SqlStore, task_id: str) -> Any:
     """Cancel a task."""
     command = Cancel(TaskId(task_id), AGENT, RunId(new_id()), b"cancelled")
@@ -132,7 +117,7 @@ def _outcomes(task: Resumable | None) -> dict[str, str]:
 
 
 _COMMANDS: dict[str, Callable[..., Awaitable[Any]]] = {
-    each.__name__: each for each in (sweep, send, claim, acquire, end, ask, cancel, purge)
+    each.__name__: each for each in (sweep, send, claim, acquire, end, cancel, purge)
 }
 
 

@@ -14,15 +14,20 @@ _RETRY: Any = (
 peer = Peer("peer", int, int, **_RETRY)
 
 
+async def _call(ctx: Any, number: int) -> int:
+    answer: int = await (ctx.call(peer(number)) if _IS_EARLIER else peer(number))
+    return answer
+
+
 @agent("root")
 async def retrying(ctx: TaskExecutionContext, number: int) -> int:
     """Call the peer, with retries."""
-    return await peer(number)
+    return await _call(ctx, number)
 
 
 @agent("root")
 async def listening(ctx: TaskExecutionContext, number: int) -> int:
     """Receive a signal. The code of the earlier release calls the peer instead."""
     if _IS_EARLIER:
-        return await peer(number)
+        return await _call(ctx, number)
     return await ctx.receive(meshpoint.Signal("chat", int))

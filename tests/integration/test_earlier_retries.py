@@ -47,7 +47,7 @@ from meshpoint.testing.conformance.store_retries import (
     send_retry,
 )
 
-EARLIER = "b786533444bcf478e010a953a6e09d6bae89da71"
+EARLIER = "2893b32c580ffdc43b985bb4f5ca5d407b6d483b"
 """The last release without retries."""
 
 

@@ -1,7 +1,7 @@
 """Signals, kept answers and values while the last release without them works on the same tables.
 
-That release comes from the history of the repository: see `earlier_store`. It knows sleeps and
-questions, so it reads the format of a task that waits for a signal, but it has no mailbox.
+That release comes from the history of the repository: see `earlier_store`. To it, a wait is a call
+to a peer. It has no mailbox.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ from meshpoint.testing.conformance.store_mailbox import (
     answer,
     kept,
     send,
-    unanswered,
 )
 
-EARLIER = "2bb2f43b2c4f0921f3e33d9f8a1cce0bf4e271de"
+EARLIER = "2893b32c580ffdc43b985bb4f5ca5d407b6d483b"
 """The last release without signals."""
 
 
@@ -119,22 +118,6 @@ async def test_the_earlier_release_ends_a_task_with_signals(
     clock.advance(1000 * HOUR)
     assert earlier("purge") == 1
     assert await store.mailbox(task_id) == Mailbox()
-
-
-async def test_a_question_is_asked_again_and_its_kept_answer_counts(
-    store: SqlStore, clock: FakeClock, earlier: Callable[..., Any]
-) -> None:
-    """The known difference: the earlier release does not read kept answers."""
-    run = await unanswered(store, clock)
-    assert await answer(store, an_answer(run.task_id, "yes")) == MailAccepted()
-    clock.advance(LEASE + SECOND)
-    question = a_question()
-    result = earlier("ask", run.task_id, question.sub_task_id, question.body.decode())
-    assert result == "PauseCommitted"
-    assert await state_of(store, run.task_id) is TaskState.WAITING
-    assert isinstance(await answer(store, an_answer(run.task_id, "no")), MailRefused)
-    task = one(await store.acquire(HERE, 10))
-    assert outcomes(task) == {"approval": Ok("yes")}
 
 
 async def test_an_answer_that_the_earlier_release_records_is_the_only_one(

@@ -33,7 +33,7 @@ from meshpoint.testing.conformance.build import (
 )
 from meshpoint.testing.conformance.store_sleeps import a_sleep
 
-EARLIER = "992ef58a1b8c855fb72f3e9e14449344d694b18d"
+EARLIER = "2893b32c580ffdc43b985bb4f5ca5d407b6d483b"
 """The last release without sleeps."""
 STORED = waits_format(FORMAT)
 NEW = a_replica("new", formats=[FORMAT, STORED])
