@@ -17,7 +17,7 @@ from pydantic_ai.capabilities import ModelFallback, ProcessHistory
 from pydantic_ai.exceptions import CallDeferred, ModelHTTPError
 from pydantic_ai.messages import ModelMessage, ModelResponse, TextPart, ToolCallPart
 from pydantic_ai.models.function import AgentInfo, FunctionModel
-from pydantic_ai.toolsets import FunctionToolset
+from pydantic_ai.toolsets import DynamicToolset, FunctionToolset
 from scenario import (
     TOOLS,
     Journey,
@@ -315,3 +315,29 @@ def test_a_toolset_without_an_id_is_named() -> None:
 def test_mistakes_are_named(make: Any, problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         make()
+
+
+async def test_tools_of_a_dynamic_toolset_are_steps() -> None:
+    runs = Counter[str]()
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if not answers:
+            return Says(uses=(Use("seat", {"row": 7}, "call-s"),))
+        return Says(results[0].text)
+
+    def seat(row: int) -> str:
+        runs["seat"] += 1
+        return f"{row}A"
+
+    def choose(ctx: RunContext[None]) -> FunctionToolset[None]:
+        return FunctionToolset([seat])
+
+    journey = Journey(script)
+    planner = Agent(
+        model_of(journey), name="travel", toolsets=[DynamicToolset(choose, id="seats")]
+    )
+    async with TestMesh(durable(planner, stream=False)) as mesh:
+        mesh.crash(before="end")
+        assert (await mesh.call("travel", "hello")).strip() == "7A"
+    assert runs == {"seat": 1}
+    assert journey.model_calls == [1, 2]
