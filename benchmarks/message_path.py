@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import meshpoint
 from meshpoint import TaskExecutionContext, agent
@@ -31,13 +34,14 @@ async def echo(ctx: TaskExecutionContext, request: int) -> int:
 
 
 class CallRecorder:
-    """A profile function that records each function called in a replica."""
+    """A profile function that records each function called in a replica, while it is `active`."""
 
     def __init__(self) -> None:
         self._codes = set[CodeType]()
+        self.active = False
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        if event == "call" and not _is_called_by_client(frame):
+        if self.active and event == "call" and not _is_called_by_client(frame):
             self._codes.add(frame.f_code)
 
     def counts(self) -> dict[str, int]:
@@ -56,23 +60,44 @@ def _is_called_by_client(frame: FrameType | None) -> bool:
     return False
 
 
-async def main() -> tuple[dict[str, int], float]:
-    """Return the counts and the CPU seconds for a message after others."""
+async def _count() -> dict[str, int]:
     recorder = CallRecorder()
+    threading.setprofile(recorder)  # for the threads of the stores
     async with local_mesh(echo) as mesh:
-        call = getattr(mesh, "call", None) or getattr(mesh, "ask")  # noqa: B009  # earlier releases
+        call = _call_of(mesh)
         for number in range(_WARM_UP):
             await call("echo", number)
         sys.setprofile(recorder)
+        recorder.active = True
         # Each request is settled while the next one runs.
         for number in range(_RECORDED):
             await call("echo", number)
+        recorder.active = False
         sys.setprofile(None)
+    threading.setprofile(None)
+    return recorder.counts()
+
+
+async def _time() -> float:
+    async with local_mesh(echo) as mesh:
+        call = _call_of(mesh)
+        for number in range(_WARM_UP):
+            await call("echo", number)
         started_at = time.process_time()
         for number in range(_TIMED):
             await call("echo", number)
-        seconds = time.process_time() - started_at
-    return recorder.counts(), seconds / _TIMED
+        return (time.process_time() - started_at) / _TIMED
+
+
+def _call_of(mesh: Any) -> Callable[[str, int], Awaitable[int]]:
+    call: Callable[[str, int], Awaitable[int]]
+    call = getattr(mesh, "call", None) or mesh.ask  # earlier releases
+    return call
+
+
+async def main() -> tuple[dict[str, int], float]:
+    """Return the counts and the CPU seconds for a message after others."""
+    return await _count(), await _time()
 
 
 if __name__ == "__main__":

@@ -319,7 +319,7 @@ def _message_table(counts: Mapping[str, Counter[str]], medians: Medians) -> Tabl
         ["", "functions", "without adapters", "parts", "CPU µs", "÷ before", "lowest..highest"],
         rows,
         "With the broker and the database of `local_mesh`. The CPU time includes the client's and "
-        "the driver's; the functions are those that a replica calls on its event loop. " + _NOTE,
+        "the driver's; the functions are those of a replica and of its stores' threads. " + _NOTE,
     )
 
 
