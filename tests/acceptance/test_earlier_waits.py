@@ -21,15 +21,10 @@ from meshpoint.model.messages import response_queue
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
 from .earlier_replica import EarlierReplica
-from .mesh import Backends, FakePeer, Mesh
+from .mesh import FakePeer, Mesh
 
 EARLIER = "2893b32c580ffdc43b985bb4f5ca5d407b6d483b"
 ROOT, CLIENT = AgentName("root"), AgentName("client")
-
-
-@pytest.fixture
-def backends(embedded: Backends) -> Backends:
-    return embedded
 
 
 @pytest.fixture(scope="module")
