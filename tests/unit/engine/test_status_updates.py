@@ -7,8 +7,10 @@ from datetime import timedelta
 import pytest
 
 from fake_peer import FakePeer
+from meshpoint import TaskExecutionContext, agent
+from meshpoint.model.envelopes import MAX_STATUS_BYTES
 from meshpoint.model.events import Step
-from meshpoint.model.messages import Header
+from meshpoint.model.messages import Header, MessageType
 from meshpoint.model.outcomes import Ok
 from meshpoint.ports.broker import PublishResult
 
@@ -145,6 +147,40 @@ async def test_long_statuses_are_not_forwarded(
     assert client.statuses() == ["short"]
     (dropped,) = mesh.events.matching(Step.STATUS_DROPPED, task_id=task_id)
     assert "65536 bytes" in str(dropped.detail["reason"])
+
+
+async def test_a_status_may_have_the_maximal_length(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    await mesh.replica(asker("asker", "peer"))
+    await client.ask("asker", 1)
+    request = await peer.wait_for_request()
+    await peer.status(request, "x")
+    await mesh.idle()
+    (short,) = client.messages
+    longest = "x" * (MAX_STATUS_BYTES - len(short.body) + 1)
+    await peer.status(request, longest)
+    await peer.status(request, longest + "x")
+    await mesh.idle()
+    assert client.statuses() == ["x", longest]
+    assert len(client.messages[1].body) == MAX_STATUS_BYTES
+
+
+async def test_an_own_status_may_have_the_maximal_length(mesh: Mesh, client: FakePeer) -> None:
+    @agent("talker")
+    async def talk(ctx: TaskExecutionContext, length: int) -> None:
+        await ctx.update_status("x" * length)
+
+    async def send(length: int) -> list[int]:
+        earlier = len(client.messages)
+        await client.reply(await client.ask("talker", length))
+        sent = [m for m in client.messages[earlier:] if m.type is MessageType.STATUS]
+        return [len(message.body) for message in sent]
+
+    await mesh.replica(talk)
+    (short,) = await send(1)
+    assert await send(MAX_STATUS_BYTES - short + 1) == [MAX_STATUS_BYTES]
+    assert await send(MAX_STATUS_BYTES - short + 2) == []
 
 
 async def test_statuses_that_the_broker_rejects_are_reported(
