@@ -275,16 +275,15 @@ class _LogEntry:
         return logged
 
 
-_PLAIN = re.compile(
-    rb'\{"outcomes":\[\{"value":(?:null,"text_bytes":([0-9]{1,12})|(.*))\}\],'
-    rb'"entry":(\{"calls":\[.*\],"needed":null,"within_seconds":null,"usage":\{\}\})\}'
-)
-"""A log entry with one result, and a pause with nothing but calls.
+_RESULT = b'{"outcomes":[{"value":'
+_TEXT = re.compile(rb'null,"text_bytes":([0-9]{1,12})')
+_NEXT_PAUSE = b'}],"entry":{"calls":['
+_PLAIN_END = b'],"needed":null,"within_seconds":null,"usage":{}}}'
+"""A log entry with one result, and a pause with nothing but calls, begins and ends so.
 
-No text contains `"entry":`, because quotes in texts are escaped.
+The result ends at the last `_NEXT_PAUSE`: calls have only texts, in which quotes are escaped.
 """
 
-_LINE_FEED = ord("\n")
 _PLAIN_PAUSE = b"""{"calls":[{"id":"%b.0","peer":"%b","digest":"%b"}],\
 "needed":null,"within_seconds":null,"usage":{}}"""
 
@@ -300,16 +299,24 @@ def _read_plain(encoded: bytes, start: int) -> tuple[Ok[JsonValue], bytes] | Non
 
     The entry follows `start` bytes, since a copy without them would take longer.
     """
-    if (match := _PLAIN.match(encoded, start)) is None:
+    line_feed = encoded.find(b"\n", start)
+    end = len(encoded) if line_feed < 0 else line_feed
+    if not (encoded.startswith(_RESULT, start) and encoded.endswith(_PLAIN_END, start, end)):
         return None
-    text_bytes, value, pause = match.groups()
-    text = match.end() + 1
+    # Not by a regular expression: with a result that is full of entries, it would take hours.
+    if (value_end := encoded.rfind(_NEXT_PAUSE, start, end)) < 0:
+        return None
+    value, pause = (
+        encoded[start + len(_RESULT) : value_end],
+        encoded[value_end + len('}],"entry":') : end - 1],
+    )
     try:
-        if text_bytes is None:
-            is_whole = text > len(encoded)
-            return (Ok.without_usage(from_json(value)), pause) if is_whole else None
-        is_whole = text + int(text_bytes) == len(encoded) and encoded[text - 1] == _LINE_FEED
-        return (Ok.without_usage(encoded[text:].decode()), pause) if is_whole else None
+        if line_feed < 0:
+            return Ok.without_usage(from_json(value)), pause
+        match = _TEXT.fullmatch(value)
+        if match is None or line_feed + 1 + int(match[1]) != len(encoded):
+            return None
+        return Ok.without_usage(encoded[line_feed + 1 :].decode()), pause
     except ValueError:
         return None
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from time import process_time
 from typing import Any
 
 import pytest
@@ -320,6 +321,20 @@ def test_only_a_plain_pause_for_the_same_call_is_read_as_one(change: dict[str, A
 def test_only_a_result_without_more_is_read_as_a_plain_one(outcome: Outcome) -> None:
     plain = JournalEntry.for_calls([CALL.as_call("writer.0")], ALL, TokenUsage())
     assert stored_pauses(plain, [outcome] * 3).find_plain(1, CALL) is None
+
+
+def test_a_result_full_of_entries_is_read_in_no_more_time_than_without_the_short_way() -> None:
+    result: JsonValue = [{"a": [{}], "entry": {"calls": []}}] * 4000
+    pause = replace(
+        JournalEntry.for_calls([CALL.as_call("writer.0")], ALL, TokenUsage()),
+        now=datetime(2026, 1, 1, tzinfo=UTC),
+    )
+    encoded = _LogEntry([_record(Ok(result))], pause).to_bytes()
+    began_at = process_time()
+    assert journal._read_plain(encoded, 0) is None
+    read_at = process_time()
+    assert _LogEntry.from_bytes(encoded).entry == pause
+    assert read_at - began_at < process_time() - read_at
 
 
 def test_the_last_pause_is_not_read_as_a_plain_one() -> None:
