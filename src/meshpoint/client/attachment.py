@@ -138,8 +138,10 @@ class Attachment:
     def record_status(self, status: AttachStatus, now: float) -> None:
         """Record what a replica knows about the task, and plan the next attach.
 
-        Several replicas may reply. A replica that knows the task overrules the others.
+        Several replicas may reply. A replica that knows the task overrules the others. An attach
+        that is due stays due: the reply is to an earlier one.
         """
+        was_due_at = self.due_at
         match status:
             case AttachStatus.RECORDED | AttachStatus.RUNNING:
                 self._record_found(now)
@@ -156,6 +158,8 @@ class Attachment:
                 self._unknown_count += 1
             case _:
                 return
+        if was_due_at <= now:
+            self.due_at = was_due_at
         self._is_open, self._unanswered_count = False, 0
 
     def record_end(self) -> None:

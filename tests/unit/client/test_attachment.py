@@ -295,6 +295,23 @@ async def test_a_displaced_connection_takes_no_place(replies: Sequence[AttachSta
     assert asks.queries == 20
 
 
+@pytest.mark.parametrize("status", [UNKNOWN, QUEUED, RUNNING, RECORDED])
+@pytest.mark.parametrize("is_displaced", [True, False])
+async def test_a_late_reply_does_not_postpone_an_attach_that_is_due(
+    status: AttachStatus, is_displaced: bool
+) -> None:
+    asks = Asks(is_requested=True)
+    if is_displaced:
+        asks.attachment.displace(100.0)
+    await asks.delay()
+    if is_displaced:
+        asks.attachment.take_place()  # for a new stream
+    else:
+        asks.attachment.start()  # after an outage
+    asks.attachment.record_status(status, 100.0)
+    assert asks.attachment.due_at == 0.0
+
+
 async def test_a_displaced_connection_learns_that_its_task_is_gone() -> None:
     asks = Asks()
     asks.attachment.displace(100.0)
