@@ -893,7 +893,7 @@ def _unreadable_reply(world: FuzzState) -> WireMessage | None:
     ).with_headers({"x-parent-task-id": victim.headers.get("x-parent-task-id", "p")})
 
 
-# Discovery: questions for cards, and cards that nobody has asked for.
+# Discovery: questions for cards, and unsolicited cards.
 
 for _what, _more in {
     "": {},

@@ -30,7 +30,7 @@ MODULE = "discovered_agents"
 
 @agent("planner")
 async def planner(ctx: Context, turns: int) -> list[dict[str, str]]:
-    """Call all peers in each turn, and tell the versions and outcomes."""
+    """Call all peers in each turn, and return their versions and outcomes."""
     told = []
     for turn in range(turns):
         cards = await offer_peers(ctx, ["*"])

@@ -26,7 +26,7 @@ _ENVELOPE_BYTES = 1024
 
 
 def describe_agent(agent: DurableAgent[Any, Any]) -> AgentCard:
-    """Build the card of `agent`; of several versions, the one that takes new tasks.
+    """Build the card of `agent`, in the version that takes new tasks.
 
     A card never stops an agent: what does not fit is left out, with a warning.
     """

@@ -8,8 +8,8 @@ An adapter asks once per model turn which peers it may offer, and turns each car
 - `offer_peers` reads the cards that the replica has in memory. Only the first call in a replica
   may wait, for about a second, until the peers have answered.
 - What it returns is recorded as a step: a replayed turn is offered the same cards, although peers
-  may have joined, left or changed since. The record has only the cards that differ from those of
-  the previous turn in the segment (in a function agent, in the task).
+  may have joined, left or changed since. The record has only the cards that have changed since the
+  previous turn in the segment (in a function agent, in the task).
 - `peer_of_card` makes an untyped `Peer`. Its calls are ordinary calls: input that does not fit
   the peer's type fails as `invalid`, and a call to a peer that is gone as `undeliverable`. An
   adapter gives such failures to the model as tool errors.
@@ -59,7 +59,7 @@ async def offer_peers(
     return last
 
 
-# What the step records: nothing if the offer is the previous one, or its names and new cards.
+# What the step records: nothing if the offer is unchanged, else its names and new cards.
 async def _find_change(
     directory: PeerDirectory | None, patterns: tuple[str, ...], last: tuple[AgentCard, ...]
 ) -> dict[str, Any] | None:

@@ -104,7 +104,7 @@ def show(
     if not found:
         raise MeshpointError(
             f"no replica of {agent!r} answered in {format_duration(wait)}: none is running, or "
-            "all have an earlier release"
+            "all run an earlier release"
         )
     if as_json:
         print_json(_to_json(found[0]))
@@ -130,7 +130,7 @@ async def _find(mesh: MeshSettings, names: list[str], wait: float) -> list[Found
 
 
 def _describe_versions(found: FoundAgent) -> str:
-    """The versions that run, the one of the card first."""
+    """The running versions, starting with the card's."""
     versions = dict.fromkeys((found.card.version, *(each.version for each in found.replicas)))
     return ", ".join(versions) or "-"
 

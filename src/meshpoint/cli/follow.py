@@ -25,7 +25,7 @@ class UpdatePrinter:
         self._open_text: tuple[str, str | None] | None = None  # its prefix and task id
 
     def print_sent(self, task_id: str) -> None:
-        """Print the id of the task, which a person who stops following it needs."""
+        """Print the task id, so that the reader can follow the task again."""
         if self._as_json:
             print_json({"kind": "sent", "task_id": task_id}, one_line=True)
         else:

@@ -19,13 +19,13 @@ _QUEUED_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 _RUNNING_DELAY = 10.0
 """Seconds until the next attach to a task whose first segment runs in memory."""
 _QUIET_DELAYS = (600.0, 1200.0)
-"""Seconds until the next attach to a task whose reply will come, between these two.
+"""Minimum and maximum seconds until the next attach to a task whose reply will come.
 
 The task has a row with this address, or this connection has requested it. But the message that
-other connections took its place may be lost, and replicas of the previous release do not send it.
+its place was taken may be lost, and replicas of the previous release do not send one.
 """
 _POLL_DELAYS = (60.0, 120.0)
-"""Seconds until the next query while other connections have the places, between these two."""
+"""Minimum and maximum seconds until the next query while others have the places."""
 _UNANSWERED_DELAYS = (60.0, 120.0, 240.0, 480.0, 600.0)
 """Seconds until the next attach without a reply: no replica is up, or the reply was lost.
 
@@ -46,8 +46,8 @@ class Attachment:
     anywhere. It is asked about after a reconnect, because the reply may have been lost, and
     otherwise every 10 to 20 minutes.
 
-    Once other connections took the place of this one, it takes none back: it queries the status
-    every one to two minutes, and attaches when the task has ended.
+    Once other connections have taken the place of this one, it takes none back: it queries the
+    status every one to two minutes, and attaches when the task has ended.
 
     Attributes:
         due_at: When to ask, by the event loop's clock; infinite if not at all.

@@ -12,10 +12,10 @@ from meshpoint.model.cards import AgentCard, CardBody, parse_card
 from meshpoint.model.messages import Message
 
 _QUIET_SECONDS = 0.25
-"""Seconds without an answer after which the answers count as complete, if there is one."""
+"""Once there is an answer: seconds without another until the answers count as complete."""
 _MAX_CARDS = 20_000
 _MAX_BYTES = 64 * 1024 * 1024
-"""Maximum answers to one question, and their bytes. Others are ignored."""
+"""Maximum number of answers to one question, and of their bytes. More are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class FoundAgent:
 
     Attributes:
         card: The card of the replica that started last.
-        replicas: The replicas that answered, the one that started last first.
+        replicas: The replicas that answered, the most recently started first.
     """
 
     card: AgentCard

@@ -28,11 +28,11 @@ ANSWER_GRACE = 5.0
 _MAX_BUFFERED = 100
 """Maximum status updates kept for the iterators of one task. The oldest are dropped."""
 _MAX_BUFFERED_BYTES = 1024 * 1024
-"""Maximum bytes of their messages. Small messages can take ten times as much in memory."""
+"""Maximum bytes of their messages in all. Small messages can take ten times as much in memory."""
 _MAX_WITHOUT_READER = 8
 """Maximum status updates kept while no iterator exists: the first items of the next one."""
 _DISPLACED_SECONDS = 60.0
-"""Seconds for which a connection takes no place after others took its own.
+"""Seconds for which a connection takes no place after losing its own.
 
 If more connections follow a task than it has places, they take turns.
 """
@@ -189,7 +189,7 @@ class OpenTask:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "task %s of %s: an update of %d bytes was dropped, and so is each above %d",
+                "task %s of %s: an update of %d bytes was dropped; the limit is %d",
                 self.id,
                 self.agent,
                 size,

@@ -254,7 +254,7 @@ class Transport:
         self._on_response = on_response
         self._exchanges: dict[str, ReplySlot[_Reply]] = {}
         self._queries: dict[str, StatusQuery] = {}
-        self._poll_token = new_id()  # of the queries of tasks whose place was taken
+        self._poll_token = new_id()  # for the status queries of tasks whose place was taken
         self._card_answers: dict[str, CardAnswers] = {}
         self._starts = Starts()
         self._ack_tasks: set[asyncio.Task[bool]] = set()
@@ -504,7 +504,7 @@ class Transport:
     async def find_agents(
         self, names: Sequence[AgentName], wait_seconds: float
     ) -> list[FoundAgent]:
-        """Ask the replicas of the agents in `names` for their cards; of all agents without any.
+        """Ask the replicas of the agents in `names`, or of all agents, for their cards.
 
         Raises:
             BrokerUnavailable: The broker did not accept the question.
@@ -746,7 +746,7 @@ class Transport:
                 self._record_known(task, known, requester)
                 if status is not None and status.state in ENDED_STATES:
                     task.record_end()
-        elif (query := self._queries.get(token)) is not None:  # else of an earlier query
+        elif (query := self._queries.get(token)) is not None:  # else an earlier query's
             query.add(StatusReply(known, status, requester))
 
     def _handle_status(self, message: Message) -> None:

@@ -42,7 +42,7 @@ async def read_open_questions(
         return await _read(find, keys)
     except Unavailable:
         raise
-    except Exception:  # of a damaged row, or of one that a later release wrote
+    except Exception:  # of a damaged row, or a row that a later release wrote
         found: list[AskedQuestion] = []
         for key in keys:
             try:

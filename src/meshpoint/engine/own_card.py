@@ -22,7 +22,7 @@ log = logging.getLogger("meshpoint.cards")
 
 _MAX_ANSWERS_PER_SECOND = 200
 _MAX_ANSWERS_PER_ADDRESS = 5
-"""Maximum answers per second. Peers ask again, so that a dropped question costs little."""
+"""Maximum answers per second. Peers ask again, so a dropped question costs little."""
 _RETRY_DELAY = timedelta(seconds=5)
 
 
@@ -40,7 +40,7 @@ class OwnCard:
     async def introduce(self) -> None:
         """Subscribe to the questions of peers, then announce the card once.
 
-        Returns once both are done. The replica serves its tasks meanwhile, and without it.
+        Returns once both are done. The replica serves its tasks meanwhile, and also if this fails.
         """
         runtime = self._runtime
         topics = [describe_topic(runtime.agent), DESCRIBE_ALL]
@@ -66,7 +66,7 @@ class OwnCard:
             options = self._runtime.options
             problem = impersonation_error(question, options) or reply_address_error(question)
             if problem is not None:
-                log.debug("a question for the card is dropped: %s", problem)
+                log.debug("a question for the card was dropped: %s", problem)
             elif question.reply_to is not None and self._may_answer(question.reply_to):
                 answers.append((question.reply_to, self._message(question.correlation_id)))
         await self._publisher.publish_advisory(answers)

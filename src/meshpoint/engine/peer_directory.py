@@ -1,8 +1,8 @@
 """The cards of the peers that an agent discovers, refreshed in the background.
 
-Nothing is asked, and no card is kept, before somebody follows a pattern. From then on the replica
-asks for the cards of the followed agents once per `peer_refresh`, and hears the announcements of
-replicas that start. The answers come to its private queue.
+Until a pattern is followed, the replica asks for no cards and keeps none. From then on, it asks
+for the cards of the followed agents once per `peer_refresh`, and receives the announcements of
+replicas that start. The answers arrive in its private queue.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MAX_PATTERNS = 1_000
 _MAX_LOGGED = 1_000
 _COLLECT_SECONDS = 1.0
 _QUIET_SECONDS = 0.25
-"""A round of answers ends after the first, or once there was no answer for the second."""
+"""A round collects answers for the first, or until none has come for the second."""
 _READY_SECONDS = 3.0
 _MISSED_ROUNDS = 3
 _MISSED_ROUNDS_OF_LAST = 11
@@ -186,7 +186,7 @@ class Directory:
         await delivery.ack()
 
     async def _ask(self, *, counts: bool) -> None:
-        """Ask for all followed cards, and collect the answers of a second.
+        """Ask for all followed cards, and collect answers for a second.
 
         `counts`: enough time has passed since the last round for a missing answer to count.
         """
@@ -242,7 +242,7 @@ class Directory:
             self._heard.clear()
 
     def _count_missed(self) -> None:
-        """Count one more question to each replica, and drop those that no longer answer."""
+        """Count one more question to each replica, and drop replicas that no longer answer."""
         for name, replicas in list(self._known.items()):
             for served in replicas.values():
                 served.missed += 1

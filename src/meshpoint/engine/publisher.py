@@ -229,6 +229,6 @@ class _NestedRoutes:
 
 
 def _wrong_count(results: Sized, messages: Sized) -> BrokerUnavailable:
-    """All messages are in doubt: nobody knows which of them the results are for."""
+    """All messages are in doubt: the results cannot be matched to them."""
     counts = f"{len(results)} results for {len(messages)} messages"
-    return BrokerUnavailable(f"the adapter of the broker returned {counts}")
+    return BrokerUnavailable(f"the broker adapter returned {counts}")

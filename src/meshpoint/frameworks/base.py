@@ -29,7 +29,7 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 OnPeerFailure: TypeAlias = Literal["tell_model", "fail"]
-"""What a peer's failure is: an error of the tool, for the model, or a failure of the task."""
+"""Whether a peer's failure becomes an error of its tool, for the model, or fails the task."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What a framework's agent needs to continue: its messages, and the tool calls that it waits for.
 
-The state of the first pause has the messages until then. Each later pause appends new messages
+The state of the first pause has the messages so far. Each later pause appends new messages
 only, so that nothing is written twice. If a framework has changed earlier messages, for
 example to shorten them, the pause writes all of them and starts the log again.
 """

@@ -25,7 +25,7 @@ class PeerTool:
     """A peer as a model sees it.
 
     Attributes:
-        name: Name of the tool: the peer's name, with what providers refuse replaced by `_`.
+        name: Name of the tool: the peer's, with `_` for each character that providers refuse.
         description: What the peer does.
         schema: JSON schema of the arguments. Always an object.
         peer: The peer.

@@ -169,7 +169,7 @@ class ResponseBody(Body):
 
     @property
     def may_attach(self) -> bool:
-        """Whether the task that has the id is of this agent and of the request's sender."""
+        """Whether the task with this id belongs to this agent and to the request's sender."""
         return self.task.metadata.get("mayAttach") is True
 
     @property

@@ -1,7 +1,7 @@
 """Agent cards: how agents describe themselves to peers that discover them.
 
-The fields `name`, `description`, `version` and `skills` are those of an A2A agent card. The
-schemas are JSON schemas of the agent's input and output, as in the description of an MCP tool.
+The fields `name`, `description`, `version` and `skills` follow the A2A agent card. The schemas are
+JSON schemas of the agent's input and output, as in the description of an MCP tool.
 `AgentCard` is the value that adapters, tools and people see; `CardBody` is its message.
 """
 
@@ -44,7 +44,7 @@ _PATTERN = re.compile(r"[A-Za-z0-9_*?-]{1,63}")
 
 
 def _clean_text(text: object) -> object:
-    """Replace control characters, which terminals and models might interpret, by spaces."""
+    """Replace control characters, which terminals and models might interpret, with spaces."""
     return _CONTROL_CHARACTERS.sub(" ", text) if isinstance(text, str) else text
 
 
@@ -138,8 +138,8 @@ class AgentCard(_CardPart):
 class CardBody(Body):
     """A card in a message: the answer to a `describe`, or the announcement of a new replica.
 
-    `replica` identifies the replica that serves the card. Of the cards of one agent, that of the
-    replica that started last counts.
+    `replica` identifies the replica that serves the card. If the cards of an agent differ, the
+    most recently started replica's counts.
     """
 
     card: AgentCard
@@ -158,7 +158,9 @@ def parse_card(body: bytes, sender: str) -> CardBody:
         PoisonMessage: It is too large, it cannot be read, or it describes another agent.
     """
     if len(body) > MAX_CARD_BYTES:
-        raise PoisonMessage(f"the card has {len(body):,} bytes; at most {MAX_CARD_BYTES:,} count")
+        raise PoisonMessage(
+            f"the card has {len(body):,} bytes; at most {MAX_CARD_BYTES:,} are allowed"
+        )
     parsed = parse_body(CardBody, body)
     if parsed.card.name != sender:
         raise PoisonMessage(f"card.name: {sender!r} sent the card of {parsed.card.name!r}")

@@ -389,7 +389,7 @@ def wake_message(agent: AgentName) -> Message:
 
 
 def describe_message(sender: AgentName, reply_to: Address) -> Message:
-    """Build a question for the cards of agents. Its topic says for which."""
+    """Build a question for cards. Its topic says which agents are asked."""
     id_ = new_id()
     return Message(
         type=MessageType.DESCRIBE,

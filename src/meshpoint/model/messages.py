@@ -141,7 +141,7 @@ class MessageType(StrEnum):
     ATTACH asks for the outcome of a task. COMPLETE answers a question of a task, SIGNAL sends a
     value to a task, and READ asks for a value that a task has set. Replies to these three have the
     type of the message. WAKE is a broadcast within one agent: a ready task waits for a free slot.
-    DESCRIBE asks for the card of an agent, and CARD has it.
+    DESCRIBE asks for the card of an agent, and CARD contains it.
     """
 
     REQUEST = "request"

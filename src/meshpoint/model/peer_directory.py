@@ -1,6 +1,6 @@
 """The directory of peers that an agent discovers at run time.
 
-A directory keeps the latest cards of the peers that were asked for with `follow`, and refreshes
+A directory keeps the latest cards of the peers that `follow` has asked for, and refreshes
 them in the background. Reading it needs no I/O. Adapters for agent frameworks do not use it
 directly: `meshpoint.agents.discovery.offer_peers` reads it and records the cards that a model
 turn was offered, so that a replay of the turn sees the same cards.
@@ -24,8 +24,8 @@ class PeerDirectory(Protocol):
     def follow(self, patterns: Sequence[str]) -> None:
         """Ask for the cards of agents that match `patterns`, from now on. Needs no I/O.
 
-        The configuration of the agent may narrow them. Without any, those of the configuration
-        are followed.
+        The configuration of the agent may narrow them. Without `patterns`, its own patterns are
+        followed.
         """
 
     async def wait_ready(self) -> None:

@@ -329,9 +329,8 @@ class AgentOptions(Section):
     )
     peers: tuple[str, ...] = Field(
         default=_DEFAULTS.peers,
-        description="names and patterns, such as hotel-*, of the peers that the agent may use as "
-        "tools: if its code names peers to discover, of these only the matching ones; otherwise "
-        "all matching ones",
+        description="names and patterns, such as hotel-*, of the peers that the agent may "
+        "discover; they narrow the patterns in its code; offer_peers without patterns uses them",
     )
     denied_peers: tuple[str, ...] = Field(
         default=_DEFAULTS.denied_peers,

@@ -46,7 +46,7 @@ def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planner(*patterns: str) -> Any:
-    """An agent that tells which peers each of its turns was offered, and calls all of them."""
+    """An agent that calls all peers in each turn, and returns which it was offered."""
 
     @agent("planner")
     async def plan(ctx: Context, turns: int) -> list[list[str]]:
@@ -264,7 +264,7 @@ async def test_a_peer_whose_queues_are_gone_is_an_outcome(mesh: Mesh) -> None:
 
 
 async def test_twenty_agents_join_leave_and_change_while_tasks_run(mesh: Mesh) -> None:
-    """A call to a peer that is away fails after a while; the task goes on."""
+    """A call to an absent peer fails after a while; the task continues."""
     options: dict[str, Any] = {
         "peer_timeout": timedelta(seconds=8),
         "peer_refresh": timedelta(seconds=10),

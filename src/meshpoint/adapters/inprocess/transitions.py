@@ -143,7 +143,7 @@ class InProcessTransitions:
     async def find_dispatches(
         self, calls: Sequence[tuple[TaskId, TaskId]]
     ) -> list[Dispatch | None]:
-        """The requests of calls as they were sent; `None` without a pending call."""
+        """The requests of calls as they were sent; `None` if a call is not pending."""
         found: list[Dispatch | None] = []
         for task_id, sub_task_id in calls:
             row = self._tables.tasks.get(task_id)

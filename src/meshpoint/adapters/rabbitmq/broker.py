@@ -239,7 +239,7 @@ class RabbitMqBroker:
     async def subscribe(
         self, agent: AgentName, replica: ReplicaId, topics: Sequence[Topic]
     ) -> None:
-        """Also deliver `topics` to the private queue of `replica`, also after an outage.
+        """Deliver `topics` to the private queue of `replica` too, including after an outage.
 
         Raises:
             ConfigurationError: the login may not bind the queue.

@@ -1,9 +1,9 @@
-"""The logs that a store has read last, so that a long log is not read again for each segment.
+"""The long logs that a store has read recently, so that not every segment reads a whole log.
 
-A replica that runs several segments of a task reads only what was appended in between, and the
-last entry that it has read before. If that entry is still there, with the same run, then so are
-all entries before it: entries never change, a log is only ever deleted as a whole, and no other
-run has the id of that run. So no other replica needs to say what it has written.
+A replica that runs several segments of a task reads only the new entries and the last cached one.
+If that entry still exists, with the same run, all entries before it are unchanged: entries never
+change, a log is only deleted as a whole, and run ids are unique. So replicas need not inform each
+other of what they write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ENTRY_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class CachedLog:
-    """The entries of a log up to `seq`, which the run `run_id` has written."""
+    """The entries of a log up to number `seq`, which the run `run_id` wrote."""
 
     entries: Sequence[bytes]
     seq: int
@@ -31,10 +31,10 @@ class CachedLog:
     size: int
 
     def extend(self, rows: Sequence[Any]) -> CachedLog | None:
-        """Add what was appended since, or return `None` if the log is another one by now.
+        """Add the new entries, or return `None` if the log has been replaced.
 
-        `rows` have `seq`, `entry`, and `run_id` in the first and the last row. They are those from
-        `seq` on, in order.
+        `rows` are the entries from `seq` on, in order. Each has `seq` and `entry`, and the first
+        and the last have `run_id`.
         """
         if not rows or (rows[0].seq, rows[0].run_id) != (self.seq, self.run_id):
             return None
@@ -42,7 +42,7 @@ class CachedLog:
 
 
 def read_log(rows: Sequence[Any]) -> CachedLog | None:
-    """The whole log in `rows`, which are like those of `CachedLog.extend`; `None` without rows."""
+    """The log that consists of `rows`, in the form of `CachedLog.extend`; `None` without rows."""
     return _join((), 0, rows) if rows else None
 
 
@@ -56,7 +56,7 @@ def _size(entries: Sequence[bytes]) -> int:
 
 
 class LogCache:
-    """Logs of at least `min_bytes` that together have at most `max_bytes`, the last used ones.
+    """Recently read logs of at least `min_bytes` each and at most `max_bytes` in all.
 
     Any thread may use it.
     """
@@ -68,11 +68,11 @@ class LogCache:
         self._lock = threading.Lock()
 
     def find(self, task_id: str) -> CachedLog | None:
-        """The log of a task as it was read last. It may have changed since."""
+        """The log of a task as last read. It may have changed since."""
         return self._logs.get(task_id)
 
     def store(self, task_id: str, log: CachedLog) -> None:
-        """Remember a log, and forget those that were not used for longest."""
+        """Cache a log, and evict the least recently read logs."""
         with self._lock:
             if (earlier := self._logs.pop(task_id, None)) is not None:
                 self._size -= earlier.size

@@ -107,7 +107,7 @@ def complete_log(row: Any, last: int | None, entries: Sequence[bytes]) -> Sequen
 
 
 def keep_log(cache: LogCache, row: Any, log: CachedLog | None) -> Sequence[bytes] | None:
-    """Return the entries of a task's log as `complete_log` does, and cache it if it has all."""
+    """Return a task's log entries as `complete_log` does, and cache the log if complete."""
     if log is None:
         return complete_log(row, None, ())
     if log.seq == row.log_seq:
@@ -159,7 +159,7 @@ _SEQ = attrgetter("seq")
 
 
 async def _continue_cached_log(tx: Transaction, row: Row[Any]) -> CachedLog | None:
-    """Read the new entries of a log that this store has read before; `None` if it is another."""
+    """Read the new entries of a cached log; `None` if the log has been replaced."""
     if (cached := tx.logs.find(row.logical_task_id)) is None:
         return None
     rows = await tx.fetch(

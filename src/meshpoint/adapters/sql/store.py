@@ -482,7 +482,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
     async def find_dispatches(
         self, calls: Sequence[tuple[TaskId, TaskId]]
     ) -> list[Dispatch | None]:
-        """Read the requests of calls as they were sent; `None` without a pending call."""
+        """Read the requests of calls as they were sent; `None` if a call is not pending."""
         if not calls:
             return []
         keys = json.dumps(sorted(set(calls)))

@@ -71,7 +71,7 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
         if getattr(wrapped, "_output_validators", None) and not can_defer:
             fix = "add DeferredToolRequests to its output types"
             raise ConfigurationError(key, "the agent has output validators", fix)
-        # Pydantic AI refuses a type of a run if there are validators.
+        # With validators, Pydantic AI refuses an output type for one run.
         self._run_output_type: Any = None if can_defer else [*outputs, DeferredToolRequests]
         try:
             self._durability.for_agent(wrapped)
@@ -189,27 +189,28 @@ def durable(
         )
 
     Its model sees the peers as tools. When a turn calls some of them, the task pauses once, until
-    all have answered. Model requests and the agent's own tools are steps: a crash repeats none
-    that is recorded. A tool with `requires_approval` asks the question `APPROVAL` first. A tool
-    that raises `CallDeferred` asks a question with the tool's name, whose answer is its result.
+    all have answered. Model requests and the agent's own tools are steps: after a crash, recorded
+    ones do not run again. A tool with `requires_approval` asks the question `APPROVAL` first. A
+    tool that raises `CallDeferred` asks a question with the tool's name, whose answer is its
+    result.
 
     Args:
         agent: The agent. It stays usable by itself.
         input: The type of the requests. Default: a string, which is the prompt.
-        prompt: Makes the prompt of a request.
+        prompt: Returns the prompt for a request.
         name: The name in the mesh. Default: the agent's own.
         version: The version of the stored state. Change it if the new agent cannot continue the
             conversations of the old one.
         peers: The peers that the model may call: agents, `Peer`s, or names and patterns, such as
             "hotel-*", of agents to discover in each turn.
-        deps: Makes the dependencies of a segment. They are not stored.
+        deps: Returns the dependencies of a segment, given its context. They are not stored.
         usage_limits: Limits of the whole task, across pauses and replicas.
         stream: Send the text of the model to the task's callers as it is written. The model must
             support streaming.
         on_peer_failure: "tell_model" makes a peer's failure an error of its tool; "fail" makes it
             a failure of the task.
-        models: Model objects besides the agent's own, by names of your choice, such as those of a
-            `ModelFallback`. Models given as strings need not be listed.
+        models: Model objects other than the agent's own, by names of your choice, for example the
+            models of a `ModelFallback`. Models given as strings need not be listed.
 
     Raises:
         ConfigurationError: The agent has no name or no model, a toolset has no id, or a

@@ -110,8 +110,8 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         stream: Send the text of the model to the task's callers as it is written, and say which
             tools run. The model must support streaming.
         on_peer_failure: Whether a failure of a peer goes to the model, or fails the task.
-        models: Model objects besides the agent's own, by names of your choice, such as those of a
-            `ModelFallback`. Models given as strings need not be listed.
+        models: Model objects other than the agent's own, by names of your choice, for example the
+            models of a `ModelFallback`. Models given as strings need not be listed.
         name: Name of the agent in error messages. Default: the agent's own.
     """
 
