@@ -14,7 +14,7 @@ from meshpoint.engine.publisher import Publisher
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment_runner import SegmentRunner
 from meshpoint.engine.senders import identify_sender, reply_address_error
-from meshpoint.errors import AnswerRefused, PoisonMessage, QuestionNotOpen
+from meshpoint.errors import AnswerRefused, PoisonMessage, QuestionNotOpen, StoreUnavailable
 from meshpoint.model.bodies import CompleteBody, CompletedBody, parse_body
 from meshpoint.model.envelopes import completion_reply, forwarded_message
 from meshpoint.model.events import Step
@@ -57,6 +57,7 @@ class Completions:
         self, runtime: ReplicaRuntime, runner: SegmentRunner, publisher: Publisher
     ) -> None:
         self._runtime, self._runner, self._publisher = runtime, runner, publisher
+        self._forwarded: set[RunId] = set()  # answers that wait for the database
 
     async def complete(
         self, message: Message, claim_id: RunId, *, shared: bool
@@ -68,6 +69,8 @@ class Completions:
         Raises:
             PoisonMessage: The answer cannot be read, or its sender may not answer the question.
                 The reason was sent to the sender if its name and address are its own.
+            StoreUnavailable: New tasks do not need the database, so other messages must not wait
+                for it either; try again later.
         """
         sender = self._identify(message, shared=shared)
         try:
@@ -93,10 +96,17 @@ class Completions:
             return None  # another replica may have the task in memory
         if not pauses_in_database:
             # Before the look-up, because the database may be unavailable.
-            await self._forward(completion.message)
+            if claim_id not in self._forwarded:
+                await self._forward(completion.message)
             if database is None:
                 return None
-            asked = await self._find(database, completion.key)
+            try:
+                (asked,) = await database.store.find_questions([completion.key])
+            except StoreUnavailable as error:
+                self._forwarded.add(claim_id)
+                runtime.retry.record_outage(error)
+                raise
+            self._forwarded.discard(claim_id)
             if asked is not None:
                 return await self._answer(database, asked, completion, claim_id)
         text = await self._explain_unasked(completion.key)

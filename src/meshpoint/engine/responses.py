@@ -30,7 +30,7 @@ from meshpoint.engine.senders import (
 from meshpoint.engine.signals import Signals
 from meshpoint.engine.status_queries import StatusQueries, StatusQuery
 from meshpoint.engine.throttle import MAX_STATUSES_PER_SECOND, Throttle
-from meshpoint.errors import NON_DEFECT_ERRORS, PoisonMessage
+from meshpoint.errors import NON_DEFECT_ERRORS, PoisonMessage, StoreUnavailable
 from meshpoint.model.envelopes import (
     KEEP_ALIVE,
     MAX_STATUS_BYTES,
@@ -235,6 +235,9 @@ class PeerMessages:
             except PoisonMessage as error:
                 attempt.refused.append((item, str(error)))
                 continue
+            except StoreUnavailable:
+                await self._postpone(item, attempt)
+                continue
             if locked is None:
                 await delivery.ack()
             else:
@@ -307,6 +310,9 @@ class PeerMessages:
         self, task_id: TaskId, received: ReceivedMessage, attempt: _Attempt
     ) -> None:
         self._runtime.steps.emit(Step.ROW_LOCKED, task_id)
+        await self._postpone(received, attempt)
+
+    async def _postpone(self, received: ReceivedMessage, attempt: _Attempt) -> None:
         attempt.handed_off_ids.add(received[1])
         await self._postponed.postpone(received, attempt.backend, shared=attempt.shared)
 
