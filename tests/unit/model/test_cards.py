@@ -115,9 +115,21 @@ def test_a_property_may_be_called_ref() -> None:
 
 
 def test_a_card_is_refused_by_its_size_alone() -> None:
-    body = a_body() + b" " * MAX_CARD_BYTES
+    body = a_body().ljust(MAX_CARD_BYTES)
+    assert parse_card(body, "flights").card.name == "flights"
     with pytest.raises(PoisonMessage, match="at most 65,536"):
-        parse_card(body, "flights")
+        parse_card(body + b" ", "flights")
+
+
+def test_a_schema_may_have_sixty_four_levels() -> None:
+    assert parse_card(a_body(inputSchema=_nested(63)), "flights").card.input_schema
+    with pytest.raises(PoisonMessage, match="64 levels"):
+        parse_card(a_body(inputSchema=_nested(64)), "flights")
+
+
+def test_a_replica_with_an_unprintable_id_is_refused() -> None:
+    with pytest.raises(PoisonMessage, match="replica: must be printable"):
+        parse_card(a_body().replace(b"r-1", b"r\\n1"), "flights")
 
 
 def test_patterns() -> None:
