@@ -343,6 +343,40 @@ def test_the_last_pause_is_not_read_as_a_plain_one() -> None:
     assert [number for number in range(4) if stored.find_plain(number, CALL)] == [1, 2]
 
 
+def test_a_pause_is_compared_with_its_own_entry_after_pauses_of_other_kinds() -> None:
+    plain = JournalEntry.for_calls([CALL.as_call("writer.0")], ALL, TokenUsage())
+    other = JournalEntry.for_calls([replace(CALL, input=2).as_call("writer.0")], ALL, TokenUsage())
+    log = [_LogEntry([_record(Ok(1))], each).to_bytes() for each in (plain, plain, other, plain)]
+    stored = StoredJournal(Journal("editor/function/1", None, {}, [plain]), b"", LogEntries(log))
+    assert stored.find_plain(1, CALL) == Ok(1)
+    assert stored.find_plain(3, CALL) is None
+
+
+@pytest.mark.parametrize("result", [TEXT, "short"])
+def test_a_damaged_entry_is_not_read_as_a_plain_one(result: str) -> None:
+    plain = JournalEntry.for_calls([CALL.as_call("writer.0")], ALL, TokenUsage())
+    whole = _LogEntry([_record(Ok(result))], plain).to_bytes()
+    damaged = [whole + b"x", b"x" + whole, whole[:-1]]
+    if result == TEXT:
+        damaged.append(whole.replace(b"\n", b" "))
+    for entry in damaged:
+        stored = StoredJournal(
+            Journal("editor/function/1", None, {}, [plain]),
+            b"",
+            LogEntries([whole, entry, whole]),
+        )
+        assert stored.find_plain(1, CALL) is None
+        with pytest.raises(IncompatibleState):
+            stored.entry(1)
+
+
+def test_the_first_bytes_of_stored_entries_are_skipped() -> None:
+    plain = JournalEntry.for_calls([CALL.as_call("writer.0")], ALL, TokenUsage())
+    log = [b"\x00" + _LogEntry([_record(Ok(TEXT))], plain).to_bytes()] * 3
+    journal_ = Journal("editor/function/1", None, {}, [plain])
+    assert StoredJournal(journal_, b"", LogEntries(log, 1)).find_plain(1, CALL) == Ok(TEXT)
+
+
 async def test_a_plain_pause_has_used_no_tokens_even_if_changed_code_counts_some() -> None:
     pause, log = (await pauses_of(editor, 5))[4]
     was_empty: list[bool] = []
@@ -383,7 +417,7 @@ async def test_an_unreadable_entry_is_incompatible(entry: bytes, place: int) -> 
 
 
 @pytest.mark.parametrize("cut", [1, len(TEXT)])
-@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("place", [0, 1, 2])
 async def test_a_text_of_another_length_is_incompatible(place: int, cut: int) -> None:
     pause, log = (await pauses_of(editor, 4))[3]
     for entry in (log[place][:-cut], log[place] + b"x" * cut, log[place][:-1] + b"\xff"):
