@@ -147,6 +147,15 @@ async def test_a_status_of_a_later_release_is_ignored(call: Call) -> None:
         await waiting
 
 
+async def test_an_error_names_a_long_requester_only_in_part(call: Call) -> None:
+    waiting = wait(call.mesh.task(travel, "order-17"))
+    attach = await wait_for_attaches(call)
+    await send_status(call, attach, AttachStatus.REFUSED, 10_000 * "x")
+    with pytest.raises(OtherRequester) as caught:
+        await waiting
+    assert len(str(caught.value)) < 5_000
+
+
 async def test_an_attach_that_the_broker_did_not_take_is_repeated(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +184,13 @@ async def test_after_an_outage_open_tasks_are_asked_about(
     assert len(attaches(call)) == 2
     await call.agent.respond(await call.agent.wait_for_request(), {"text": "by train"})
     assert await waiting == Plan(text="by train")
+
+
+async def test_after_an_outage_the_open_tasks_are_not_all_asked_about_at_once(call: Call) -> None:
+    handles = [call.mesh.task(travel, f"order-{number}") for number in range(3)]
+    call.transport.ask_again()
+    due = [handle._task.attachment.due_at for handle in handles]
+    assert max(due) - min(due) >= 2 / 200
 
 
 async def test_an_attached_wait_ends_with_the_connection(call: Call) -> None:
@@ -270,6 +286,20 @@ async def test_attaches_without_a_reply_become_rare_until_a_reply() -> None:
     assert [await asks.delay() for _ in range(6)] == [60.0, 120.0, 240.0, 480.0, 600.0, 600.0]
     assert await asks.delay(RUNNING) == 10.0
     assert await asks.delay() == 60.0
+
+
+@pytest.mark.parametrize("replies", [(), (UNKNOWN,), (QUEUED,)])
+async def test_after_an_outage_the_delays_begin_anew(replies: Sequence[AttachStatus]) -> None:
+    asks = Asks()
+    delays = [await asks.delay(*replies) for _ in range(3)]
+    asks.attachment.start()
+    assert [await asks.delay(*replies) for _ in range(3)] == delays
+
+
+async def test_a_request_does_not_postpone_an_attach_that_is_due() -> None:
+    asks = Asks()
+    asks.attachment.expect_reply(100.0)
+    assert asks.attachment.due_at == 0.0
 
 
 @pytest.mark.parametrize("replies", [(), (QUEUED,), (RUNNING,), (RECORDED,), (UNKNOWN, RUNNING)])

@@ -10,8 +10,9 @@ from idle_loop import idle
 from meshpoint import Ended, StatusUpdate, TaskHandle
 from meshpoint.client.open_task import ANSWER_GRACE, OpenTask
 from meshpoint.client.transport import UsedIds
+from meshpoint.errors import TaskNotFound
 from meshpoint.model.ids import TaskId
-from meshpoint.model.outcomes import Ok
+from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
 from .calling import ROME, Call, Plan, travel
 
@@ -149,8 +150,11 @@ async def test_a_refused_request_leaves_what_was_known_of_its_id() -> None:
     used.add(key, "digest")
     used.withdraw(key)
     assert not used.has_other(key, "other")
-    used.add(key, "digest")
-    used.add(key, "digest")
+    for _ in range(3):
+        used.add(key, "digest")
+    before = used._digests[key].before
+    assert before is not None
+    assert before.before is None, "each repeated request would keep more"
     used.withdraw(key)
     assert used.has_other(key, "other")
 
@@ -197,3 +201,30 @@ async def test_the_first_outcome_of_a_task_counts() -> None:
     task.end(Ok("by train"))
     task.end(Ok("by plane"), answered=False)
     assert (task.outcome, task.is_answered) == (Ok("by train"), True)
+
+
+async def test_the_failure_of_an_earlier_attempt_counts_until_the_task_ends() -> None:
+    earlier, task = OpenTask("travel", TaskId("1"), set()), OpenTask("travel", TaskId("1"), set())
+    earlier.end(Failed(FailureKind.ERROR, "sold out"), size=9_000)
+    for _ in range(2):
+        task.expect_at_least(earlier)
+        assert task.kept_bytes == 9_000
+    task.end(Ok("by train"), size=10)
+    assert task.kept_bytes == 10
+
+
+async def test_a_task_that_ends_with_an_earlier_failure_counts_its_size() -> None:
+    earlier, task = OpenTask("travel", TaskId("1"), set()), OpenTask("travel", TaskId("1"), set())
+    earlier.end(failed := Failed(FailureKind.ERROR, "sold out"), size=9_000)
+    task.expect_at_least(earlier)
+    task.attachment.fail(lambda: TaskNotFound("travel", "1"))
+    await task.wait_news()
+    assert (task.outcome, task.kept_bytes) == (failed, 9_000)
+
+
+async def test_a_task_remembers_its_last_sixteen_requests() -> None:
+    task = OpenTask("travel", TaskId("1"), set())
+    for number in range(20):
+        task.add_request(str(number), timeout=None)
+    refused = [number for number in range(20) if task.is_refused_by(str(number))]
+    assert refused == list(range(4, 20))

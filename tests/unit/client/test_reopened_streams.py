@@ -128,6 +128,7 @@ def test_followed_tasks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     followed.keep(tasks[2])
     assert followed.find("travel", "1") is None
     assert followed.find("travel", "2") is tasks[2]
+    assert followed.find("travel", "3") is tasks[3]
     monkeypatch.setattr(followed_tasks, "_MAX_BYTES", 100)
     tasks[-1].kept_bytes = tasks[2].kept_bytes = 60
     followed.measure(tasks[2])
@@ -136,6 +137,25 @@ def test_followed_tasks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert followed.find("travel", "2") is tasks[2]
     followed.discard("travel", "2")
     assert followed._bytes == 0
+
+
+def test_another_task_with_the_id_of_a_followed_one_does_not_replace_it() -> None:
+    followed = FollowedTasks()
+    task, other = (OpenTask("travel", TaskId("order-17"), set()) for _ in range(2))
+    followed.keep(task)
+    other.kept_bytes = 60
+    followed.measure(other)
+    followed.forget(other)
+    assert followed.find("travel", "order-17") is task
+    assert followed._bytes == 0
+
+
+async def test_the_outcome_of_a_followed_task_counts(call: Call) -> None:
+    request = await left_after_one_update(call)
+    before = call.transport._followed._bytes
+    await call.agent.respond(request, {"text": 9_000 * "x"})
+    await idle()
+    assert 9_000 < call.transport._followed._bytes - before < 10_000
 
 
 async def test_a_displaced_stream_takes_its_place_back_after_a_minute(call: Call) -> None:
@@ -186,6 +206,24 @@ async def test_a_question_that_is_asked_again_is_shown_after_a_snapshot_of_it() 
         task.add_status(envelope[1])
     shown = [update.id for update, _ in task._updates]
     assert shown == ["0.1.run-1.1", "0.2.run-2.1", "0.3.run-3.1"]
+
+
+async def test_the_last_hundred_questions_are_remembered() -> None:
+    task = OpenTask("travel", TaskId("order-17"), set())
+    for number in range(120):
+        name = TaskId(f"~?approval.{number}")
+        question = QuestionKey(AgentName("travel"), task.id, name).to_id()
+        envelope = status_envelope(
+            AgentName("travel"),
+            task.id,
+            Requester(Address("client.private.1")),
+            {"name": "approval", "questionId": question, "prompt": None, "answerSchema": {}},
+            StatusMetadata(UpdateKind.QUESTION),
+        )
+        assert envelope is not None
+        task.add_status(envelope[1])
+    assert len(task._questions) == 100
+    assert question in task._questions
 
 
 async def test_the_ids_of_questions_are_bounded() -> None:

@@ -12,7 +12,9 @@ from meshpoint.client.reply_slot import ReplySlot
 from meshpoint.client.transport import ShardCounts, Transport
 from meshpoint.errors import BrokerUnavailable, MeshClosed
 from meshpoint.model.ids import AgentName
-from meshpoint.model.messages import Address
+from meshpoint.model.messages import MAX_SHARDS, Address
+
+from .calling import ROME, Call, travel
 
 
 class Broker(InProcessBroker):
@@ -62,6 +64,38 @@ async def test_the_request_queues_of_few_agents_are_remembered() -> None:
     assert broker.lookup_count == 1_500
     await counts.count(AgentName("agent-499"))
     assert broker.lookup_count == 1_501
+
+
+class ShardedBroker(CountedQueues):
+    """Every agent has the maximal number of request queues."""
+
+    async def depth(self, address: Address) -> int | None:
+        await super().depth(address)
+        await asyncio.sleep(0)
+        return 0
+
+
+async def test_concurrent_requests_look_the_queues_up_once() -> None:
+    broker = ShardedBroker()
+    counts = ShardCounts(broker)
+    found = await asyncio.gather(*[counts.count(AgentName("travel")) for _ in range(3)])
+    assert (found, broker.lookup_count) == ([MAX_SHARDS] * 3, MAX_SHARDS - 1)
+
+
+async def test_a_request_to_a_queue_that_is_gone_goes_to_the_first_one(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookups = list[Address]()
+
+    async def depth(address: Address) -> int | None:
+        lookups.append(address)
+        return 0 if len(lookups) < MAX_SHARDS else None
+
+    monkeypatch.setattr(call.broker, "depth", depth)
+    for count in (1, 2):
+        await call.mesh.send(travel, ROME)
+        await call.agent.wait_for_request(count)
+    assert len(lookups) == MAX_SHARDS, "the number was not looked up again"
 
 
 async def test_a_reply_that_decides_is_not_lost_in_a_flood() -> None:

@@ -31,7 +31,7 @@ from meshpoint.model.bodies import (
     TaskStatus,
 )
 from meshpoint.model.bodies import StatusUpdate as StatusUpdateBody
-from meshpoint.model.envelopes import KEEP_ALIVE
+from meshpoint.model.envelopes import KEEP_ALIVE, MAX_STATUS_BYTES
 from meshpoint.model.messages import Message, MessageType
 
 from .calling import ROME, Call, Plan, travel
@@ -210,6 +210,16 @@ async def test_updates_that_are_too_large_are_dropped_and_logged_once(
     assert f"task {task.id} of travel: an update of 7" in record.getMessage()
     await call.agent.respond(request, Ok({"text": "by train"}))
     assert await task.result() == Plan(text="by train")
+
+
+async def test_an_update_of_the_maximal_size_is_shown(call: Call) -> None:
+    task = await call.mesh.send(travel, ROME)
+    request = await call.agent.wait_for_request()
+    body = status_body(A2ATaskState.WORKING)
+    for size in (MAX_STATUS_BYTES, MAX_STATUS_BYTES + 1):
+        await send_status(call, request, body.ljust(size))
+    await idle()
+    assert task._task.kept_bytes == MAX_STATUS_BYTES
 
 
 async def test_the_kept_updates_of_a_task_are_bounded_in_size(call: Call) -> None:
