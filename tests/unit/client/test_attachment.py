@@ -296,6 +296,13 @@ async def test_after_an_outage_the_delays_begin_anew(replies: Sequence[AttachSta
     assert [await asks.delay(*replies) for _ in range(3)] == delays
 
 
+async def test_a_late_notice_of_the_end_does_not_repeat_an_attach() -> None:
+    asks = Asks()
+    delay = await asks.delay(RUNNING)
+    asks.attachment.record_end()
+    assert asks.attachment.due_at == 100.0 + delay
+
+
 async def test_a_request_does_not_postpone_an_attach_that_is_due() -> None:
     asks = Asks()
     asks.attachment.expect_reply(100.0)

@@ -374,6 +374,22 @@ async def test_a_missing_answer_is_a_timeout_after_the_deadline(
     assert await call.agent.wait_for_cancels() == ["order-17"], "it may still run"
 
 
+async def test_an_id_is_free_some_minutes_after_a_late_answer(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_task, "ANSWER_GRACE", 0.0)
+    now = 0.0
+    call.transport._used_ids._clock = lambda: now
+    task = await call.mesh.send(travel, ROME, task_id="order-17", timeout=0.001)
+    assert isinstance(await task.outcome(), Failed)
+    await call.agent.respond(await call.agent.wait_for_request(), {"text": "too late"})
+    await idle()
+    now = 601.0
+    again = await call.mesh.send(travel, OSLO, task_id="order-17")
+    await call.agent.respond(await call.agent.wait_for_request(2), {"text": "by boat"})
+    assert await again.result() == Plan(text="by boat")
+
+
 async def test_a_repeated_send_has_the_later_deadline(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,15 @@ async def test_a_displaced_stream_takes_its_place_back_after_a_minute(call: Call
     again.cancel()
 
 
+async def test_a_displaced_connection_shows_the_end_of_a_task_at_once(call: Call) -> None:
+    task = await call.mesh.send(travel, ROME, task_id="order-17")
+    request = await call.agent.wait_for_request()
+    await send_status(call, request, AttachStatus.DETACHED)
+    await call.agent.respond(request, {"text": "by train"})
+    await idle()
+    assert isinstance(await anext(task.updates()), Ended)
+
+
 async def test_the_task_of_a_requester_never_counts_as_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
