@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +24,7 @@ from pydantic.alias_generators import to_camel
 
 from meshpoint.errors import ConfigurationError, PoisonMessage
 from meshpoint.model.bodies import Body, parse_body
+from meshpoint.model.card_schema import check_card_schema
 from meshpoint.model.json_values import json_digest
 from meshpoint.model.messages import is_agent_name, is_valid_name
 
@@ -34,7 +35,6 @@ MAX_DESCRIPTION_LENGTH = 4_000
 _MAX_SKILLS = 100
 _MAX_TAGS = 50
 _MAX_LABEL_LENGTH = 200
-_MAX_SCHEMA_DEPTH = 64
 
 # Also surrogates, which have no UTF-8 form, and characters that change the direction of text.
 _CONTROL_CHARACTERS = re.compile(
@@ -54,34 +54,15 @@ def _check_agent_name(name: str) -> str:
     return name
 
 
-def _check_schema(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Refuse schemas that refer to other documents, and those nested too deeply."""
-    level: list[Any] = [schema]
-    for _ in range(_MAX_SCHEMA_DEPTH):
-        level = [child for parent in level for child in _children(parent)]
-        if not level:
-            return schema
-    raise ValueError(f"nested more than {_MAX_SCHEMA_DEPTH} levels deep")
-
-
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        for key, child in value.items():
-            if key in {"$ref", "$dynamicRef"} and not _is_local(child):
-                raise ValueError(f"{key} must begin with '#': other documents are not read")
-        return value.values()
-    return value if isinstance(value, list) else ()
-
-
-def _is_local(reference: object) -> bool:
-    # A property of an object may be called "$ref"; its schema is not a string.
-    return not isinstance(reference, str) or reference.startswith("#")
+def _read_schema(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    check_card_schema(schema)
+    return schema
 
 
 _Label = Annotated[str, BeforeValidator(_clean_text), Field(max_length=_MAX_LABEL_LENGTH)]
 _Text = Annotated[str, BeforeValidator(_clean_text), Field(max_length=MAX_DESCRIPTION_LENGTH)]
 _Labels = Annotated[tuple[_Label, ...], Field(max_length=_MAX_TAGS)]
-_Schema = Annotated[dict[str, JsonValue], AfterValidator(_check_schema)]
+_Schema = Annotated[dict[str, JsonValue], AfterValidator(_read_schema)]
 
 
 class _CardPart(BaseModel):
@@ -146,9 +127,6 @@ class CardBody(Body):
     replica: str = Field(max_length=_MAX_LABEL_LENGTH)
     started_at: AwareDatetime
     app_version: str | None = Field(default=None, max_length=_MAX_LABEL_LENGTH)
-
-    def untyped_values(self) -> list[JsonValue]:
-        return [self.card.input_schema, self.card.output_schema]
 
 
 def parse_card(body: bytes, sender: str) -> CardBody:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -72,6 +73,15 @@ def _nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+def _bomb(definitions: int, references: int) -> dict[str, Any]:
+    """A schema whose definitions refer to the next one, so often each."""
+    chain: dict[str, Any] = {
+        f"A{each}": {"anyOf": [{"$ref": f"#/$defs/A{each + 1}"}] * references}
+        for each in range(definitions)
+    }
+    return {"$ref": "#/$defs/A0", "$defs": {**chain, f"A{definitions}": {"type": "string"}}}
+
+
 @pytest.mark.parametrize(
     ("card", "problem"),
     [
@@ -80,8 +90,19 @@ def _nested(depth: int) -> dict[str, Any]:
         ({"version": "1" * 300}, "card.version"),
         ({"inputSchema": []}, "card.inputSchema"),
         ({"inputSchema": _nested(100)}, "64 levels"),
-        ({"inputSchema": {"$ref": "https://evil.example/schema"}}, "must begin with '#'"),
-        ({"outputSchema": {"items": [{"$dynamicRef": "file:///etc/passwd"}]}}, "begin with '#'"),
+        ({"inputSchema": {"$ref": "https://evil.example/schema"}}, "must refer to a definition"),
+        ({"outputSchema": {"items": {"$dynamicRef": "file:///etc/passwd"}}}, "must refer to a"),
+        ({"inputSchema": {"$ref": "#/$defs/A"}}, "'#/$defs/A' must refer to a definition"),
+        ({"inputSchema": {"properties": {"a": {"$ref": "#"}}}}, "'#' must refer to a definition"),
+        ({"inputSchema": {"properties": "x"}}, "schema.properties must be an object"),
+        ({"inputSchema": {"properties": {"a": 5}}}, "schema.properties.a must be an object or a"),
+        ({"inputSchema": {"items": {"anyOf": {}}}}, "schema.items.anyOf must be a list"),
+        ({"inputSchema": {"required": "x"}}, "schema.required must be a list"),
+        ({"inputSchema": {"type": ["string", "text"]}}, "schema.type must name types of JSON"),
+        ({"inputSchema": {"$ref": 5}}, "schema.$ref must be a string"),
+        ({"inputSchema": {"maximum": 10**4200}}, "an integer of over 4000 digits"),
+        ({"inputSchema": _bomb(20, 2)}, "too large with its references expanded"),
+        ({"inputSchema": _bomb(500, 1)}, "too large with its references expanded"),
         ({"outputSchema": {"maximum": "∞"}, "skills": [{"id": "x"}]}, "card.skills"),
         ({"skills": [{"id": str(n), "name": "x"} for n in range(101)]}, "card.skills"),
         ({"name": "hotels"}, "'flights' sent the card of 'hotels'"),
@@ -89,7 +110,7 @@ def _nested(depth: int) -> dict[str, Any]:
     ],
 )
 def test_hostile_cards_are_refused(card: dict[str, Any], problem: str) -> None:
-    with pytest.raises(PoisonMessage, match=problem.replace("$", "[$]")):
+    with pytest.raises(PoisonMessage, match=re.escape(problem)):
         parse_card(a_body(**card), "flights")
 
 
@@ -103,13 +124,14 @@ def test_unreadable_cards_are_refused(body: bytes) -> None:
 
 def test_infinity_in_a_schema_is_refused() -> None:
     body = a_body(inputSchema={"maximum": 17}).replace(b"17", b"1e400")
-    with pytest.raises(PoisonMessage, match="too large for a float"):
+    with pytest.raises(PoisonMessage, match="inf is not JSON"):
         parse_card(body, "flights")
 
 
 def test_a_property_may_be_called_ref() -> None:
     schema: dict[str, Any] = {
-        "properties": {"$ref": {"type": "string"}, "x": {"$ref": "#/$defs/x"}}
+        "properties": {"$ref": {"type": "string"}, "x": {"$ref": "#/$defs/x"}},
+        "$defs": {"x": {"type": "string"}},
     }
     assert AgentCard(name="flights", input_schema=schema).input_schema == schema
 
