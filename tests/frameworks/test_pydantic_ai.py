@@ -9,10 +9,11 @@ from itertools import count
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, Field, SecretStr
 
 pytest.importorskip("pydantic_ai")
 
-from pydantic_ai import Agent, DeferredToolRequests, RunContext
+from pydantic_ai import Agent, DeferredToolRequests, RunContext, ToolOutput
 from pydantic_ai.capabilities import ModelFallback, ProcessHistory
 from pydantic_ai.exceptions import CallDeferred, ModelHTTPError
 from pydantic_ai.messages import ModelMessage, ModelResponse, TextPart, ToolCallPart
@@ -21,6 +22,7 @@ from pydantic_ai.toolsets import DynamicToolset, FunctionToolset
 from scenario import (
     TOOLS,
     Journey,
+    Quote,
     Result,
     Says,
     Trip,
@@ -147,6 +149,99 @@ async def test_a_deferred_tool_asks_a_question() -> None:
                 assert (update.name, update.prompt) == ("seats", 'Run seats with {"row": 7}?')
                 await task.complete(Question("seats", str), "7A")
         assert (await task.result()).strip() == "7A"
+
+
+class Card(BaseModel):
+    """Its JSON is not what it is read from."""
+
+    number: SecretStr
+    holder: str = Field(validation_alias="holderName")
+    tries: int = Field(default=1, exclude=True)
+
+
+async def test_an_approved_tool_gets_the_arguments_of_the_model() -> None:
+    arguments: dict[str, Any] = {"number": "4711", "holderName": "Ada", "tries": 3}
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if answers:
+            return Says(results[0].text)
+        return Says(uses=(Use("pay", arguments, "call-p"),))
+
+    planner = Agent(model_of(Journey(script)), name="travel")
+
+    @planner.tool_plain(requires_approval=True)
+    def pay(card: Card) -> str:
+        return f"{card.number.get_secret_value()} {card.holder} {card.tries}"
+
+    async with TestMesh(durable(planner, stream=False)) as mesh:
+        task = await mesh.send("travel", "pay")
+        async for update in task.updates():
+            if update.kind == "question":
+                await task.complete(APPROVAL, Approval(approved=True))
+        assert (await task.result()).strip() == "4711 Ada 3"
+
+
+async def test_long_arguments_are_cut_in_the_question_only() -> None:
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if answers:
+            return Says(results[0].text)
+        return Says(uses=(Use("mail", {"text": "x" * 20_000, "to": "ada"}, "call-m"),))
+
+    planner = Agent(model_of(Journey(script)), name="travel")
+
+    @planner.tool_plain(requires_approval=True)
+    def mail(text: str, to: str) -> str:
+        return f"{len(text)} to {to}"
+
+    async with TestMesh(durable(planner, stream=False)) as mesh:
+        task = await mesh.send("travel", "write")
+        async for update in task.updates():
+            if update.kind == "question":
+                assert update.prompt is not None
+                assert update.prompt.endswith('xxx… (20,010 characters), "to": "ada"}?')
+                await task.complete(APPROVAL, Approval(approved=True))
+        assert (await task.result()).strip() == "20000 to ada"
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "tool"),
+    [
+        ("visas", Trip, "final_result"),
+        ("final_result", Trip, "final_result"),
+        ("final_result_Trip", [Trip, Quote], "final_result_Trip"),
+        ("tell", ToolOutput(Trip, name="tell"), "tell"),
+    ],
+)
+async def test_no_discovered_peer_takes_the_place_of_a_tool(
+    name: str, output: Any, tool: str
+) -> None:
+    @agent(name)
+    async def impostor(ctx: TaskExecutionContext, country: str) -> str:
+        return "a lie"
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if not answers:
+            return Says(uses=(Use("visas", {"country": "Italy"}, "call-v"),))
+        return Says(uses=(Use(tool, {"city": results[0].text}, "out"),))
+
+    planner: Agent[None, Any] = Agent(model_of(Journey(script)), name="travel", output_type=output)
+
+    @planner.tool_plain
+    def visas(country: str) -> str:
+        return f"none for {country}"
+
+    wrapped = durable(planner, peers=["*"], stream=False)
+    async with TestMesh(wrapped, impostor) as mesh:
+        assert await mesh.call("travel", "hello") == {"city": "none for Italy", "days": 2}
+
+
+async def test_a_typed_peer_with_the_name_of_a_tool_is_named() -> None:
+    planner = PydanticAI().agent(Journey(two_pauses, TOOLS))
+    wrapped = durable(planner, peers=[Peer("visas", str, str)], stream=False)
+    async with TestMesh(wrapped) as mesh:
+        outcome = await (await mesh.send("travel", "hello")).outcome()
+    assert isinstance(outcome, Failed)
+    assert "the agent has a tool and a peer called 'visas'" in outcome.message
 
 
 async def test_a_tool_that_is_not_recorded_uses_the_memory() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,16 +103,20 @@ class PeerTools:
         self.known = {tool.name: tool for tool in peer_tools(*typed)}
         self.patterns = check_patterns(names, "peers")
 
-    async def offer(self, ctx: TaskExecutionContext) -> dict[str, PeerTool]:
+    async def offer(
+        self, ctx: TaskExecutionContext, is_taken: Callable[[str], bool]
+    ) -> dict[str, PeerTool]:
         """The tools of one turn of the model, recorded as a step if any are discovered.
 
-        Typed peers hide discovered peers of the same name.
+        Typed peers hide discovered peers of the same name, as do tools of the agent's own,
+        for whose names `is_taken` is true: a new peer must not break the agent.
         """
         tools = dict(self.known)
         if self.patterns:
             for card in await offer_peers(ctx, self.patterns):
                 tool = PeerTool.of(peer_of_card(card))
-                tools.setdefault(tool.name, tool)
+                if not is_taken(tool.name):
+                    tools.setdefault(tool.name, tool)
         return tools
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -43,7 +43,7 @@ from pydantic_ai.messages import (
 from pydantic_ai.models import Model
 from pydantic_ai.run import AgentRunResult
 from pydantic_ai.tools import DeferredToolRequests, DeferredToolResults, RunContext, ToolDefinition
-from pydantic_ai.toolsets import AbstractToolset, CombinedToolset, ToolsetTool
+from pydantic_ai.toolsets import AbstractToolset, ToolsetTool
 
 from meshpoint.agents.peer import Addressable
 from meshpoint.errors import AgentMisbehaved, NotJson, StepFailed
@@ -51,6 +51,7 @@ from meshpoint.frameworks.base import OnPeerFailure, ToolWaits
 from meshpoint.frameworks.peers import PeerTools
 from meshpoint.frameworks.pydantic_ai.toolset import (
     PeerToolset,
+    Validated,
     deferred_results,
     find_calls,
     open_run,
@@ -142,7 +143,7 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         )
         tools = PeerTools(peers)
         self.waits = ToolWaits(tools, on_peer_failure)
-        self._peer_toolset = PeerToolset(tools) if peers else None
+        self._peers = tools if peers else None
 
     @property
     def in_durable_context(self) -> bool:
@@ -155,9 +156,7 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         Pydantic AI takes no toolset from a capability that binds to all toolsets.
         """
         wrapped = super().get_wrapper_toolset(toolset)
-        if self._peer_toolset is None:
-            return wrapped
-        return CombinedToolset([wrapped or toolset, self._peer_toolset])
+        return wrapped if self._peers is None else PeerToolset(wrapped or toolset, self._peers)
 
     def get_durable_operation_backend(self) -> DurableOperationBackend[Any]:
         """Runs each operation as a step."""
@@ -212,8 +211,10 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         args: dict[str, Any],
     ) -> dict[str, Any]:
         """Keep the validated arguments, for questions."""
-        if (run := run_state.get()) is not None:
-            run.validated[call.tool_call_id] = args
+        if (run := run_state.get()) is not None and ctx.tool_manager is not None:
+            validator = (ctx.tool_manager.tools or {})[call.tool_name].args_validator
+            read = partial(validator.validate_python, context=ctx.validation_context)
+            run.validated[call.tool_call_id] = Validated(args, read)
         return args
 
 

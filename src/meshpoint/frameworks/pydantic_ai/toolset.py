@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import JsonValue
-from pydantic_ai.exceptions import CallDeferred, ModelRetry, ToolFailed
+from pydantic_ai.exceptions import CallDeferred, ModelRetry, ToolFailed, UserError
 from pydantic_ai.messages import ModelMessage, ModelResponse
+from pydantic_ai.output import ToolOutput
 from pydantic_ai.tools import (
     DeferredToolRequests,
     DeferredToolResults,
@@ -20,7 +21,7 @@ from pydantic_ai.tools import (
     ToolDefinition,
     ToolDenied,
 )
-from pydantic_ai.toolsets import AbstractToolset, ToolsetTool
+from pydantic_ai.toolsets import ToolsetTool, WrapperToolset
 from pydantic_core import SchemaValidator, core_schema, to_jsonable_python
 
 from meshpoint.errors import InvalidInput
@@ -32,7 +33,28 @@ from meshpoint.model.outcomes import Failed
 
 _MAX_RETRIES = 2
 """How often a model may correct its arguments for one peer before the run fails."""
+_OUTPUT_TOOL = "final_result"
+"""How the names of tools begin that Pydantic AI makes of output types."""
 _ANY_OBJECT = SchemaValidator(core_schema.dict_schema(keys_schema=core_schema.str_schema()))
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """The validated arguments of a tool call, and what validates them again."""
+
+    arguments: dict[str, Any]
+    read: Callable[[Any], Any]
+
+    def as_json(self) -> dict[str, JsonValue] | None:
+        """The arguments as JSON, or `None` if validating it again gives others.
+
+        Secrets are masked in JSON, and fields may be left out or have other names.
+        """
+        try:
+            json: dict[str, JsonValue] = to_jsonable_python(self.arguments, round_trip=True)
+            return json if bool(self.read(json) == self.arguments) else None
+        except Exception:  # the types of a tool may raise any
+            return None
 
 
 @dataclass(slots=True)
@@ -45,7 +67,7 @@ class RunState:
         step: The step of the run in which it was offered them.
     """
 
-    validated: dict[str, dict[str, Any]] = field(default_factory=dict)
+    validated: dict[str, Validated] = field(default_factory=dict)
     tools: Mapping[str, PeerTool] = field(default_factory=dict)
     step: int | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -65,24 +87,26 @@ def open_run() -> Iterator[RunState]:
         run_state.reset(token)
 
 
-class PeerToolset(AbstractToolset[Any]):
-    """Tools that wait for peers.
+@dataclass
+class PeerToolset(WrapperToolset[Any]):
+    """The tools of an agent, and tools that wait for peers.
 
-    A call with arguments that do not fit goes back to the model. Others end the run with
+    A call of a peer with arguments that do not fit goes back to the model. Others end the run with
     `DeferredToolRequests`, together with the other calls of their turn.
     """
 
-    def __init__(self, tools: PeerTools) -> None:
-        self._tools = tools
-
-    @property
-    def id(self) -> str:
-        """The toolset's id, unique within an agent."""
-        return "meshpoint-peers"
+    peers: PeerTools
 
     async def get_tools(self, ctx: RunContext[Any]) -> dict[str, ToolsetTool[Any]]:
-        """The tools of this turn of the model."""
-        return {
+        """The tools of this turn of the model.
+
+        Raises:
+            UserError: A typed peer has the name of another tool.
+        """
+        tools = await super().get_tools(ctx)
+        if same := sorted(tools.keys() & self.peers.known.keys()):
+            raise UserError(f"the agent has a tool and a peer called {same[0]!r}: rename the tool")
+        peers = {
             name: ToolsetTool(
                 toolset=self,
                 tool_def=ToolDefinition(
@@ -93,16 +117,24 @@ class PeerToolset(AbstractToolset[Any]):
                 max_retries=_MAX_RETRIES,
                 args_validator=_ANY_OBJECT,
             )
-            for name, tool in (await self._offer(ctx)).items()
+            for name, tool in (await self._offer(ctx, tools.keys())).items()
         }
+        return tools | peers
 
-    async def _offer(self, ctx: RunContext[Any]) -> Mapping[str, PeerTool]:
+    async def _offer(
+        self, ctx: RunContext[Any], own_tools: Collection[str]
+    ) -> Mapping[str, PeerTool]:
         run, task = run_state.get(), recording_context()
         if run is None or task is None:
-            return self._tools.known
+            return self.peers.known
         async with run.lock:  # Pydantic AI may list the tools of a turn several times
             if run.step != ctx.run_step:
-                run.tools, run.step = await self._tools.offer(task), ctx.run_step
+                taken = {*own_tools, *_output_tools(ctx)}
+
+                def is_taken(name: str) -> bool:
+                    return name in taken or name.startswith(_OUTPUT_TOOL)
+
+                run.tools, run.step = await self.peers.offer(task, is_taken), ctx.run_step
         return run.tools
 
     async def call_tool(
@@ -111,16 +143,25 @@ class PeerToolset(AbstractToolset[Any]):
         """Defer the call.
 
         Raises:
-            CallDeferred: Always, if the arguments fit.
+            CallDeferred: Always for a peer, if the arguments fit.
             ModelRetry: They do not.
         """
+        if not isinstance(tool.toolset, PeerToolset):
+            return await super().call_tool(name, tool_args, ctx, tool)
         run = run_state.get()
-        tools = self._tools.known if run is None else run.tools
+        tools = self.peers.known if run is None else run.tools
         try:
             tools[name].check(tool_args)
         except InvalidInput as error:
             raise ModelRetry(str(error)) from error
         raise CallDeferred
+
+
+def _output_tools(ctx: RunContext[Any]) -> set[str | None]:
+    """The names that the agent has given to the tools of its outputs."""
+    declared: Any = None if ctx.agent is None else ctx.agent.output_type
+    outputs = declared if isinstance(declared, list | tuple) else [declared]
+    return {each.name for each in outputs if isinstance(each, ToolOutput)}
 
 
 def find_calls(
@@ -139,15 +180,13 @@ def find_calls(
             kind = ToolCallKind.APPROVAL
         else:
             kind = ToolCallKind.QUESTION if tool is None else ToolCallKind.PEER
-        arguments = _to_json(run.validated.get(call.tool_call_id) or call.args_as_dict())
+        validated = run.validated.get(call.tool_call_id)
+        arguments = None if validated is None else validated.as_json()
+        if arguments is None:
+            arguments = call.args_as_dict()
         peer = tool.peer.name if tool is not None and kind is ToolCallKind.PEER else None
         calls.append(ToolCall(call.tool_call_id, call.tool_name, kind, arguments, peer))
     return calls
-
-
-def _to_json(arguments: dict[str, Any]) -> dict[str, JsonValue]:
-    converted: dict[str, JsonValue] = to_jsonable_python(arguments, fallback=repr)
-    return converted
 
 
 def deferred_results(answers: Sequence[Answer]) -> DeferredToolResults:
