@@ -454,6 +454,21 @@ async def test_the_bytes_and_replicas_of_cards_are_bounded(mesh: Mesh) -> None:
     assert max(len(replicas) for replicas in directory._known.values()) <= 50
 
 
+async def test_a_replica_that_answers_has_missed_no_question(mesh: Mesh) -> None:
+    directory = directory_of(await mesh.replica(planner("flights")))
+    await mesh.replica(server("flights"))
+    await a_round(mesh, 3)
+    assert [served.missed for served in directory._known["flights"].values()] == [0]
+
+
+async def test_a_dropped_card_no_longer_counts(mesh: Mesh) -> None:
+    directory = directory_of(await mesh.replica(planner("flights")))
+    await (await mesh.replica(server("flights"))).crash()
+    assert directory._size > 0
+    await a_round(mesh, 12)
+    assert (directory._known, directory._size) == ({}, 0)
+
+
 async def test_cards_that_nobody_follows_are_ignored(mesh: Mesh) -> None:
     replica = await mesh.replica(planner("flights"))
     directory = directory_of(replica)
