@@ -1,7 +1,7 @@
 """Check the JSON schemas in agent cards.
 
-One schema that a framework or a model provider refuses would fail each request that offers the
-agent to a model, and with it every task of the agents that discover peers.
+A framework or a model provider that refuses one schema refuses the whole request to the model, so
+one card would fail every task that is offered it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_card_schema(schema: dict[str, Any]) -> None:
 
     Raises:
         ValueError: It is nested too deeply, a keyword has a value of the wrong type, a reference
-            is not to a definition in `$defs`, or it is too large with its references expanded.
+            does not name a definition in `$defs`, or it is too large with its references expanded.
     """
     _check_depth(schema)
     try:
@@ -101,7 +101,7 @@ class _Expansion:
         for child in _children(value):
             self.add(child, depth + 1)
         if isinstance(value, dict):
-            # A property may be called "$ref"; its schema is no string.
+            # A property may be called "$ref"; its schema is not a string.
             for key in ("$ref", "$dynamicRef"):
                 if isinstance(reference := value.get(key), str):
                     self._add_definition(reference, depth + 1)

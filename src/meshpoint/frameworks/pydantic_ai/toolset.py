@@ -34,19 +34,19 @@ from meshpoint.model.outcomes import Failed
 _MAX_RETRIES = 2
 """How often a model may correct its arguments for one peer before the run fails."""
 _OUTPUT_TOOL = "final_result"
-"""How the names of tools begin that Pydantic AI makes of output types."""
+"""Prefix of the names that Pydantic AI gives to the tools of output types."""
 _ANY_OBJECT = SchemaValidator(core_schema.dict_schema(keys_schema=core_schema.str_schema()))
 
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """The validated arguments of a tool call, and what validates them again."""
+    """The validated arguments of a tool call, and a function that validates them again."""
 
     arguments: dict[str, Any]
     read: Callable[[Any], Any]
 
     def as_json(self) -> dict[str, JsonValue] | None:
-        """The arguments as JSON, or `None` if validating it again gives others.
+        """The arguments as JSON, or `None` if reading it back gives others.
 
         Secrets are masked in JSON, and fields may be left out or have other names.
         """
