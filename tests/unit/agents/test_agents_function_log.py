@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from time import process_time
 from typing import Any
 
 import pytest
@@ -323,18 +322,16 @@ def test_only_a_result_without_more_is_read_as_a_plain_one(outcome: Outcome) -> 
     assert stored_pauses(plain, [outcome] * 3).find_plain(1, CALL) is None
 
 
-def test_a_result_full_of_entries_is_read_in_no_more_time_than_without_the_short_way() -> None:
-    result: JsonValue = [{"a": [{}], "entry": {"calls": []}}] * 4000
+def test_a_result_full_of_entries_is_read_in_linear_time() -> None:
+    """In quadratic time, this would take minutes."""
+    result: JsonValue = [{"a": [{}], "entry": {"calls": []}}] * 100_000
     pause = replace(
         JournalEntry.for_calls([CALL.as_call("writer.0")], ALL, TokenUsage()),
         now=datetime(2026, 1, 1, tzinfo=UTC),
     )
     encoded = _LogEntry([_record(Ok(result))], pause).to_bytes()
-    began_at = process_time()
     assert journal._read_plain(encoded, 0) is None
-    read_at = process_time()
     assert _LogEntry.from_bytes(encoded).entry == pause
-    assert read_at - began_at < process_time() - read_at
 
 
 def test_the_last_pause_is_not_read_as_a_plain_one() -> None:
