@@ -1,7 +1,7 @@
 """What a framework's agent needs to continue: its messages, and the tool calls that it waits for.
 
 The state of the first pause has the messages so far. Each later pause appends new messages
-only, so that nothing is written twice. If a framework has changed earlier messages, for
+only, and the last few earlier ones if they have changed. If a framework has changed others, for
 example to shorten them, the pause writes all of them and starts the log again.
 """
 
@@ -22,6 +22,8 @@ from meshpoint.model.declared_type import first_problem, loggable_cause
 Message: TypeAlias = JsonValue
 """A message of a framework's history, in the framework's own JSON form."""
 
+_MAX_REWRITTEN = 4
+"""Maximum changed messages that a pause appends again. If more have changed, it writes all."""
 _SMALL_BYTES = 2048
 """Each pause writes a history up to this size whole, which costs less than a log entry."""
 
@@ -74,7 +76,7 @@ class Turn:
 
 @dataclass(slots=True)
 class _Entry:
-    """One pause. `library` is the framework's version; `messages` are new in it."""
+    """One pause: `messages` follow the first `kept` ones. `library` is the framework's version."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
@@ -82,6 +84,7 @@ class _Entry:
     messages: list[Message]
     calls: list[ToolCall]
     extra: dict[str, JsonValue]
+    kept: int = 0
 
 
 _ENTRY: TypeAdapter[_Entry] = TypeAdapter(_Entry)
@@ -119,7 +122,7 @@ class History:
             reason = f"the history cannot be read: {first_problem(error)}"
             raise IncompatibleState(reason) from loggable_cause(error)
         for entry in entries:
-            history.messages += entry.messages
+            history.messages[entry.kept :] = entry.messages
             history.libraries.add(entry.library)
         history.calls, history.extra = entries[-1].calls, entries[-1].extra
         return history
@@ -128,13 +131,17 @@ class History:
         """Build the pause that waits for `calls`, and writes what `turn` has added."""
         known, messages = len(self.messages), list(turn.messages)
         entry = _Entry(library, messages, list(turn.calls), turn.extra)
-        if not self._state or messages[:known] != self.messages:
+        # A framework may add the results of peers to the last messages, beside those of its tools.
+        kept = known
+        while kept and messages[:kept] != self.messages[:kept] and known - kept < _MAX_REWRITTEN:
+            kept -= 1
+        if not (self._state and kept) or messages[:kept] != self.messages[:kept]:
             return Paused(calls, _ENTRY.dump_json(entry))
-        entry.messages = messages[known:]
+        entry.messages, entry.kept = messages[kept:], kept
         added = _ENTRY.dump_json(entry)
         if self._has_log or len(self._state) + len(added) > _SMALL_BYTES:
             return Paused(calls, self._state, append=added)
-        entry.messages = messages
+        entry.messages, entry.kept = messages, 0
         return Paused(calls, _ENTRY.dump_json(entry))
 
 

@@ -40,6 +40,17 @@ def test_a_long_history_is_appended() -> None:
     assert json.loads(fourth.append or b"")["messages"] == ["c"]
 
 
+def test_a_last_message_that_grows_is_written_again_alone() -> None:
+    """A turn has called a tool and a peer: the peer's result joins that of the tool."""
+    long = "x" * 3000
+    first = History().pause(turn(long, "tool"), CALLS, "1.0")
+    second = History.read(first.state, ()).pause(turn(long, "tool, peer", "b"), CALLS, "1.0")
+    assert (second.state, second.append is None) == (first.state, False)
+    assert len(second.append or b"") < 300
+    third = History.read(second.state, [second.append or b""])
+    assert third.messages == [long, "tool, peer", "b"]
+
+
 @pytest.mark.parametrize("messages", [["summary"], ["other", "b", "c"], []])
 def test_a_changed_history_starts_the_log_again(messages: list[str]) -> None:
     long = "x" * 3000
