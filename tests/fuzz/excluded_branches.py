@@ -72,6 +72,14 @@ _BRANCHES = {
     ("engine.request_answers", "_settle_from_current_row", "existing is None"): _CONCURRENT_CHANGE,
     ("engine.attaches", "attach_sender", "AttachEnded"): _CONCURRENT_CHANGE,
     ("engine.attaches", "_show_open_questions", "is None"): _CONCURRENT_CHANGE,
+    ("engine.responses", "handle_completions", "except StoreUnavailable"): _UNAVAILABLE,
+    ("engine.completions", "_record", "except StoreUnavailable"): _UNAVAILABLE,
+    ("engine.completions", "_record", "raise"): _UNAVAILABLE,
+    (
+        "engine.completions",
+        "_record",
+        "# older task",
+    ): "only for a task that paused in the database before checkpointing was switched off",
     ("engine.completions", "_answer", "case MailRefused"): _CONCURRENT_CHANGE,
     ("engine.completions", "_answer", "case _"): _CONCURRENT_CHANGE,
 }

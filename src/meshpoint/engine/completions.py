@@ -108,7 +108,7 @@ class Completions:
                 raise
             self._forwarded.discard(claim_id)
             if asked is not None:
-                return await self._answer(database, asked, completion, claim_id)
+                return await self._answer(database, asked, completion, claim_id)  # older task
         text = await self._explain_unasked(completion.key)
         status = CompletionStatus.REFUSED if text == _ENDED else CompletionStatus.NOT_OPEN
         await self._reply(completion.message, status, text)
