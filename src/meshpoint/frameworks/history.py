@@ -131,7 +131,7 @@ class History:
         """Build the pause that waits for `calls`, and writes what `turn` has added."""
         known, messages = len(self.messages), list(turn.messages)
         entry = _Entry(library, messages, list(turn.calls), turn.extra)
-        # A framework may add the results of peers to the last messages, beside those of its tools.
+        # A framework may add the results of peers to the messages with the results of its tools.
         kept = known
         while kept and messages[:kept] != self.messages[:kept] and known - kept < _MAX_REWRITTEN:
             kept -= 1

@@ -41,7 +41,7 @@ def test_a_long_history_is_appended() -> None:
 
 
 def test_a_last_message_that_grows_is_written_again_alone() -> None:
-    """A turn has called a tool and a peer: the peer's result joins that of the tool."""
+    """A turn has called a tool and a peer. Both results are in one message."""
     long = "x" * 3000
     first = History().pause(turn(long, "tool"), CALLS, "1.0")
     second = History.read(first.state, ()).pause(turn(long, "tool, peer", "b"), CALLS, "1.0")

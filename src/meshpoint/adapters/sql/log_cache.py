@@ -38,7 +38,7 @@ class CachedLog:
         """
         if not rows or (rows[0].seq, rows[0].run_id) != (self.seq, self.run_id):
             return None
-        return _join((*self.entries[:-1],), self.size - _size(self.entries[-1:]), rows)
+        return _join(self.entries[:-1], self.size - _size(self.entries[-1:]), rows)
 
 
 def read_log(rows: Sequence[Any]) -> CachedLog | None:
