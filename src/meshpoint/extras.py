@@ -38,8 +38,13 @@ class Feature:
                 raise ConfigurationError(
                     key,
                     f"{self.name} needs the package {library}",
-                    f"run: pip install 'meshpoint[{self.extra}]'",
+                    f"run: {self.install_command}",
                 )
+
+    @property
+    def install_command(self) -> str:
+        """The command that installs the libraries."""
+        return f"pip install 'meshpoint[{self.extra}]'"
 
 
 RABBITMQ = Feature(
@@ -54,6 +59,8 @@ COMMAND_LINE = Feature(
 )
 YAML = Feature("a YAML file", "cli", {"yaml": "pyyaml"})
 PYDANTIC_AI = Feature("Pydantic AI", "pydantic-ai", {"pydantic_ai": "pydantic-ai-slim"})
+FRAMEWORKS = (PYDANTIC_AI,)
+"""The agent frameworks that Meshpoint has adapters for."""
 _PYTEST = {"pytest": "pytest", "pytest_asyncio": "pytest-asyncio"}
 CONFORMANCE = Feature("a conformance suite", "testing", _PYTEST)
 MESH_FIXTURE = Feature("a fixture", "testing", _PYTEST)

@@ -144,7 +144,7 @@ def load_configured(agent: AgentSettings) -> DurableAgent[Any, Any]:
     Raises:
         ConfigurationError: The entrypoint is not an agent, or is an agent with another name.
     """
-    durable_agent = load_versions(agent.entrypoints)
+    durable_agent = load_versions(agent.entrypoints, agent.name)
     if durable_agent.name != agent.name:
         problem = (
             f"{agent.name!r} is configured, "

@@ -109,6 +109,9 @@ class Framework(Protocol):
         approval.
         """
 
+    def raw(self, journey: Journey) -> Any:
+        """The agent by itself, as an entrypoint may name it."""
+
     def add_field(self, state: bytes) -> bytes:
         """The state with a field in its first message that only a later version knows."""
 

@@ -92,6 +92,10 @@ class PydanticAI:
 
         return agent
 
+    def raw(self, journey: Journey) -> Agent[None, str]:
+        """The agent, as an entrypoint may name it."""
+        return self.agent(journey)
+
     def build(self, journey: Journey, **options: Any) -> FrameworkAgent[Trip, str]:
         """The agent, wrapped."""
         options = {"peers": [flights, hotels, weather], "stream": False, **options}

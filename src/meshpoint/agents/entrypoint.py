@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from meshpoint.agents.framework_objects import find_framework, wrap_framework_object
 from meshpoint.agents.stateful import StatefulAgent
 from meshpoint.agents.versions import AgentVersions
 from meshpoint.errors import ConfigurationError
+from meshpoint.extras import FRAMEWORKS
 from meshpoint.model.error_text import describe_exception
 from meshpoint.model.messages import validate_agent_name
 from meshpoint.ports.agent import DurableAgent
@@ -19,10 +21,15 @@ from meshpoint.ports.agent import DurableAgent
 _KEY = "agent.entrypoint"
 
 
-def load_agent(entrypoint: str) -> DurableAgent[Any, Any]:
+def load_agent(entrypoint: str, name: str | None = None) -> DurableAgent[Any, Any]:
     """Import the agent at `entrypoint`, written as `package.module:attribute`.
 
-    The attribute is an agent, or a `StatefulAgent` class, which is instantiated without arguments.
+    The attribute is an agent; a `StatefulAgent` class, which is instantiated without arguments; or
+    an agent of another framework, which its adapter wraps.
+
+    Args:
+        entrypoint: Where it is.
+        name: The name in the mesh of another framework's agent. Default: its own.
 
     Raises:
         ConfigurationError: The module cannot be imported, or the attribute is missing or not an
@@ -34,16 +41,16 @@ def load_agent(entrypoint: str) -> DurableAgent[Any, Any]:
             _KEY, f"{entrypoint!r} is not an entrypoint", "write package.module:attribute"
         )
     found = _get_attribute(_import_module(module_name, entrypoint), attribute)
-    return _to_agent(found, entrypoint)
+    return _to_agent(found, entrypoint, name)
 
 
-def load_versions(entrypoints: Sequence[str]) -> DurableAgent[Any, Any]:
+def load_versions(entrypoints: Sequence[str], name: str | None = None) -> DurableAgent[Any, Any]:
     """Import the versions of one agent. The first takes new tasks.
 
     Raises:
         ConfigurationError: As for `load_agent`, or they are not versions of one agent.
     """
-    versions = [load_agent(entrypoint) for entrypoint in entrypoints]
+    versions = [load_agent(entrypoint, name) for entrypoint in entrypoints]
     return versions[0] if len(versions) == 1 else AgentVersions(versions)
 
 
@@ -54,7 +61,12 @@ def _import_module(name: str, entrypoint: str) -> ModuleType:
         raise
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            fix = f"install what provides {error.name!r} in this environment"
+            framework = None if error.name is None else find_framework(error.name)
+            fix = (
+                f"install what provides {error.name!r} in this environment"
+                if framework is None
+                else f"run: {framework.install_command}"
+            )
             raise ConfigurationError(
                 _KEY, f"{entrypoint!r}: {name} imports {error.name!r}", fix
             ) from error
@@ -89,13 +101,15 @@ def _get_attribute(module: ModuleType, name: str) -> object:
     raise ConfigurationError(_KEY, f"module {module.__name__!r} has no {name!r}", fix)
 
 
-def _to_agent(found: object, entrypoint: str) -> DurableAgent[Any, Any]:
+def _to_agent(found: object, entrypoint: str, name: str | None) -> DurableAgent[Any, Any]:
     if isinstance(found, type) and issubclass(found, StatefulAgent):
         found = _instantiate(found, entrypoint)
     if isinstance(found, type):
         raise ConfigurationError(
             _KEY, f"{entrypoint!r} is a class", "name an instance of it that the module creates"
         )
+    if not isinstance(found, DurableAgent):
+        found = wrap_framework_object(found, name) or found
     if not isinstance(found, DurableAgent):
         problem = f"{entrypoint!r} is not an agent: its type is {type(found).__name__}"
         raise ConfigurationError(_KEY, problem, _suggest_fix(found))
@@ -130,7 +144,11 @@ def _suggest_fix(found: object) -> str:
     missing = [
         name for name in ("name", "state_format", "start", "resume") if not hasattr(found, name)
     ]
+    framework = find_framework(type(found).__module__)
+    if framework is not None:
+        return f"name an agent of {framework.name}, not another object of it"
+    known = " or ".join(f"{each.name} (meshpoint[{each.extra}])" for each in FRAMEWORKS)
     return (
-        "name a function decorated with @agent, a StatefulAgent, or an object with "
-        f"{', '.join(missing)}"
+        f"name a function decorated with @agent, a StatefulAgent, an agent of {known}, "
+        f"or an object with {', '.join(missing)}"
     )

@@ -97,6 +97,11 @@ class Directory:
         self._answered: set[str] = set()
         self._ready.set()
 
+    @property
+    def is_configured(self) -> bool:
+        """Whether the setting `peers` has patterns."""
+        return bool(self._allowed)
+
     def follow(self, patterns: Sequence[str]) -> None:
         """Ask for the cards of agents that match `patterns`, from now on."""
         new = set(patterns or self._allowed) - self._followed

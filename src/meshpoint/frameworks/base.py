@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from pydantic import JsonValue, TypeAdapter
@@ -86,7 +86,7 @@ class ToolWaits:
     def _read_peer(self, call: ToolCall, outcome: Outcome) -> Ok[Any] | Failed:
         if (tool := self._tools.known.get(call.tool)) is not None:
             return tool.peer.read(outcome)
-        if self._tools.patterns:  # discovered, and perhaps gone by now
+        if call.is_discovered or self._tools.patterns:  # and perhaps gone by now
             return outcome
         raise IncompatibleState(f"it waits for {call.tool!r}, which is no longer a peer")
 
@@ -152,7 +152,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         self.plan = Plan(version=version, resume_from="last-pause")
         self._input: DeclaredType[Any] = DeclaredType(input, f"{key}, input")
         self._output: DeclaredType[Any] = DeclaredType(output, f"{key}, output")
-        self.tools = PeerTools(peers)
+        self.tools = PeerTools(peers, use_setting=True)
         self.waits = ToolWaits(self.tools, on_peer_failure)
 
     def __repr__(self) -> str:
@@ -242,9 +242,14 @@ class FrameworkAgent(ABC, Generic[In, Out]):
                 running_context.reset(token)
         if isinstance(turn, Done):
             return turn
+        turn = replace(turn, calls=[self._mark_discovered(call) for call in turn.calls])
         waits = self.waits.build(ctx, turn.calls, turn.tools)
         calls: list[Call] = [
             wait.as_call(f"{call.tool}.{index}")
             for index, (call, wait) in enumerate(zip(turn.calls, waits, strict=True))
         ]
         return history.pause(turn, calls, self.library)
+
+    def _mark_discovered(self, call: ToolCall) -> ToolCall:
+        is_known = call.kind is not ToolCallKind.PEER or call.tool in self.tools.known
+        return call if is_known else replace(call, is_discovered=True)

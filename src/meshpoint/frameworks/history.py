@@ -46,6 +46,7 @@ class ToolCall:
         kind: What it waits for.
         arguments: The validated arguments.
         peer: Name of the peer that it calls, if any.
+        is_discovered: Whether the peer was discovered. Set by `FrameworkAgent`.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
@@ -55,6 +56,7 @@ class ToolCall:
     kind: ToolCallKind
     arguments: dict[str, JsonValue]
     peer: str | None = None
+    is_discovered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

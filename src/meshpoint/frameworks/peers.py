@@ -87,6 +87,7 @@ class PeerTools:
 
     Args:
         peers: Typed peers, and names or patterns of peers to discover.
+        use_setting: Without names and patterns, discover what the setting `peers` selects.
 
     Attributes:
         known: The tools of typed peers.
@@ -97,11 +98,14 @@ class PeerTools:
             can match no agent.
     """
 
-    def __init__(self, peers: Sequence[Addressable[Any, Any] | str]) -> None:
+    def __init__(
+        self, peers: Sequence[Addressable[Any, Any] | str], *, use_setting: bool = False
+    ) -> None:
         typed = [each for each in peers if not isinstance(each, str)]
         names = [each for each in peers if isinstance(each, str)]
         self.known = {tool.name: tool for tool in peer_tools(*typed)}
         self.patterns = check_patterns(names, "peers")
+        self._use_setting = use_setting
 
     async def offer(
         self, ctx: TaskExecutionContext, is_taken: Callable[[str], bool]
@@ -112,7 +116,9 @@ class PeerTools:
         for whose names `is_taken` is true: a new peer must not break the agent.
         """
         tools = dict(self.known)
-        if self.patterns:
+        directory = ctx._runtime.directory
+        configured = self._use_setting and directory is not None and directory.is_configured
+        if self.patterns or configured:
             for card in await offer_peers(ctx, self.patterns):
                 tool = PeerTool.of(peer_of_card(card))
                 if not is_taken(tool.name):

@@ -21,6 +21,10 @@ class PeerDirectory(Protocol):
     that a restart does not hide it. A call to a peer that is gone fails as undeliverable.
     """
 
+    @property
+    def is_configured(self) -> bool:
+        """Whether the configuration of the agent has patterns of its own."""
+
     def follow(self, patterns: Sequence[str]) -> None:
         """Ask for the cards of agents that match `patterns`, from now on. Needs no I/O.
 

@@ -70,8 +70,9 @@ class _Identity(Section):
         description="name in the mesh: letters, digits, '_' and '-', at most 63 characters",
     )
     entrypoint: str | tuple[str, ...] = Field(
-        description="the agent, as module:attribute; the module must be importable. A list serves "
-        "several versions of one agent: the first takes new tasks",
+        description="the agent, or an agent of another framework, as module:attribute; the module "
+        "must be importable. A list serves several versions of one agent: the first takes new "
+        "tasks",
     )
 
     @field_validator("name")
@@ -330,7 +331,8 @@ class AgentOptions(Section):
     peers: tuple[str, ...] = Field(
         default=_DEFAULTS.peers,
         description="names and patterns, such as hotel-*, of the peers that the agent may "
-        "discover; they narrow the patterns in its code; offer_peers without patterns uses them",
+        "discover; they narrow the patterns in its code. They are the patterns of offer_peers "
+        "without patterns, and of an agent of another framework whose code gives no patterns",
     )
     denied_peers: tuple[str, ...] = Field(
         default=_DEFAULTS.denied_peers,

@@ -156,6 +156,7 @@ class Cards:
 
     def __init__(self, *cards: AgentCard) -> None:
         self.known, self.followed = cards, list[tuple[str, ...]]()
+        self.is_configured = False
 
     def follow(self, patterns: Sequence[str]) -> None:
         self.followed.append(tuple(patterns))

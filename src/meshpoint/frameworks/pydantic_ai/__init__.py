@@ -11,7 +11,7 @@ from meshpoint.extras import PYDANTIC_AI
 
 PYDANTIC_AI.require("meshpoint.frameworks.pydantic_ai")
 
-from meshpoint.frameworks.pydantic_ai.agent import durable  # noqa: E402
+from meshpoint.frameworks.pydantic_ai.agent import durable, wrap  # noqa: E402
 from meshpoint.frameworks.pydantic_ai.durability import MeshpointDurability  # noqa: E402
 
-__all__ = ["MeshpointDurability", "durable"]
+__all__ = ["MeshpointDurability", "durable", "wrap"]

@@ -62,6 +62,7 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
             models=models,
             name=name,
         )
+        self._durability.use_peers(self.tools)
         key = f"durable({name!r})"
         if MeshpointDurability.from_agent(wrapped) is not None:
             fix = "give the peers to durable(), or call it in a function agent"
@@ -234,6 +235,11 @@ def durable(
         on_peer_failure=on_peer_failure,
         models=models,
     )
+
+
+def wrap(found: object, name: str | None) -> PydanticAIAgent[str, Any] | None:
+    """Wrap an agent that an entrypoint names; see `meshpoint.agents.framework_objects`."""
+    return durable(found, name=name) if isinstance(found, AbstractAgent) else None
 
 
 def _output_type(agent: AbstractAgent[Any, Any]) -> Any:

@@ -143,7 +143,11 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         )
         tools = PeerTools(peers)
         self.waits = ToolWaits(tools, on_peer_failure)
-        self._peers = tools if peers else None
+        self._peers: PeerTools | None = tools if peers else None
+
+    def use_peers(self, tools: PeerTools) -> None:
+        """Offer the model the peers of `durable`, which may also come from the configuration."""
+        self._peers = tools
 
     @property
     def in_durable_context(self) -> bool:
