@@ -34,6 +34,7 @@
     └── AgentFailed             answer with the error, then ack
         ├── InvalidInput        the request does not fit the agent's declared input
         ├── InvalidOutput       the agent's result does not fit its declared output
+        ├── BudgetExceeded      the task has used its budget for a framework's model
         ├── AgentMisbehaved     the agent broke its contract (returned neither Paused nor Done, …)
         ├── MemoryRefused       the working memory cannot store a value, a key or this many bytes
         ├── ConsistencyError    no copy of the working memory matches the checkpoint: names keys
@@ -290,6 +291,22 @@ class InvalidInput(AgentFailed):
 
 class InvalidOutput(AgentFailed):
     """The agent's result does not fit its declared output."""
+
+
+class BudgetExceeded(AgentFailed):
+    """The next request to a model would exceed the task's budget. Never retryable.
+
+    Attributes:
+        what: `"requests"`, `"tokens"` or `"cost"`.
+        used: How much the task has used.
+        limit: The budget, with what a person has added.
+        note: More for the message.
+    """
+
+    def __init__(self, what: str, used: float, limit: float, note: str = "") -> None:
+        text = f"budget exceeded: {used:,.10g} of {limit:,.10g} {what} used"
+        super().__init__(f"{text}: {note}" if note else text, retryable=False)
+        self.what, self.used, self.limit, self.note = what, used, limit, note
 
 
 class AgentMisbehaved(AgentFailed):

@@ -117,6 +117,8 @@ class Framework(Protocol):
 
 
 FRAMEWORKS = ("pydantic_ai",)
+BUDGETED = ("pydantic_ai",)
+"""Frameworks whose adapters check budgets."""
 
 
 def load_framework(name: str) -> Framework:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from pydantic import JsonValue, TypeAdapter
 
 from meshpoint.agents.peer import Addressable, Peer, make_peer
-from meshpoint.errors import ConfigurationError, IncompatibleState, InvalidInput, PeerFailed
+from meshpoint.errors import (
+    AgentMisbehaved,
+    ConfigurationError,
+    IncompatibleState,
+    InvalidInput,
+    PeerFailed,
+)
 from meshpoint.frameworks.approval import APPROVAL, Approval, describe_call
+from meshpoint.frameworks.budget import BUDGET, Budget, Exceeded, SegmentBudget, use_budget
 from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn
 from meshpoint.frameworks.peers import PeerTool, PeerTools
 from meshpoint.frameworks.steps import SwallowedErrors
@@ -136,6 +143,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         peers: Sequence[Addressable[Any, Any] | str],
         on_peer_failure: OnPeerFailure,
         description: str | None,
+        budget: Budget | None = None,
     ) -> None:
         key = f"durable({name!r})"
         if on_peer_failure not in ("tell_model", "fail"):
@@ -154,6 +162,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         self._output: DeclaredType[Any] = DeclaredType(output, f"{key}, output")
         self.tools = PeerTools(peers, use_setting=True)
         self.waits = ToolWaits(self.tools, on_peer_failure)
+        self.budget = budget
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, version={self.version!r})"
@@ -183,7 +192,8 @@ class FrameworkAgent(ABC, Generic[In, Out]):
             ctx: The context of the task.
             prompt: What the task begins with. `None` if it resumes.
             history: What the last pause has stored. Empty if there was none.
-            answers: One for each of `history.calls`, in call order.
+            answers: One for each of `history.calls`, in call order. None if there are no calls:
+                then the next request to the model is due.
 
         Raises:
             IncompatibleState: The installed version of the framework cannot read the history.
@@ -223,10 +233,10 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         if len(history.calls) != len(outcomes):
             waits = [call.tool for call in history.calls]
             raise IncompatibleState(f"it waits for {waits}, but has outcomes for {[*outcomes]}")
-        answers = [
-            self.waits.read(call, outcome)
-            for call, outcome in zip(history.calls, outcomes.values(), strict=True)
-        ]
+        asked = [*zip(history.calls, outcomes.values(), strict=True)]
+        if [call.kind for call in history.calls] == [ToolCallKind.BUDGET]:
+            _extend_budget(history, *asked.pop())
+        answers = [self.waits.read(call, outcome) for call, outcome in asked]
         return await self._run(ctx, None, history, answers)
 
     async def _run(
@@ -235,13 +245,17 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         # A replica has set it already.
         token = None if running_context.get() is ctx else running_context.set(ctx)
         try:
-            with SwallowedErrors():
+            with use_budget(self.budget, ctx, history.budget_times) as spent, SwallowedErrors():
                 turn = await self.run(ctx, prompt, history, answers)
         finally:
             if token is not None:
                 running_context.reset(token)
+        if spent is not None and spent.reached is not None:
+            return self._ask_for_more(ctx, history, turn, spent, spent.reached)
         if isinstance(turn, Done):
             return turn
+        if not turn.calls:
+            raise AgentMisbehaved(f"{self.framework}: a turn without calls")
         turn = replace(turn, calls=[self._mark_discovered(call) for call in turn.calls])
         waits = self.waits.build(ctx, turn.calls, turn.tools)
         calls: list[Call] = [
@@ -253,3 +267,35 @@ class FrameworkAgent(ABC, Generic[In, Out]):
     def _mark_discovered(self, call: ToolCall) -> ToolCall:
         is_known = call.kind is not ToolCallKind.PEER or call.tool in self.tools.known
         return call if is_known else replace(call, is_discovered=True)
+
+    def _ask_for_more(
+        self,
+        ctx: TaskExecutionContext,
+        history: History,
+        turn: Turn | Done[Out],
+        spent: SegmentBudget,
+        reached: Exceeded,
+    ) -> Paused:
+        """Pause until a person has decided about the budget."""
+        if isinstance(turn, Done) or turn.calls:  # the framework has swallowed the error
+            raise reached.error()
+        wait = ctx.wait_for(
+            BUDGET,
+            prompt=reached.prompt,
+            timeout=spent.budget.timeout,
+            allow=spent.budget.allow,
+        )
+        call = ToolCall("", BUDGET.name, ToolCallKind.BUDGET, asdict(reached))
+        turn = replace(turn, calls=[call])
+        return history.pause(turn, [wait.as_call(f"{BUDGET.name}.0")], self.library)
+
+
+def _extend_budget(history: History, call: ToolCall, outcome: Outcome) -> None:
+    """Raise the budget if a person has approved it."""
+    exceeded = Exceeded(**call.arguments)  # type: ignore[arg-type]  # as `asdict` wrote them
+    answer = BUDGET.read_outcome(outcome)
+    if isinstance(answer, Failed):
+        raise exceeded.error(f"nobody has allowed more: {failure_text(answer)}")
+    if not answer.value.approved:
+        raise exceeded.error(answer.value.message or "a person has not allowed more")
+    history.budget_times, history.calls = exceeded.needed, []

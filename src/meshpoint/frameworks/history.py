@@ -34,6 +34,7 @@ class ToolCallKind(StrEnum):
     PEER = "peer"
     APPROVAL = "approval"
     QUESTION = "question"  # the tool's result, from a person or a webhook
+    BUDGET = "budget"  # no tool: more requests to the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class Turn:
 
     Attributes:
         messages: All messages so far.
-        calls: The tool calls without a result, in call order.
+        calls: The tool calls without a result, in call order. None if the budget has stopped the
+            model; see `meshpoint.frameworks.budget`.
         tools: The peers that the model was offered, by the names of their tools.
         extra: What else the framework needs to continue, such as the usage so far.
     """
@@ -78,7 +80,10 @@ class Turn:
 
 @dataclass(slots=True)
 class _Entry:
-    """One pause: `messages` follow the first `kept` ones. `library` is the framework's version."""
+    """One pause: `messages` follow the first `kept` ones.
+
+    `library` is the framework's version, and `budget_times` is as in `History`.
+    """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
@@ -87,6 +92,7 @@ class _Entry:
     calls: list[ToolCall]
     extra: dict[str, JsonValue]
     kept: int = 0
+    budget_times: int = 1
 
 
 _ENTRY: TypeAdapter[_Entry] = TypeAdapter(_Entry)
@@ -100,6 +106,7 @@ class History:
         calls: The tool calls that it waits for.
         extra: As in `Turn`.
         libraries: The versions of the framework that wrote it.
+        budget_times: How often the task may use its budget.
     """
 
     def __init__(self) -> None:
@@ -107,6 +114,7 @@ class History:
         self.calls: list[ToolCall] = []
         self.extra: dict[str, JsonValue] = {}
         self.libraries: set[str] = set()
+        self.budget_times = 1
         self._state, self._has_log = b"", False
 
     @classmethod
@@ -126,13 +134,16 @@ class History:
         for entry in entries:
             history.messages[entry.kept :] = entry.messages
             history.libraries.add(entry.library)
-        history.calls, history.extra = entries[-1].calls, entries[-1].extra
+        last = entries[-1]
+        history.calls, history.extra = last.calls, last.extra
+        history.budget_times = last.budget_times
         return history
 
     def pause(self, turn: Turn, calls: Sequence[Call], library: str) -> Paused:
         """Build the pause that waits for `calls`, and writes what `turn` has added."""
         known, messages = len(self.messages), list(turn.messages)
         entry = _Entry(library, messages, list(turn.calls), turn.extra)
+        entry.budget_times = self.budget_times
         # A framework may add the results of peers to the messages with the results of its tools.
         kept = known
         while kept and messages[:kept] != self.messages[:kept] and known - kept < _MAX_REWRITTEN:

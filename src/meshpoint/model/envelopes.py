@@ -444,7 +444,7 @@ def encode_reply(
     if retry is not None:
         metadata["retry"] = retry
     if not outcome.usage.is_empty:
-        metadata["usage"] = outcome.usage.model_dump(mode="json")
+        metadata["usage"] = outcome.usage.model_dump(mode="json", exclude={"requests"})
     match outcome:
         case Ok(value=value):
             state, part = A2ATaskState.COMPLETED, Part(data=value)

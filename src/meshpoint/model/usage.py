@@ -26,7 +26,9 @@ class Tokens(BaseModel):
 class TokenUsage(BaseModel):
     """Tokens used by a task so far.
 
-    `by_source` is keyed by tool or peer, or "agent" for the agent itself.
+    `by_source` is keyed by tool or peer, or "agent" for the agent itself. `requests` counts the
+    task's own requests to models, as far as an adapter of a framework has made them. Responses
+    leave it out, and so do checkpoints if it is zero: the previous release rejects it.
     """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
@@ -34,12 +36,14 @@ class TokenUsage(BaseModel):
     total: Tokens = Field(default_factory=Tokens)
     by_model: dict[str, Tokens] = Field(default_factory=dict)
     by_source: dict[str, Tokens] = Field(default_factory=dict)
+    requests: int = Field(default=0, exclude_if=lambda count: count == 0)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
         total = self.total
-        return not (total.input or total.output or total.cached or self.by_model or self.by_source)
+        counts = total.input or total.output or total.cached or self.requests
+        return not (counts or self.by_model or self.by_source)
 
     @property
     def is_plausible(self) -> bool:
@@ -50,7 +54,7 @@ class TokenUsage(BaseModel):
             for tokens in all_tokens
             for count in (tokens.input, tokens.output, tokens.cached)
         )
-        return all(0 <= count <= _MAX_COUNT for count in counts)
+        return all(0 <= count <= _MAX_COUNT for count in (*counts, self.requests))
 
     def snapshot(self) -> TokenUsage:
         """A copy that is independent of later changes."""
@@ -65,6 +69,7 @@ class TokenUsage(BaseModel):
     def add(self, other: TokenUsage) -> None:
         """Add the counts of `other`, each under its own model and source."""
         self.total.add(other.total)
+        self.requests += other.requests
         for own, additional in (
             (self.by_model, other.by_model),
             (self.by_source, other.by_source),

@@ -6,19 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version as installed_version
 from typing import Any, ClassVar, TypeVar, overload
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_ai import UsageLimits
 from pydantic_ai.agent import AbstractAgent
 from pydantic_ai.conversation import Conversation
 from pydantic_ai.exceptions import UserError
 from pydantic_ai.messages import ModelMessage, ModelMessagesTypeAdapter
 from pydantic_ai.models import Model
-from pydantic_ai.tools import DeferredToolRequests
+from pydantic_ai.tools import DeferredToolRequests, RunContext
 from pydantic_ai.usage import RunUsage
 
 from meshpoint.agents.peer import Addressable
 from meshpoint.errors import ConfigurationError, IncompatibleState
 from meshpoint.frameworks.base import Answer, FrameworkAgent, OnPeerFailure
+from meshpoint.frameworks.budget import Budget, BudgetReached
 from meshpoint.frameworks.history import History, Turn, lost_part
 from meshpoint.frameworks.pydantic_ai.durability import MeshpointDurability
 from meshpoint.frameworks.pydantic_ai.toolset import deferred_results, find_calls, open_run
@@ -89,21 +90,24 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
     ) -> Done[Out] | Turn:
         """Run the agent until it has an output, or waits; see `FrameworkAgent`."""
         with open_run() as run:
-            result = await self.wrapped.run(
-                prompt,
-                output_type=self._run_output_type,
-                conversation=self._read_conversation(history) if history.messages else None,
-                deferred_tool_results=deferred_results(answers) if answers else None,
-                deps=None if self._deps is None else self._deps(ctx),
-                usage_limits=self._usage_limits,
-                capabilities=[self._durability],
-            )
+            try:
+                result = await self.wrapped.run(
+                    prompt,
+                    output_type=self._run_output_type,
+                    conversation=self._read_conversation(history) if history.messages else None,
+                    deferred_tool_results=deferred_results(answers) if answers else None,
+                    deps=None if self._deps is None else self._deps(ctx),
+                    usage_limits=self._usage_limits,
+                    capabilities=[self._durability],
+                )
+            except BudgetReached:
+                assert run.request is not None
+                return _stop(run.request)
             messages, output = result.all_messages(), result.output
             if not isinstance(output, DeferredToolRequests):
                 return Done(output)
             calls = find_calls(output, messages, run)
-        usage: Any = _USAGE.dump_python(result.usage, mode="json")
-        extra = {"usage": usage, "conversation": result.conversation.conversation_id}
+        extra = _extra(result.usage, result.conversation.conversation_id)
         return Turn(_dump(messages), calls, run.tools, extra)
 
     def _read_conversation(self, history: History) -> Conversation:
@@ -129,6 +133,16 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
         )
 
 
+def _stop(request: RunContext[Any]) -> Turn:
+    """The turn of a run that must not send its next request yet."""
+    return Turn(_dump(request.messages), [], extra=_extra(request.usage, request.conversation_id))
+
+
+def _extra(usage: RunUsage, conversation_id: str | None) -> dict[str, JsonValue]:
+    dumped: JsonValue = _USAGE.dump_python(usage, mode="json")
+    return {"usage": dumped, "conversation": conversation_id}
+
+
 def _dump(messages: list[ModelMessage]) -> list[Any]:
     # pydantic 2.12.0 warns of usages that are complete.
     dumped: list[Any] = ModelMessagesTypeAdapter.dump_python(messages, mode="json", warnings=False)
@@ -147,6 +161,7 @@ def durable(
     usage_limits: UsageLimits | None = None,
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
+    budget: Budget | None = None,
     models: Mapping[str, Model] | None = None,
 ) -> PydanticAIAgent[str, Out]: ...
 @overload
@@ -163,6 +178,7 @@ def durable(
     usage_limits: UsageLimits | None = None,
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
+    budget: Budget | None = None,
     models: Mapping[str, Model] | None = None,
 ) -> PydanticAIAgent[In, Out]: ...
 def durable(
@@ -178,6 +194,7 @@ def durable(
     usage_limits: UsageLimits | None = None,
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
+    budget: Budget | None = None,
     models: Mapping[str, Model] | None = None,
 ) -> PydanticAIAgent[Any, Any]:
     """Make an agent of Pydantic AI an agent of the mesh.
@@ -205,11 +222,14 @@ def durable(
         peers: The peers that the model may call: agents, `Peer`s, or names and patterns, such as
             "hotel-*", of agents to discover in each turn.
         deps: Returns the dependencies of a segment, given its context. They are not stored.
-        usage_limits: Limits of the whole task, across pauses and replicas.
+        usage_limits: Limits of the whole task, across pauses and replicas. After a crash, they may
+            miss what agents in tools have used; `budget` does not.
         stream: Send the text of the model to the task's callers as it is written. The model must
             support streaming.
         on_peer_failure: "tell_model" makes a peer's failure an error of its tool; "fail" makes it
             a failure of the task.
+        budget: How many requests, tokens and how much money the task may use, and whether to ask
+            a person for more.
         models: Model objects other than the agent's own, by names of your choice, for example the
             models of a `ModelFallback`. Models given as strings need not be listed.
 
@@ -233,6 +253,7 @@ def durable(
         usage_limits=usage_limits,
         stream=stream,
         on_peer_failure=on_peer_failure,
+        budget=budget,
         models=models,
     )
 

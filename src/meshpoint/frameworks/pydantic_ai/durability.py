@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from copy import copy
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue, TypeAdapter
-from pydantic_ai.capabilities import WrapRunHandler
+from pydantic_ai.capabilities import WrapModelRequestHandler, WrapRunHandler
 from pydantic_ai.durable_exec import (
     JSON_CODEC,
     BaseDurabilityCapability,
@@ -40,14 +43,16 @@ from pydantic_ai.messages import (
     TextPartDelta,
     ToolCallPart,
 )
-from pydantic_ai.models import Model
+from pydantic_ai.models import Model, ModelRequestContext
 from pydantic_ai.run import AgentRunResult
 from pydantic_ai.tools import DeferredToolRequests, DeferredToolResults, RunContext, ToolDefinition
 from pydantic_ai.toolsets import AbstractToolset, ToolsetTool
+from pydantic_ai.usage import RequestUsage, RunUsage
 
 from meshpoint.agents.peer import Addressable
 from meshpoint.errors import AgentMisbehaved, NotJson, StepFailed
 from meshpoint.frameworks.base import OnPeerFailure, ToolWaits
+from meshpoint.frameworks.budget import check_budget, count_request
 from meshpoint.frameworks.peers import PeerTools
 from meshpoint.frameworks.pydantic_ai.toolset import (
     PeerToolset,
@@ -180,6 +185,39 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         finally:
             _open_runs[recorder] -= 1
 
+    async def wrap_model_request(
+        self,
+        ctx: RunContext[Any],
+        *,
+        request_context: ModelRequestContext,
+        handler: WrapModelRequestHandler,
+    ) -> ModelResponse:
+        """Remember where the run is, or count a request that a tool makes."""
+        if self.in_durable_context:
+            if (run := run_state.get()) is not None:
+                run.request = ctx
+        elif (task := running_context.get()) is not None:
+            return await self._count_request(task, ctx, request_context, handler)
+        return await super().wrap_model_request(
+            ctx, request_context=request_context, handler=handler
+        )
+
+    async def _count_request(
+        self,
+        task: TaskExecutionContext,
+        ctx: RunContext[Any],
+        request_context: ModelRequestContext,
+        handler: WrapModelRequestHandler,
+    ) -> ModelResponse:
+        check_budget()
+        response = await handler(request_context)
+        name = None if ctx.agent is None else ctx.agent.name
+        _count_request(task, response, name or "agent")
+        if (counted := _counted.get()) is not None:
+            counted.incr(RunUsage(requests=1))
+            counted.incr(response.usage)
+        return response
+
     async def handle_deferred_tool_calls(
         self, ctx: RunContext[Any], *, requests: DeferredToolRequests
     ) -> DeferredToolResults | None:
@@ -221,6 +259,9 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
             run.validated[call.tool_call_id] = Validated(args, read)
         return args
 
+
+_counted: ContextVar[RunUsage | None] = ContextVar("meshpoint_pydantic_ai_counted", default=None)
+"""What agents with the capability have used in the tool that runs."""
 
 _open_runs: WeakKeyDictionary[CallRecorder, int] = WeakKeyDictionary()
 
@@ -278,12 +319,14 @@ class _Operation(BoundDurableOperation[ParamsT, WireT, ResultT]):
             return await operation.handler(params)
 
         async def run() -> JsonValue:
-            with durable_unit_scope():
-                result = await operation.handler(params)
+            with durable_unit_scope(), _count_nested(task, params) as counted:
+                result = await operation.handler(counted)
             if isinstance(result, ModelResponse):
-                _count_tokens(task, result)
+                _count_request(task, result, "agent")
             return cast(JsonValue, operation.result_codec.dump(result))
 
+        if isinstance(operation.operation_id, ModelRequestId | ModelCompactMessagesId):
+            check_budget()
         try:
             recorded = await record_step(task, _name(operation, params), run)
         except StepFailed as error:
@@ -331,12 +374,38 @@ def _model_error(error: StepFailed, operation: object) -> Exception | None:
     return None
 
 
-def _count_tokens(task: TaskExecutionContext, response: ModelResponse) -> None:
-    usage = response.usage
-    tokens = Tokens(
+def _count_request(task: TaskExecutionContext, response: ModelResponse, source: str) -> None:
+    tokens = _read_tokens(response.usage)
+    count_request(task, response.model_name or "unknown", tokens, source=source)
+
+
+def _read_tokens(usage: RequestUsage | RunUsage) -> Tokens:
+    return Tokens(
         input=usage.input_tokens, output=usage.output_tokens, cached=usage.cache_read_tokens
     )
-    task.token_usage.record(tokens, model=response.model_name or "unknown")
+
+
+@contextmanager
+def _count_nested(task: TaskExecutionContext, params: ParamsT) -> Iterator[ParamsT]:
+    """Count what the agents in a tool use, if they get its `usage` or have the capability.
+
+    The tool gets a copy of the run's usage, because tools that run at the same time share it.
+    """
+    if not isinstance(params, ToolsetCallToolParams):
+        yield params
+        return
+    shared, own, counted = params.ctx.usage, copy(params.ctx.usage), RunUsage()
+    before, token = copy(own), _counted.set(counted)
+    try:
+        yield replace(params, ctx=replace(params.ctx, usage=own))
+    finally:
+        _counted.reset(token)
+        used = own - before
+        shared.incr(used)
+        rest = used - counted
+        if rest.requests > 0:  # of agents without the capability: their models are not known
+            task.token_usage.record(_read_tokens(rest), model="unknown", source=params.name)
+            task.token_usage.requests += rest.requests
 
 
 async def _forward_events(ctx: RunContext[Any], events: AsyncIterable[AgentStreamEvent]) -> None:

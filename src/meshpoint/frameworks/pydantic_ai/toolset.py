@@ -65,11 +65,13 @@ class RunState:
         validated: The validated arguments of tool calls, by their ids.
         tools: The peers that the model was offered last.
         step: The step of the run in which it was offered them.
+        request: The context of the latest request to the model.
     """
 
     validated: dict[str, Validated] = field(default_factory=dict)
     tools: Mapping[str, PeerTool] = field(default_factory=dict)
     step: int | None = None
+    request: RunContext[Any] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
