@@ -31,14 +31,14 @@ def travel_of(journey: Journey, *, shares_usage: bool, **options: Any) -> Any:
     """An agent whose tools run `scout`, with the capability or with the usage of the run."""
     capabilities = [] if shares_usage else [MeshpointDurability(stream=False)]
     scout = Agent(model_of(journey), name="scout", capabilities=capabilities)
-    planner = Agent(model_of(Journey(ask_both)), name="travel")
+    planner: Agent[None, str] = Agent(model_of(Journey(ask_both)), name="travel")
 
     async def run(ctx: RunContext[None]) -> str:
         usage = ctx.usage if shares_usage or journey.tools else None
         return (await scout.run("look", usage=usage)).output
 
-    planner.tool(run, name="first")
-    planner.tool(run, name="second")
+    planner.tool(name="first")(run)
+    planner.tool(name="second")(run)
     return durable(planner, stream=False, **options)
 
 
@@ -84,7 +84,7 @@ async def test_an_agent_in_a_tool_stops_at_the_budget() -> None:
     scout = Agent(
         model_of(journey), name="scout", capabilities=[MeshpointDurability(stream=False)]
     )
-    scout.tool_plain(lambda: "nothing", name="look")
+    scout.tool_plain(name="look")(lambda: "nothing")
     planner = Agent(
         model_of(Journey(lambda answers, results: Says(uses=(Use("scout", {}, "call-s"),)))),
         name="travel",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
@@ -436,3 +437,49 @@ async def test_tools_of_a_dynamic_toolset_are_steps() -> None:
         assert (await mesh.call("travel", "hello")).strip() == "7A"
     assert runs == {"seat": 1}
     assert journey.model_calls == [1, 2]
+
+
+async def test_the_lifespan_starts_the_tools_of_the_agent() -> None:
+    """The lifespan enters the agent, and `deps` gets what it yields."""
+    started, open_sets = list[str](), set[str]()
+
+    class Server(FunctionToolset[Any]):
+        async def __aenter__(self) -> Server:
+            started.append("server")
+            open_sets.add("server")
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            open_sets.clear()
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if not answers:
+            return Says(uses=(Use("weather", {"request": "Rome"}, "call-w"),))
+        if answers == 1:
+            return Says(uses=(Use("card", {}, "call-c"),))
+        return Says(results[-1].text)
+
+    server = Server(id="server")
+    planner = Agent(model_of(Journey(script)), name="travel", deps_type=str, toolsets=[server])
+
+    @planner.tool
+    def card(ctx: RunContext[str]) -> str:
+        return f"{ctx.deps}, {open_sets}"
+
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[str]:
+        async with planner:
+            started.append("replica")
+            yield "gold"
+
+    wrapped = durable(
+        planner,
+        peers=[weather],
+        deps=lambda ctx: str(ctx.resources),
+        lifespan=lifespan,
+        stream=False,
+    )
+    async with TestMesh(wrapped) as mesh:
+        stubs(mesh)
+        assert (await mesh.call("travel", "hello")).strip() == "gold, {'server'}"
+        assert started[:2] == ["server", "replica"]

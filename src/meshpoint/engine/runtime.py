@@ -58,6 +58,7 @@ class ReplicaRuntime:
         agent: The agent served by this worker.
         backends: The backends that may have tasks, the database first.
         directory: The peers that the agent may discover. `None` until a worker has created it.
+        resources: What the lifespan of each version of the agent has yielded, by state format.
         new_task_backend: Where new tasks pause. A task with a row stays where its row is.
         sweep_wakeup: Set to sweep now instead of after the interval.
     """
@@ -79,6 +80,7 @@ class ReplicaRuntime:
     state_format: str
     sweep_wakeup: asyncio.Event = field(default_factory=asyncio.Event)
     directory: PeerDirectory | None = None
+    resources: Mapping[str, Any] = field(default_factory=dict)
     agent: AgentName = field(init=False)
     backends: tuple[Backend, ...] = field(init=False)
     new_task_backend: Backend = field(init=False)

@@ -27,6 +27,7 @@ from meshpoint.engine.containment import contain_exits
 from meshpoint.engine.database_marker import DatabaseMarker
 from meshpoint.engine.dispatch import Dispatcher
 from meshpoint.engine.inbox import Inbox
+from meshpoint.engine.lifespan import Lifespan
 from meshpoint.engine.live_tasks import LiveTasks
 from meshpoint.engine.own_card import OwnCard
 from meshpoint.engine.peer_directory import Directory
@@ -93,6 +94,8 @@ class Worker:
         self._sweeper = Sweeper(runtime, self.runner, dispatcher.publisher)
         self._marker = DatabaseMarker(runtime, self.tasks)
         self._stop = asyncio.Event()
+        self._lifespan = Lifespan(agent, self._stop_early)
+        runtime.resources = self._lifespan.resources
         self._shared_inbox, self._private_inbox = Inbox(runtime.clock), Inbox(runtime.clock)
         self._subscriptions: dict[str, Subscription] = self._request_consumer.subscriptions
         self._response_capacity = 0
@@ -106,8 +109,8 @@ class Worker:
 
         Raises:
             Unavailable: the broker or the database did not answer within `startup_timeout`.
-            ConfigurationError: the database is not migrated, the login may not declare a queue, or
-                this replica has no database and others have one.
+            ConfigurationError: the database is not migrated, the login may not declare a queue,
+                this replica has no database and others have one, or the agent's lifespan failed.
         """
         self._stop = stop
         with contain_exits() as contain_permanently:
@@ -150,8 +153,9 @@ class Worker:
                 await self._close()
                 if self.abandoned:
                     contain_permanently()
-        if self._marker.refusal is not None:
-            raise self._marker.refusal
+        for refusal in (self._marker.refusal, self._lifespan.failure):
+            if refusal is not None:
+                raise refusal
         self.runtime.steps.emit(Step.DRAINED)
 
     @property
@@ -212,6 +216,7 @@ class Worker:
                     else await retry.for_at_most(lambda: backend.store.find_owned(run), startup)
                 )
                 if task is not None:
+                    await self._lifespan.enter(startup)
                     await self._run_only(backend, task, on_started, stop, cancel)
                 return await retry.until_available(lambda: backend.store.find_owned(run)) is None
             finally:
@@ -246,6 +251,8 @@ class Worker:
         self.tasks.cancel(task_id)
 
     async def _start(self) -> None:
+        await self._lifespan.enter(self.runtime.options.startup_timeout)
+
         async def open_all() -> None:
             for backend in self.runtime.backends:
                 await backend.store.open()
@@ -384,6 +391,9 @@ class Worker:
                     self.runtime.clock.sleep(self.runtime.options.sweep_interval),
                 )
 
+    def _stop_early(self) -> None:
+        self._stop.set()
+
     async def _watch_marker(self) -> None:
         await self._marker.watch()
         self._stop.set()
@@ -491,6 +501,7 @@ class Worker:
             for connection in (self.runtime.l1, *self.runtime.connections)
             if connection is not None
         ]
+        closing.append(run_with_timeout(self._lifespan.leave(), timeout, "leaving the lifespan"))
         if (isolation := self.runtime.isolation) is not None:
             closing.append(run_with_timeout(isolation.close(), timeout, "ending processes"))
         if self._leases is not None:

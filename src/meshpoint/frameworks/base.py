@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
@@ -34,6 +35,9 @@ from meshpoint.ports.agent import Plan
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+
+MakeLifespan: TypeAlias = Callable[[], AbstractAsyncContextManager[Any]]
+"""Returns the resources of one replica; see `HasLifespan`."""
 
 OnPeerFailure: TypeAlias = Literal["tell_model", "fail"]
 """Whether a peer's failure becomes an error of its tool, for the model, or fails the task."""
@@ -144,6 +148,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         on_peer_failure: OnPeerFailure,
         description: str | None,
         budget: Budget | None = None,
+        lifespan: MakeLifespan | None = None,
     ) -> None:
         key = f"durable({name!r})"
         if on_peer_failure not in ("tell_model", "fail"):
@@ -162,7 +167,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         self._output: DeclaredType[Any] = DeclaredType(output, f"{key}, output")
         self.tools = PeerTools(peers, use_setting=True)
         self.waits = ToolWaits(self.tools, on_peer_failure)
-        self.budget = budget
+        self.budget, self._lifespan = budget, lifespan
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, version={self.version!r})"
@@ -176,6 +181,13 @@ class FrameworkAgent(ABC, Generic[In, Out]):
     def peer_patterns(self) -> Sequence[str]:
         """The names and patterns of the peers that it discovers; see `DiscoversPeers`."""
         return self.tools.patterns
+
+    def lifespan(self) -> AbstractAsyncContextManager[Any]:
+        """The resources of a replica; see `HasLifespan`. `lifespan=` of `durable`.
+
+        An adapter need not do anything. It may extend it, for example to warm up its framework.
+        """
+        return nullcontext() if self._lifespan is None else self._lifespan()
 
     @property
     @abstractmethod

@@ -193,6 +193,14 @@ class TaskExecutionContext(
         return self._a2a_context
 
     @property
+    def resources(self) -> Any:
+        """What the agent's lifespan has yielded in this replica, such as its clients.
+
+        `None` without a lifespan, and outside replicas.
+        """
+        return self._runtime.resources
+
+    @property
     def cancelled(self) -> asyncio.Event:
         """Set when the task should stop. Falsy until it is set."""
         return self._cancelled

@@ -192,6 +192,7 @@ class ContextRuntime:
         generation: Number of the task's pauses before the segment.
         question_counts: How often the segment has used each name of a question, by subtask.
         directory: The peers that the agent may discover. `None` if it discovers none.
+        resources: What the agent's lifespan has yielded in this replica, or `None`.
         offers: The peers that were last offered to a model, by the subtask and the step that
             recorded them.
     """
@@ -205,6 +206,7 @@ class ContextRuntime:
     generation: int = 0
     question_counts: Counter[tuple[str | None, str]] = field(default_factory=Counter)
     directory: PeerDirectory | None = None
+    resources: Any = None
     offers: dict[tuple[str | None, str], tuple[AgentCard, ...]] = field(default_factory=dict)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -201,6 +202,22 @@ class HasCard(Protocol):
     @property
     def card(self) -> AgentCard:
         """What the agent's replicas answer to peers that discover it."""
+
+
+@runtime_checkable
+class HasLifespan(Protocol):
+    """Optional protocol for agents that hold resources once per replica, such as clients."""
+
+    @property
+    def state_format(self) -> str:
+        """As in `DurableAgent`."""
+
+    def lifespan(self) -> AbstractAsyncContextManager[Any]:
+        """Entered before the first task of the replica, and left after the last one.
+
+        What it yields is `ctx.resources` in each task. If entering it fails, the replica does not
+        start. It may be entered several times in one process, once per replica.
+        """
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from pydantic_ai.usage import RunUsage
 
 from meshpoint.agents.peer import Addressable
 from meshpoint.errors import ConfigurationError, IncompatibleState
-from meshpoint.frameworks.base import Answer, FrameworkAgent, OnPeerFailure
+from meshpoint.frameworks.base import Answer, FrameworkAgent, MakeLifespan, OnPeerFailure
 from meshpoint.frameworks.budget import Budget, BudgetReached
 from meshpoint.frameworks.history import History, Turn, lost_part
 from meshpoint.frameworks.pydantic_ai.durability import MeshpointDurability
@@ -162,6 +162,7 @@ def durable(
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
     budget: Budget | None = None,
+    lifespan: MakeLifespan | None = None,
     models: Mapping[str, Model] | None = None,
 ) -> PydanticAIAgent[str, Out]: ...
 @overload
@@ -179,6 +180,7 @@ def durable(
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
     budget: Budget | None = None,
+    lifespan: MakeLifespan | None = None,
     models: Mapping[str, Model] | None = None,
 ) -> PydanticAIAgent[In, Out]: ...
 def durable(
@@ -195,6 +197,7 @@ def durable(
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
     budget: Budget | None = None,
+    lifespan: MakeLifespan | None = None,
     models: Mapping[str, Model] | None = None,
 ) -> PydanticAIAgent[Any, Any]:
     """Make an agent of Pydantic AI an agent of the mesh.
@@ -230,6 +233,8 @@ def durable(
             a failure of the task.
         budget: How many requests, tokens and how much money the task may use, and whether to ask
             a person for more.
+        lifespan: Returns an async context manager, which each replica enters before its first
+            task. What it yields is `ctx.resources`.
         models: Model objects other than the agent's own, by names of your choice, for example the
             models of a `ModelFallback`. Models given as strings need not be listed.
 
@@ -254,6 +259,7 @@ def durable(
         stream=stream,
         on_peer_failure=on_peer_failure,
         budget=budget,
+        lifespan=lifespan,
         models=models,
     )
 
