@@ -84,7 +84,11 @@ async def test_an_agent_in_a_tool_stops_at_the_budget() -> None:
     scout = Agent(
         model_of(journey), name="scout", capabilities=[MeshpointDurability(stream=False)]
     )
-    scout.tool_plain(name="look")(lambda: "nothing")
+
+    @scout.tool_plain
+    def look() -> str:
+        return "nothing"
+
     planner = Agent(
         model_of(Journey(lambda answers, results: Says(uses=(Use("scout", {}, "call-s"),)))),
         name="travel",

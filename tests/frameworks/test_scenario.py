@@ -449,3 +449,80 @@ async def test_a_crash_keeps_what_was_offered(framework: Framework) -> None:
         mesh.crash(after="record", times=3)
         assert (await mesh.call(travel, ROME)).strip() == PLAN
     assert journey.model_calls == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "crash", [{"before": "checkpoint"}, {"after": "record"}, {"before": "resume"}]
+)
+async def test_a_turn_with_peers_tools_and_an_approval(framework: Framework, crash: Any) -> None:
+    """They are one pause, and the results reach the model in the order of its calls."""
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if answers:
+            return Says(" | ".join(f"{each.id} {each.text}" for each in results))
+        return Says(
+            uses=(
+                Use("flights", {"city": "Rome", "days": 3}, "1"),
+                Use("visas", {"country": "Italy"}, "2"),
+                Use("book", {"offer": 17}, "3"),
+                Use("weather", {"request": "Rome"}, "4"),
+                Use("clock", {}, "5"),
+            )
+        )
+
+    journey = Journey(script, TOOLS)
+    async with TestMesh(framework.build(journey)) as mesh:
+        stubs(mesh)
+        mesh.crash(**crash)
+        task = await mesh.send(travel, ROME)
+        async for update in task.updates():
+            if isinstance(update, QuestionUpdate):
+                await task.complete(APPROVAL, Approval(approved=True))
+        plan = str(await task.result())
+        asked = [len(mesh.stub(each).requests) for each in (flights, weather)]
+    assert plan.strip() == ('1 {"price":120} | 2 none for Italy | 3 booked 17 | 4 sunny | 5 noon')
+    assert asked == [1, 1]
+    assert journey.model_calls == [1, 2]
+    assert journey.tool_calls["book"] == 1
+
+
+async def test_too_many_calls_of_one_turn_go_back_to_the_model(framework: Framework) -> None:
+    served = list[str]()
+
+    @agent("weather")
+    async def serve(ctx: TaskExecutionContext, city: str) -> str:
+        served.append(city)
+        return f"sunny in {city}"
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        cities = ("Rome", "Oslo", "Bern", "Nice") if not answers else ("Bern", "Nice")
+        if answers == 2:
+            return Says(" | ".join(each.text for each in results))
+        uses = [Use("weather", {"request": each}, f"{answers}-{each}") for each in cities]
+        return Says(uses=tuple(uses))
+
+    journey = Journey(script, TOOLS)
+    async with local_mesh(framework.build(journey), serve, max_fan_out=2) as mesh:
+        plan = await mesh.call(travel, ROME)
+    assert plan.startswith("sunny in Rome | sunny in Oslo | ")
+    assert plan.strip().endswith(" | sunny in Bern | sunny in Nice")
+    assert plan.count("too many calls in one turn") == 2
+    assert sorted(served) == ["Bern", "Nice", "Oslo", "Rome"]
+
+
+async def test_a_tool_that_waits_is_told_what_to_do(framework: Framework) -> None:
+    def wait(country: str) -> str:
+        weather(country).__await__().__next__()
+        return "never"
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if answers:
+            return Says(results[0].text)
+        return Says(uses=(Use("visas", {"country": "Italy"}, "call-v"),))
+
+    journey = Journey(script, {**TOOLS, "visas": wait})
+    async with TestMesh(framework.build(journey)) as mesh:
+        outcome = await (await mesh.send(travel, ROME)).outcome()
+    text = outcome.message if isinstance(outcome, Failed) else str(outcome.value)
+    assert "a tool cannot wait: list its peers in durable(peers=[…])" in text
+    assert "StatefulAgent" not in text

@@ -9,8 +9,9 @@ from itertools import count
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from meshpoint import Done, Outcomes, Paused, TaskExecutionContext
+from meshpoint import Done, Outcomes, Paused, Peer, TaskExecutionContext
 from meshpoint.errors import ConfigurationError
 from meshpoint.local import local_mesh
 from meshpoint.testing import TestMesh
@@ -20,6 +21,7 @@ class Counter:
     """Returns which client it has."""
 
     name, state_format = "counter", "counter/1"
+    peer: Peer[Any, Any] = Peer("counter", TypeAdapter(Any), TypeAdapter(Any))
 
     def __init__(self, lifespan: Callable[[], AbstractAsyncContextManager[Any]]) -> None:
         self.lifespan = lifespan

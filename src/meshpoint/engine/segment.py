@@ -295,6 +295,7 @@ class Workspace:
         self.context_runtime.agent = segment.run.agent
         self.context_runtime.generation = segment.run.generation
         self.context_runtime.directory = runtime.directory
+        self.context_runtime.max_fan_out = runtime.options.max_fan_out
         self.context_runtime.resources = runtime.resources.get(agent.state_format)
 
     @property

@@ -28,7 +28,7 @@ from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.current_context import running_context
 from meshpoint.model.declared_type import DeclaredType, TypeMismatch
 from meshpoint.model.messages import validate_agent_name
-from meshpoint.model.outcomes import Failed, Ok, Outcome, Outcomes
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
 from meshpoint.model.questions import Question
 from meshpoint.model.waitable import Waitable
 from meshpoint.ports.agent import Plan
@@ -61,11 +61,21 @@ class ToolWaits:
         self._tools = tools
         self._fails = on_peer_failure == "fail"
 
+    def limit(self, ctx: TaskExecutionContext, calls: Sequence[ToolCall]) -> list[ToolCall]:
+        """Mark the calls of a turn that are too many for one pause as refused."""
+        limit = ctx._runtime.max_fan_out
+        if limit is None or len(calls) <= limit:
+            return list(calls)
+        return [*calls[:limit], *(replace(call, is_refused=True) for call in calls[limit:])]
+
     def build(
         self, ctx: TaskExecutionContext, calls: Sequence[ToolCall], tools: Mapping[str, PeerTool]
     ) -> list[Waitable[Any]]:
-        """The waits for `calls`, in their order. `tools` are the peers that were offered."""
-        return [self._build(ctx, call, tools) for call in calls]
+        """The waits for the calls that are not refused, in their order.
+
+        `tools` are the peers that were offered.
+        """
+        return [self._build(ctx, call, tools) for call in calls if not call.is_refused]
 
     def _build(
         self, ctx: TaskExecutionContext, call: ToolCall, tools: Mapping[str, PeerTool]
@@ -75,6 +85,17 @@ class ToolWaits:
         prompt = describe_call(call.tool, call.arguments)
         question = APPROVAL if call.kind is ToolCallKind.APPROVAL else _question(call)
         return ctx.wait_for(question, prompt=prompt)
+
+    def read_all(self, calls: Sequence[ToolCall], outcomes: Sequence[Outcome]) -> list[Answer]:
+        """One answer for each of `calls`. Refused calls have no outcome.
+
+        Raises:
+            IncompatibleState, PeerFailed: As for `read`.
+        """
+        left = iter(outcomes)
+        return [
+            _refuse(call) if call.is_refused else self.read(call, next(left)) for call in calls
+        ]
 
     def read(self, call: ToolCall, outcome: Outcome) -> Answer:
         """The answer to `call`.
@@ -109,6 +130,11 @@ def _question(call: ToolCall) -> Question[Any]:
         return Question("tool", TypeAdapter(JsonValue))
 
 
+def _refuse(call: ToolCall) -> Answer:
+    text = "too many calls in one turn, so this one was not made: make it in the next turn"
+    return Answer(call, Failed(FailureKind.INVALID, text))
+
+
 def failure_text(failed: Failed) -> str:
     """The text of a failure, for the model."""
     return f"{failed.kind.value}: {failed.message}" if failed.message else failed.kind.value
@@ -133,6 +159,11 @@ class FrameworkAgent(ABC, Generic[In, Out]):
 
     framework: ClassVar[str]
     """Name of the framework, part of the state format."""
+    wait_hint: ClassVar[str] = (
+        "a tool cannot wait: list its peers in durable(peers=[…]), so that the model calls them; "
+        "for people, use the approvals of the framework"
+    )
+    """The error of code that awaits a peer, a question or a sleep. An adapter may replace it."""
     name: str
     plan: Plan
 
@@ -242,13 +273,13 @@ class FrameworkAgent(ABC, Generic[In, Out]):
     ) -> Paused | Done[Out]:
         """Run the next segment; see `ReadsLog`."""
         history = History.read(state, log)
-        if len(history.calls) != len(outcomes):
-            waits = [call.tool for call in history.calls]
+        waits = [call.tool for call in history.calls if not call.is_refused]
+        if len(waits) != len(outcomes):
             raise IncompatibleState(f"it waits for {waits}, but has outcomes for {[*outcomes]}")
-        asked = [*zip(history.calls, outcomes.values(), strict=True)]
+        received = [*outcomes.values()]
         if [call.kind for call in history.calls] == [ToolCallKind.BUDGET]:
-            _extend_budget(history, *asked.pop())
-        answers = [self.waits.read(call, outcome) for call, outcome in asked]
+            _extend_budget(history, history.calls[0], received[0])
+        answers = self.waits.read_all(history.calls, received)
         return await self._run(ctx, None, history, answers)
 
     async def _run(
@@ -256,6 +287,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
     ) -> Paused | Done[Out]:
         # A replica has set it already.
         token = None if running_context.get() is ctx else running_context.set(ctx)
+        ctx._runtime.wait_hint = self.wait_hint
         try:
             with use_budget(self.budget, ctx, history.budget_times) as spent, SwallowedErrors():
                 turn = await self.run(ctx, prompt, history, answers)
@@ -268,11 +300,13 @@ class FrameworkAgent(ABC, Generic[In, Out]):
             return turn
         if not turn.calls:
             raise AgentMisbehaved(f"{self.framework}: a turn without calls")
-        turn = replace(turn, calls=[self._mark_discovered(call) for call in turn.calls])
+        marked = [self._mark_discovered(call) for call in turn.calls]
+        turn = replace(turn, calls=self.waits.limit(ctx, marked))
         waits = self.waits.build(ctx, turn.calls, turn.tools)
+        sent = [call for call in turn.calls if not call.is_refused]
         calls: list[Call] = [
             wait.as_call(f"{call.tool}.{index}")
-            for index, (call, wait) in enumerate(zip(turn.calls, waits, strict=True))
+            for index, (call, wait) in enumerate(zip(sent, waits, strict=True))
         ]
         return history.pause(turn, calls, self.library)
 

@@ -48,6 +48,7 @@ class ToolCall:
         arguments: The validated arguments.
         peer: Name of the peer that it calls, if any.
         is_discovered: Whether the peer was discovered. Set by `FrameworkAgent`.
+        is_refused: Whether the turn has too many calls to make this one. Set by `FrameworkAgent`.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
@@ -58,6 +59,7 @@ class ToolCall:
     arguments: dict[str, JsonValue]
     peer: str | None = None
     is_discovered: bool = False
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

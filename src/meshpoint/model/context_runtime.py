@@ -192,6 +192,8 @@ class ContextRuntime:
         generation: Number of the task's pauses before the segment.
         question_counts: How often the segment has used each name of a question, by subtask.
         directory: The peers that the agent may discover. `None` if it discovers none.
+        wait_hint: What to do instead of waiting in this code, if the kind of the agent says it.
+        max_fan_out: Maximum calls of one pause. `None` outside a replica.
         resources: What the agent's lifespan has yielded in this replica, or `None`.
         offers: The peers that were last offered to a model, by the subtask and the step that
             recorded them.
@@ -206,6 +208,8 @@ class ContextRuntime:
     generation: int = 0
     question_counts: Counter[tuple[str | None, str]] = field(default_factory=Counter)
     directory: PeerDirectory | None = None
+    wait_hint: str | None = None
+    max_fan_out: int | None = None
     resources: Any = None
     offers: dict[tuple[str | None, str], tuple[AgentCard, ...]] = field(default_factory=dict)
 

@@ -72,7 +72,8 @@ class Waitable(Generic[_T_co]):
         context = running_context.get()
         recorder = None if context is None else context._runtime.recorder
         if recorder is None:
-            raise AgentMisbehaved(self._describe_misuse(in_agent=context is not None))
+            hint = None if context is None else context._runtime.wait_hint
+            raise AgentMisbehaved(hint or self._describe_misuse(in_agent=context is not None))
         [outcome] = recorder.ask((self,), ALL)
         if isinstance(outcome, Failed):
             raise self._error(outcome)
@@ -117,7 +118,8 @@ async def wait_for_outcomes(
     recorder = runtime.recorder
     if recorder is None:
         raise AgentMisbehaved(
-            f"{caller} is for function agents (@agent), whose calls are recorded; "
+            runtime.wait_hint
+            or f"{caller} is for function agents (@agent), whose calls are recorded; "
             "in a StatefulAgent return self.ask(...), in any other agent return Paused(...)"
         )
     return recorder.ask(waits, join) if waits else []

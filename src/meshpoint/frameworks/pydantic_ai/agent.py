@@ -40,6 +40,10 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
     """An agent of Pydantic AI as a `DurableAgent`; see `durable`."""
 
     framework: ClassVar[str] = "pydantic-ai"
+    wait_hint: ClassVar[str] = (
+        "a tool cannot wait: list its peers in durable(peers=[…]), so that the model calls them; "
+        "for people, write requires_approval=True, or raise CallDeferred"
+    )
 
     def __init__(
         self,

@@ -235,14 +235,13 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
             )
         run = run_state.get()
         assert run is not None
-        calls = find_calls(requests, ctx.messages, run)
+        calls = self.waits.limit(task, find_calls(requests, ctx.messages, run))
         waits = self.waits.build(task, calls, run.tools)
         for wait in waits:
             mark_used(wait)
         # The model gets outcomes as they were sent, not as the types of the peers read them.
         outcomes = recorder.ask([_Raw(wait) for wait in waits], ALL, from_run=True)
-        answers = [self.waits.read(call, each) for call, each in zip(calls, outcomes, strict=True)]
-        return deferred_results(answers)
+        return deferred_results(self.waits.read_all(calls, outcomes))
 
     async def after_tool_validate(
         self,
