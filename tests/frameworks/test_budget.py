@@ -11,14 +11,26 @@ from scenario import (
     TOOLS,
     Framework,
     Journey,
+    Quote,
     Trip,
     load_framework,
     two_pauses,
 )
 from test_scenario import PLAN, ROME, stubs
 
-from meshpoint import Failed, FailureKind, Ok, Peer, QuestionUpdate
+from meshpoint import (
+    Failed,
+    FailureKind,
+    Ok,
+    Peer,
+    QuestionUpdate,
+    TaskExecutionContext,
+    agent,
+)
 from meshpoint.frameworks import BUDGET, Approval, Budget, Price
+from meshpoint.local import local_mesh
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.operations import Operations
 from meshpoint.testing import TestMesh
 
 travel = Peer("travel", Trip, str)
@@ -103,3 +115,57 @@ async def test_an_approval_covers_what_was_used(framework: Framework) -> None:
     assert isinstance(outcome, Failed)
     assert outcome.message == "budget exceeded: 14 of 8 cost used: enough"
     assert journey.model_calls == [1, 2]
+
+
+async def test_nobody_allows_more(framework: Framework) -> None:
+    journey = Journey(two_pauses, TOOLS)
+    budget = Budget(requests=1, when_exceeded="ask", timeout=3600)
+    async with TestMesh(framework.build(journey, budget=budget)) as mesh:
+        stubs(mesh)
+        outcome = await (await mesh.send(travel, ROME)).outcome()  # the clock moves to the timeout
+    assert isinstance(outcome, Failed)
+    assert outcome.message.startswith(
+        "budget exceeded: 1 of 1 requests used: nobody has allowed more: timeout"
+    )
+    assert journey.model_calls == [1]
+
+
+async def test_a_resumed_task_has_used_what_it_had_used(
+    framework: Framework, database_url: str
+) -> None:
+    """It resumes at its last pause with a larger budget, and pays for no request again."""
+    journey = Journey(two_pauses, TOOLS)
+    task_id, namespace = TaskId(new_id()), "budgets"
+    served = [quote_of("flights", 120), quote_of("hotels", 80), serve_weather]
+    async with Operations(database_url, namespace=namespace) as operations:
+        small = framework.build(journey, budget=Budget(requests=2))
+        async with local_mesh(
+            small, *served, db_url=database_url, namespace=namespace, broker_url="memory://"
+        ) as mesh:
+            failed = await (await mesh.send(travel, ROME, task_id=task_id)).outcome()
+        assert isinstance(failed, Failed)
+        await operations.resume(task_id)
+        large = framework.build(journey, budget=Budget(requests=4))
+        async with local_mesh(
+            large, *served, db_url=database_url, namespace=namespace, broker_url="memory://"
+        ):
+            resumed = await operations.wait(task_id)
+    assert isinstance(resumed, Ok)
+    assert journey.model_calls == [1, 2, 3, 4]
+    assert resumed.usage.total.output == 4 * TOKENS
+
+
+def quote_of(name: str, price: int) -> Any:
+    """A peer that always quotes `price`."""
+
+    @agent(name)
+    async def serve(ctx: TaskExecutionContext, trip: Trip) -> Quote:
+        return Quote(price=price)
+
+    return serve
+
+
+@agent("weather")
+async def serve_weather(ctx: TaskExecutionContext, city: str) -> str:
+    """A peer that always promises sun."""
+    return "sunny"

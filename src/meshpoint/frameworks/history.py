@@ -100,6 +100,10 @@ class _Entry:
 _ENTRY: TypeAdapter[_Entry] = TypeAdapter(_Entry)
 
 
+def _dump(entry: _Entry) -> bytes:
+    return _ENTRY.dump_json(entry, exclude_defaults=True)
+
+
 class History:
     """The history of a task as its last pause left it.
 
@@ -151,13 +155,13 @@ class History:
         while kept and messages[:kept] != self.messages[:kept] and known - kept < _MAX_REWRITTEN:
             kept -= 1
         if not (self._state and kept) or messages[:kept] != self.messages[:kept]:
-            return Paused(calls, _ENTRY.dump_json(entry))
+            return Paused(calls, _dump(entry))
         entry.messages, entry.kept = messages[kept:], kept
-        added = _ENTRY.dump_json(entry)
+        added = _dump(entry)
         if self._has_log or len(self._state) + len(added) > _SMALL_BYTES:
             return Paused(calls, self._state, append=added)
         entry.messages, entry.kept = messages, 0
-        return Paused(calls, _ENTRY.dump_json(entry))
+        return Paused(calls, _dump(entry))
 
 
 def lost_part(stored: Any, read: Any, path: str = "messages") -> str | None:
