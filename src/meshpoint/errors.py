@@ -20,7 +20,8 @@
     ├── SessionLocked           another process runs this session of `meshpoint exec`: says which
     ├── UnknownAgent            start the agent, or correct its name, the broker or the namespace
     ├── MeshClosed              connect again: the mesh was closed while a task was open
-    ├── TaskNotFound            no replica knows the task: correct its id, or send it
+    ├── TaskNotFound            the task exists nowhere: correct its id, or send it
+    ├── OutcomeUnknown          the reply was lost: check what the task did before you repeat it
     ├── TaskExists              a task with this id exists: choose another id, or attach
     ├── OtherRequester          connect with the name of the task's requester
     ├── TooManyFollowers        a stream has ended: call `updates` again, or `result`
@@ -215,10 +216,21 @@ class MeshClosed(MeshpointError):
 
 
 class TaskNotFound(MeshpointError):
-    """No replica of the agent knows a task with this id, and no request waits in its queue."""
+    """No replica has a task with this id, and neither a queue nor the database has it."""
 
     def __init__(self, agent: str, task_id: str) -> None:
         super().__init__(f"no task {task_id!r} of {agent!r}: never sent, or ended over 7 days ago")
+        self.agent, self.task_id = agent, task_id
+
+
+class OutcomeUnknown(MeshpointError):
+    """A task that this connection has sent exists nowhere any more, and its reply was lost."""
+
+    def __init__(self, agent: str, task_id: str) -> None:
+        super().__init__(
+            f"the outcome of task {task_id!r} of {agent!r} is unknown: it has ended, or its "
+            "request was removed, and no reply arrived; mesh.send asks agents to keep outcomes"
+        )
         self.agent, self.task_id = agent, task_id
 
 

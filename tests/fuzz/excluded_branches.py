@@ -131,7 +131,13 @@ _TIMING_DEPENDENT = {
     ("engine.signals", "_forward_unknown"): "",
     ("engine.status_queries", "answer_and_broadcast"): "",
     ("engine.status_queries", "answer_in_process"): "",
-    ("engine.unknown_tasks", "status_of"): "",
+    ("engine.unknown_tasks", "search"): "",
+    ("engine.unknown_tasks", "_await_denials"): "",
+    ("engine.unknown_tasks", "_conclude"): "",
+    ("engine.unknown_tasks", "_has_row"): "",
+    ("engine.unknown_tasks", "add"): "",
+    ("engine.unknown_tasks", "add_denial"): "",
+    ("engine.unknown_tasks", "deny"): "",
 }
 """Branches that depend on the timing of messages, which a busy machine may not provide."""
 

@@ -6,14 +6,22 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 
-from meshpoint.errors import BrokerUnavailable, MeshpointError, TaskNotFound, UnknownAgent
+from meshpoint.errors import (
+    BrokerUnavailable,
+    MeshpointError,
+    OutcomeUnknown,
+    TaskNotFound,
+    UnknownAgent,
+)
 from meshpoint.model.messages import AttachStatus
 
-_UNKNOWN_DELAYS = (0.25, 0.5, 1.0, 2.0, 4.0)
+_UNKNOWN_DELAYS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Seconds until the next attach after each reply that a replica does not know the task.
 
-After the last one, the task counts as not found.
+The last delay repeats.
 """
+_MIN_UNKNOWN_REPLIES = 5
+"""Replies that a replica does not know the task, before a certain one counts."""
 _QUEUED_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """The same while the task's request may wait in the queue. The last delay repeats."""
 _RUNNING_DELAY = 10.0
@@ -42,9 +50,9 @@ _random = Random()
 class Attachment:
     """Plans the attaches to one task. The asyncio tasks that wait for it send them.
 
-    A task that this connection has requested never counts as not found: its request may wait
-    anywhere. It is asked about after a reconnect, because the reply may have been lost, and
-    otherwise every 10 to 20 minutes.
+    A task that this connection has requested is asked about after a reconnect, because the reply
+    may have been lost, and otherwise every 10 to 20 minutes. If it exists nowhere, it has ended
+    and its outcome is unknown.
 
     Once other connections have taken the place of this one, it takes none back: it queries the
     status every one to two minutes, and attaches when the task has ended.
@@ -106,13 +114,7 @@ class Attachment:
         self._create_error, self.due_at = create_error, math.inf
 
     async def ask(self, now: float, *, wants_snapshot: bool = False) -> None:
-        """Ask, or fail after too many unknown replies. `now` is by the event loop's clock."""
-        if self._unknown_count > len(_UNKNOWN_DELAYS):
-            if self._is_requested:
-                self._record_found(now)
-            else:
-                self.fail(lambda: TaskNotFound(self._agent, self._task_id))
-            return
+        """Ask. `now` is by the event loop's clock."""
         # Set first, so that concurrent waits do not ask too.
         self.due_at = now + _delay(_UNANSWERED_DELAYS, self._unanswered_count)
         if self._is_requested and not self._is_displaced:
@@ -135,11 +137,12 @@ class Attachment:
             self.due_at = now
             raise
 
-    def record_status(self, status: AttachStatus, now: float) -> None:
+    def record_status(self, status: AttachStatus, now: float, *, certain: bool = False) -> None:
         """Record what a replica knows about the task, and plan the next attach.
 
-        Several replicas may reply. A replica that knows the task overrules the others. An attach
-        that is due stays due: the reply is to an earlier one.
+        An unknown task is not found once a reply is `certain` that it exists nowhere. Several
+        replicas may reply. A replica that knows the task overrules the others. An attach that is
+        due stays due: the reply is to an earlier one.
         """
         was_due_at = self.due_at
         match status:
@@ -156,6 +159,9 @@ class Attachment:
             case AttachStatus.UNKNOWN if self._is_open:
                 self.due_at = now + _delay(_UNKNOWN_DELAYS, self._unknown_count)
                 self._unknown_count += 1
+                if certain and self._unknown_count >= _MIN_UNKNOWN_REPLIES:
+                    self._record_not_found()
+                    return
             case _:
                 return
         if was_due_at <= now:
@@ -166,6 +172,11 @@ class Attachment:
         """Record that the task has ended: the next attach gets its reply and takes no place."""
         if self._is_displaced:
             self.take_place()
+
+    def _record_not_found(self) -> None:
+        self._is_open, self._unanswered_count = False, 0
+        error = OutcomeUnknown if self._is_requested else TaskNotFound
+        self.fail(lambda: error(self._agent, self._task_id))
 
     @property
     def _asks_rarely(self) -> bool:

@@ -128,9 +128,10 @@ class OpenTask:
         self.attachment.fail(create_error)
         self._notify()
 
-    def record_attach_status(self, status: AttachStatus) -> None:
-        """Record what a replica knows about the task."""
-        self.attachment.record_status(status, asyncio.get_running_loop().time())
+    def record_attach_status(self, status: AttachStatus, *, certain: bool = False) -> None:
+        """Record what a replica knows about the task, and whether `UNKNOWN` is certain."""
+        now = asyncio.get_running_loop().time()
+        self.attachment.record_status(status, now, certain=certain)
         self._notify()
 
     def record_end(self) -> None:

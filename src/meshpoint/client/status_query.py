@@ -14,7 +14,10 @@ from meshpoint.model.task_status import TaskStatus
 _REPLY_SECONDS = 5.0
 """Seconds after which an agent without a reply counts as not served."""
 _UNKNOWN_DELAYS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Seconds to wait for a replica that knows the task, after each reply without a status."""
+"""Seconds to wait for a replica that knows the task, after each reply without a status.
+
+After the last reply, nothing is awaited if it is certain that the task exists nowhere.
+"""
 _UNDECIDED = {AttachStatus.UNKNOWN, AttachStatus.QUEUED}
 
 
@@ -22,12 +25,14 @@ class StatusReply(NamedTuple):
     """What one replica knows about the task.
 
     A refusal names the `requester`. `status` is `None` if the replica does not know the task, or
-    runs an earlier release, which handles a query like any other attach.
+    runs an earlier release, which handles a query like any other attach. `is_certain`: the task
+    is in no queue, in no replica and not in the database.
     """
 
     known: AttachStatus
     status: TaskStatus | None = None
     requester: str = "another client"
+    is_certain: bool = False
 
     def decides(self) -> bool:
         """Whether the sender knows the task, so that no other reply is needed."""
@@ -58,7 +63,7 @@ class StatusQuery:
         Raises:
             TaskNotFound, OtherRequester, MeshClosed: As for `TaskHandle.status`.
         """
-        for delay in _UNKNOWN_DELAYS:
+        for attempt, delay in enumerate(_UNKNOWN_DELAYS, 1):
             await send()
             latest: StatusReply | None = None
             now = asyncio.get_running_loop().time
@@ -70,15 +75,15 @@ class StatusQuery:
                     raise OtherRequester(self._task_id, reply.requester, self._name)
                 if reply.known in {AttachStatus.RECORDED, AttachStatus.RUNNING}:
                     return TaskStatus(state="unknown")
+                if reply.is_certain and attempt == len(_UNKNOWN_DELAYS) and not requested:
+                    raise TaskNotFound(self._agent, self._task_id)
                 until = min(until, now() + delay) if latest is None else until
                 latest = reply
             if latest is None:
                 return TaskStatus(state="unknown", is_served=False)
             if latest.known is AttachStatus.QUEUED:
                 return TaskStatus(state="queued")
-        if requested:
-            return TaskStatus(state="queued")
-        raise TaskNotFound(self._agent, self._task_id)
+        return TaskStatus(state="queued" if requested else "unknown")
 
     async def _next(self, until: float) -> StatusReply | None:
         try:

@@ -81,8 +81,10 @@ class TaskHandle(Generic[T_co]):
             TaskFailed: It failed. `kind` is "invalid" if the result does not fit the declared
                 output, if the agent could not read the request, or if the id is in use for
                 another input.
-            TaskNotFound: No replica knows the task: it was never sent, or its result is no longer
-                kept. Raised about ten seconds after the first attempt.
+            TaskNotFound: The task exists nowhere: it was never sent, or its result is no longer
+                kept. Raised after a few seconds, or once each replica has said so.
+            OutcomeUnknown: This connection has sent the task, which exists nowhere any more. Its
+                reply was lost.
             OtherRequester: It was sent under another name.
             UnknownAgent: No replica has ever served the agent in this namespace.
             MeshClosed: The connection was closed before. The task is not affected.
@@ -134,7 +136,7 @@ class TaskHandle(Generic[T_co]):
         Takes up to five seconds if no replica of the agent is running. Has no effect on the task.
 
         Raises:
-            TaskNotFound: No replica knows the task. Raised after about ten seconds.
+            TaskNotFound: The task exists nowhere. Raised after a few seconds.
             OtherRequester: It was sent under another name.
             UnknownAgent: No replica has ever served the agent in this namespace.
             BrokerUnavailable: The broker did not confirm the query.
@@ -261,13 +263,14 @@ class TaskHandle(Generic[T_co]):
     async def value(self, key: str, type: type[T] | TypeAdapter[T], /) -> T | None:
         """The latest value that the task has set with `ctx.set_value(key, …)`.
 
-        `None` if it has not set any. Values are kept as long as the row of the task, which
-        includes 7 days after the end of a task that `Mesh.send` started.
+        `None` if it has not set any, or if no replica that has the task replies. Values are kept
+        as long as the row of the task, which includes 7 days after the end of a task that
+        `Mesh.send` started.
 
         Raises:
             InvalidOutput: The value does not fit `type`.
             InvalidOption: `key` is not printable, or longer than 248 bytes.
-            TaskNotFound: No replica knows the task. Raised after ten seconds.
+            TaskNotFound: The task exists nowhere. Raised after about 15 seconds.
             OtherRequester: It was sent under another name.
             UnknownAgent: No replica has ever served the agent in this namespace.
             BrokerUnavailable: The broker did not confirm the message.

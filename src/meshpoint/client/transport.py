@@ -37,7 +37,6 @@ from meshpoint.errors import (
     SignalNotKept,
     SignalRefused,
     TaskExists,
-    TaskNotFound,
     UnknownAgent,
 )
 from meshpoint.model.bodies import CompletedBody, ResponseBody, StatusBody, parse_body
@@ -626,8 +625,10 @@ class Transport:
     async def read(self, agent: AgentName, task_id: TaskId, key: str) -> tuple[bool, JsonValue]:
         """Read a value of a task: whether it is set, and the value.
 
+        It counts as not set if no replica that has the task has replied for ten seconds.
+
         Raises:
-            TaskNotFound: No replica knows the task, or none has replied for ten seconds.
+            TaskNotFound: It exists nowhere.
             OtherRequester: It was sent under another name.
             UnknownAgent: No replica has ever served `agent` in this namespace.
             BrokerUnavailable: The broker did not confirm the message.
@@ -638,7 +639,7 @@ class Transport:
         if status is CompletionStatus.REFUSED and body.requester is not None:
             raise OtherRequester(task_id, body.requester, self.name)
         if status is not CompletionStatus.RECORDED:
-            raise TaskNotFound(agent, task_id)
+            await self.query_status(agent, task_id, requested=False)  # is it certainly not found?
         return bool(body.is_set), body.value
 
     async def _exchange(
@@ -734,7 +735,7 @@ class Transport:
             data = _read_status_data(message)
         except (ValueError, PoisonMessage):
             return  # of a later release
-        requester = _read_requester(data)
+        requester, certain = _read_requester(data), _is_certain(message)
         has_status = known in {AttachStatus.RECORDED, AttachStatus.RUNNING}
         try:
             status = TaskStatus.model_validate(data) if has_status else None
@@ -743,11 +744,11 @@ class Transport:
         if token == self._poll_token:
             task = self._open.get((message.app_id, message.correlation_id))
             if task is not None and task.outcome is None:
-                self._record_known(task, known, requester)
+                self._record_known(task, known, requester, certain=certain)
                 if status is not None and status.state in ENDED_STATES:
                     task.record_end()
         elif (query := self._queries.get(token)) is not None:  # else an earlier query's
-            query.add(StatusReply(known, status, requester))
+            query.add(StatusReply(known, status, requester, certain))
 
     def _handle_status(self, message: Message) -> None:
         if (token := message.headers.get(Header.START)) is not None:
@@ -774,13 +775,15 @@ class Transport:
         if known is AttachStatus.DETACHED:
             task.detach()
             return
-        self._record_known(task, known, _read_requester(data))
+        self._record_known(task, known, _read_requester(data), certain=_is_certain(message))
 
-    def _record_known(self, task: OpenTask, known: AttachStatus, requester: str) -> None:
+    def _record_known(
+        self, task: OpenTask, known: AttachStatus, requester: str, *, certain: bool
+    ) -> None:
         if known is AttachStatus.REFUSED:
             task.refuse(partial(OtherRequester, task.id, requester, self.name))
         else:
-            task.record_attach_status(known)
+            task.record_attach_status(known, certain=certain)
 
 
 def _read_status_data(message: Message) -> dict[str, JsonValue]:
@@ -792,6 +795,11 @@ def _read_status_data(message: Message) -> dict[str, JsonValue]:
     content = parse_body(StatusBody, message.body).status_update.status.message
     data = None if content is None else content.parts[0].data
     return data if isinstance(data, dict) else {}
+
+
+def _is_certain(message: Message) -> bool:
+    """Whether a reply that the task is unknown is certain. Earlier releases never are."""
+    return message.headers.get(Header.CERTAIN) == 1
 
 
 def _read_requester(data: dict[str, JsonValue]) -> str:

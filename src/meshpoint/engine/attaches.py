@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, assert_never
 
 from meshpoint.engine.backend import Backend
@@ -23,6 +24,7 @@ from meshpoint.engine.unknown_tasks import UnknownTasks
 from meshpoint.errors import RowLocked
 from meshpoint.model.envelopes import (
     MAX_STATUS_BYTES,
+    Search,
     attach_message,
     attach_status,
     status_envelope,
@@ -64,7 +66,7 @@ class Attaches:
         self._tasks = tasks
         self._publisher = publisher
         self._replies = replies
-        self.unknown_tasks = UnknownTasks(runtime)
+        self.unknown_tasks = UnknownTasks(runtime, tasks, publisher)
 
     async def attach_and_broadcast(
         self, commands: Sequence[AttachCommand]
@@ -108,16 +110,23 @@ class Attaches:
         return refused
 
     async def _look_for(self, commands: Sequence[AttachCommand]) -> None:
-        """Broadcast attaches to tasks without a row. Senders of too many get `queued`."""
-        may_look = [self.unknown_tasks.may_look(command.sender) for command in commands]
-        await self._broadcast(
-            [command for command, may in zip(commands, may_look, strict=True) if may]
+        """Search for tasks without a row, all at the same time."""
+        await asyncio.gather(
+            *(
+                self.unknown_tasks.search(
+                    command.task_id,
+                    command.sender,
+                    partial(self._broadcast, [command]),
+                    partial(self._send_unknown, command),
+                )
+                for command in commands
+            )
         )
-        for command, may in zip(commands, may_look, strict=True):
-            status = AttachStatus.QUEUED
-            if may:
-                status = await self.unknown_tasks.status_of(command.sender)
-            await self._send_status(command, status)
+
+    async def _send_unknown(
+        self, command: AttachCommand, status: AttachStatus, certain: bool
+    ) -> None:
+        await self._send_status(command, status, certain=certain)
 
     async def attach_in_process(
         self, commands: Sequence[AttachCommand]
@@ -202,7 +211,9 @@ class Attaches:
     def _build_attach(self, command: AttachCommand) -> Attach:
         return Attach(command.task_id, self._runtime.agent, command.sender, command.reply_to)
 
-    async def _broadcast(self, commands: Sequence[AttachCommand]) -> None:
+    async def _broadcast(
+        self, commands: Sequence[AttachCommand], search: Search | None = None
+    ) -> None:
         if not commands:
             return
         agent = self._runtime.agent
@@ -215,6 +226,7 @@ class Attaches:
                     reply_to,
                     on_behalf_of=sender,
                     wants_snapshot=wants_snapshot,
+                    search=search,
                 )
                 for task_id, sender, reply_to, wants_snapshot in commands
             ]
@@ -268,11 +280,21 @@ class Attaches:
         )
 
     async def _send_status(
-        self, command: AttachCommand, status: AttachStatus, requester: str | None = None
+        self,
+        command: AttachCommand,
+        status: AttachStatus,
+        requester: str | None = None,
+        *,
+        certain: bool = False,
     ) -> None:
         """Reply to an attach. The reply is advisory: if it gets lost, the caller asks again."""
         envelope = attach_status(
-            self._runtime.agent, command.task_id, command.reply_to, status, requester
+            self._runtime.agent,
+            command.task_id,
+            command.reply_to,
+            status,
+            requester,
+            certain=certain,
         )
         await self._publisher.publish_advisory([envelope])
 

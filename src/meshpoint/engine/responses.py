@@ -63,6 +63,7 @@ from meshpoint.ports.broker import Delivery
 log = logging.getLogger("meshpoint.peer_messages")
 
 
+_INTERNAL = frozenset({MessageType.WAKE, MessageType.DENY})
 _DISCOVERY = frozenset({MessageType.DESCRIBE, MessageType.CARD})
 _ParsedResponse: TypeAlias = tuple[Delivery, Claim, str | None]
 """A response, the claim of its outcome, and the reason if the response is unreadable."""
@@ -183,6 +184,7 @@ class PeerMessages:
                 received_by_type[item[0].message.type].append(item)
         await self.handle_cancels(received_by_type[MessageType.CANCEL], attempt)
         await self.handle_attaches(received_by_type[MessageType.ATTACH], attempt)
+        await self.handle_denials(received_by_type[MessageType.DENY], attempt)
         await self.handle_completions(received_by_type[MessageType.COMPLETE], attempt)
         await self.handle_signals(received_by_type[MessageType.SIGNAL], attempt)
         await self.handle_responses(received_by_type[MessageType.RESPONSE], attempt)
@@ -204,10 +206,8 @@ class PeerMessages:
         """Why a message is refused unread, or `None` if it is not."""
         if message.type is MessageType.REQUEST:
             return "a request does not belong on a response queue"
-        if message.type is MessageType.WAKE and message.app_id != self._runtime.agent:
-            return (
-                f"app_id: {message.app_id!r} does not wake the replicas of {self._runtime.agent!r}"
-            )
+        if message.type in _INTERNAL and message.app_id != self._runtime.agent:
+            return f"app_id: {message.app_id!r} is no replica of {self._runtime.agent!r}"
         if message.type in _DISCOVERY:
             return None  # refused without a dead letter, as one message reaches many replicas
         return impersonation_error(message, self._runtime.options)
@@ -432,10 +432,13 @@ class PeerMessages:
         Messages from the shared queue attach in the database, and broadcasts in this process.
         """
         agent, options, shared = self._runtime.agent, self._runtime.options, attempt.shared
+        searches: list[tuple[TaskId, Message]] = []
 
         def parse(message: Message) -> AttachCommand:
             sender = identify_attacher(message, agent, options, shared=shared)
             task_id, reply_to = parsing.parse_attach(message, options)
+            if not shared and Header.DENY_TO in message.headers:
+                searches.append((task_id, message))
             wants_snapshot = bool(message.headers.get(Header.SNAPSHOT))
             return AttachCommand(task_id, sender, reply_to, wants_snapshot)
 
@@ -451,6 +454,17 @@ class PeerMessages:
         others = [each for each in attaches if Header.QUERY not in each[0].message.headers]
         await self._handle_commands(others, attempt, parse, carry_out)
         await self._handle_commands(asking, attempt, parse_query, answer)
+        await self._attaches.unknown_tasks.deny(searches)
+
+    async def handle_denials(self, received: Sequence[ReceivedMessage], attempt: _Attempt) -> None:
+        """Record that other replicas do not have a task."""
+        for item in received:
+            try:
+                self._attaches.unknown_tasks.add_denial(item[0].message)
+            except PoisonMessage as error:
+                attempt.refused.append((item, str(error)))
+            else:
+                await item[0].ack()
 
     async def _handle_commands(
         self,

@@ -18,7 +18,7 @@ from meshpoint.engine.open_questions import read_open_questions
 from meshpoint.engine.publisher import Publisher
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.unknown_tasks import UnknownTasks
-from meshpoint.model.envelopes import attach_message, attach_status
+from meshpoint.model.envelopes import Search, attach_message, attach_status
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address, AttachStatus
 from meshpoint.model.questions import AskedQuestion
@@ -82,11 +82,13 @@ class StatusQueries:
                 case AttachRefused():
                     await self._send(query, AttachStatus.REFUSED, requester=result.requester)
                     refused[query] = result
-                case None if self._unknown_tasks.may_look(query.sender):
-                    await self._broadcast([query])
-                    await self._send(query, await self._unknown_tasks.status_of(query.sender))
                 case None:
-                    await self._send(query, AttachStatus.QUEUED)
+                    await self._unknown_tasks.search(
+                        query.task_id,
+                        query.sender,
+                        partial(self._broadcast, [query]),
+                        partial(self._send_unknown, query),
+                    )
         return refused
 
     async def answer_in_process(
@@ -133,10 +135,17 @@ class StatusQueries:
         asked = await read_open_questions(store, task, calls, self._runtime.retry)
         return build_status(task, calls, asked)
 
-    async def _broadcast(self, queries: Sequence[StatusQuery]) -> None:
+    async def _send_unknown(self, query: StatusQuery, known: AttachStatus, certain: bool) -> None:
+        await self._send(query, known, certain=certain)
+
+    async def _broadcast(
+        self, queries: Sequence[StatusQuery], search: Search | None = None
+    ) -> None:
         agent, broker = self._runtime.agent, self._runtime.broker
         for task_id, sender, reply_to, token in queries:
-            message = attach_message(agent, task_id, reply_to, on_behalf_of=sender, query=token)
+            message = attach_message(
+                agent, task_id, reply_to, on_behalf_of=sender, query=token, search=search
+            )
             await self._runtime.retry.until_available(partial(broker.broadcast, agent, message))
 
     async def _send(
@@ -146,6 +155,7 @@ class StatusQueries:
         status: TaskStatus | None = None,
         *,
         requester: str | None = None,
+        certain: bool = False,
     ) -> None:
         """Reply to a query. The reply is advisory: if it gets lost, the caller asks again."""
         data: JsonValue = None
@@ -157,6 +167,7 @@ class StatusQueries:
             query.reply_to,
             known,
             requester,
+            certain=certain,
             query=query.token,
             data=data,
         )

@@ -1,33 +1,168 @@
-"""Limit the cost of looking for tasks without a row."""
+"""Find out whether a task without a row exists.
+
+Until a task has a row, its request is in a queue, or a replica holds it unacked. So a task does
+not exist if, in this order, no queue has its request, no consumer holds it, and the database still
+has no row. The order matters: a replica writes the row before it acks the request.
+
+Some brokers do not show what their consumers hold. Then each of the consumers that the broker
+counts must deny that it holds the request. A replica that is stopped, blocked or dead does not
+deny, but the broker counts it until it requeues what it holds. A replica of an earlier release
+does not deny either.
+"""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import timedelta
 
+from meshpoint.engine.background import wait_for_first
+from meshpoint.engine.live_tasks import LiveTasks
+from meshpoint.engine.publisher import Publisher
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.throttle import Throttle
 from meshpoint.errors import Unavailable
-from meshpoint.model.messages import AttachStatus, shard_for_sender
+from meshpoint.model.bodies import DenyBody, parse_body
+from meshpoint.model.envelopes import Search, deny_envelope
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.model.messages import Address, AttachStatus, Message, private_queue
+from meshpoint.ports.broker import SEARCH_SECONDS, RequestSearch
 
-MAX_LOOKS_PER_SECOND = 50
-"""Maximum unknown tasks per second and sender for which all replicas and the queue are asked."""
+MAX_SEARCHES_PER_SECOND = 50
+"""Maximum unknown tasks per second and sender that are searched for."""
+
+Broadcast = Callable[[Search | None], Awaitable[None]]
+"""Forwards an attach or a query to all replicas, and asks them to deny the task if needed."""
+SendStatus = Callable[[AttachStatus, bool], Awaitable[None]]
+"""Sends what is known about a task to its caller, and whether `UNKNOWN` is certain."""
+
+
+class _Denials:
+    """Counts the consumers that have denied one task, until all `consumers` have."""
+
+    def __init__(self, consumers: Mapping[Address, int]) -> None:
+        self._missing = dict(consumers)
+        self._replicas: set[str] = set()
+        self.is_complete = asyncio.Event()
+
+    def add(self, replica: str, consumers: Mapping[str, int]) -> None:
+        """Record the denial of one replica. Only its first one counts."""
+        if replica in self._replicas:
+            return
+        self._replicas.add(replica)
+        for address in self._missing:
+            self._missing[address] -= max(0, consumers.get(address, 0))
+        if all(count <= 0 for count in self._missing.values()):
+            self.is_complete.set()
 
 
 class UnknownTasks:
-    """Decides which status callers get for tasks without a row."""
+    """Tells callers what is known about tasks without a row."""
 
-    def __init__(self, runtime: ReplicaRuntime) -> None:
-        self._runtime = runtime
-        self._throttle = Throttle(MAX_LOOKS_PER_SECOND, runtime.clock.now)
+    def __init__(self, runtime: ReplicaRuntime, tasks: LiveTasks, publisher: Publisher) -> None:
+        self._runtime, self._tasks, self._publisher = runtime, tasks, publisher
+        self._throttle = Throttle(MAX_SEARCHES_PER_SECOND, runtime.clock.now)
+        self._denials: dict[str, _Denials] = {}
 
-    def may_look(self, sender: str) -> bool:
-        """Whether to look for one more task of `sender`. If not, reply `queued`."""
-        return self._throttle.try_consume(sender)
+    async def search(
+        self, task_id: TaskId, sender: str, broadcast: Broadcast, send: SendStatus
+    ) -> None:
+        """Search for a task, and let the replica that has it reply.
 
-    async def status_of(self, sender: str) -> AttachStatus:
-        """`QUEUED` if the request may still be in the queue for this sender, else `UNKNOWN`."""
-        agent, shards = self._runtime.agent, self._runtime.options.request_shards
-        with suppress(Unavailable):
-            if await self._runtime.broker.depth(shard_for_sender(agent, sender, shards)):
-                return AttachStatus.QUEUED
-        return AttachStatus.UNKNOWN
+        A sender that asks for too many tasks gets `QUEUED`. If other replicas must deny the task,
+        its caller gets the status in the background, within `SEARCH_SECONDS`.
+        """
+        if not self._throttle.try_consume(sender):
+            await send(AttachStatus.QUEUED, False)
+            return
+        started_at = self._runtime.clock.monotonic()
+        found = await self._find_request(task_id)
+        if found is None or found.may_be_queued or not found.consumers:
+            await broadcast(None)
+            await self._conclude(task_id, found, send)
+            return
+        token = new_id()
+        self._denials[token] = _Denials(found.consumers)
+        is_pending = False
+        try:
+            reply_to = private_queue(self._runtime.agent, self._runtime.replica.id)
+            await broadcast(Search(token, reply_to))
+            self._runtime.background.spawn(
+                self._await_denials, task_id, token, started_at, found, send
+            )
+            is_pending = True
+        finally:
+            if not is_pending:
+                del self._denials[token]
+
+    async def _find_request(self, task_id: TaskId) -> RequestSearch | None:
+        try:
+            return await self._runtime.broker.find_request(self._runtime.agent, task_id)
+        except Unavailable:
+            return None
+
+    async def _await_denials(
+        self,
+        task_id: TaskId,
+        token: str,
+        started_at: float,
+        found: RequestSearch,
+        send: SendStatus,
+    ) -> None:
+        denials, clock = self._denials[token], self._runtime.clock
+        try:
+            await wait_for_first(
+                denials.is_complete.wait(), clock.sleep(timedelta(seconds=SEARCH_SECONDS))
+            )
+        finally:
+            del self._denials[token]
+        # This process may have been stopped meanwhile, and the denials may be recent.
+        is_in_time = clock.monotonic() - started_at < SEARCH_SECONDS
+        is_denied = is_in_time and denials.is_complete.is_set()
+        await self._conclude(task_id, found if is_denied else None, send)
+
+    async def _conclude(
+        self, task_id: TaskId, found: RequestSearch | None, send: SendStatus
+    ) -> None:
+        """Send the status. `found` is `None` if a replica may hold the request."""
+        if found is None:
+            await send(AttachStatus.UNKNOWN, False)
+        elif found.may_be_queued:
+            await send(AttachStatus.QUEUED, False)
+        else:
+            has_row = await self._has_row(task_id)
+            status = AttachStatus.QUEUED if has_row else AttachStatus.UNKNOWN
+            await send(status, has_row is False)
+
+    async def _has_row(self, task_id: TaskId) -> bool | None:
+        """Whether the task has a row by now; `None` if the database is unavailable."""
+        if self._runtime.database is None:
+            return False
+        try:
+            rows = await self._runtime.database.store.lookup([task_id])
+        except Unavailable:
+            return None
+        row = rows.get(task_id)
+        return row is not None and row.agent == self._runtime.agent and not row.is_early_cancel
+
+    async def deny(self, questions: Sequence[tuple[TaskId, Message]]) -> None:
+        """Deny the tasks that other replicas search for and that are not here."""
+        agent = self._runtime.agent
+        envelopes = [
+            deny_envelope(agent, message, self._runtime.replica.id, consumers)
+            for task_id, message in questions
+            if message.app_id == agent
+            and not self._tasks.is_here(task_id)
+            and (consumers := self._runtime.broker.deny_request(agent, task_id))
+        ]
+        await self._publisher.publish_advisory(envelopes)
+
+    def add_denial(self, message: Message) -> None:
+        """Record a denial of another replica.
+
+        Raises:
+            PoisonMessage: The message cannot be read.
+        """
+        body = parse_body(DenyBody, message.body)
+        if (denials := self._denials.get(message.correlation_id)) is not None:
+            denials.add(body.replica, body.consumers)

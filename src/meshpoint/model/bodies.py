@@ -258,6 +258,16 @@ class AttachBody(Body):
     id: str
 
 
+class DenyBody(Body):
+    """A replica does not have a task, and its `consumers` do not hold the task's request.
+
+    `consumers` counts them by queue.
+    """
+
+    replica: str
+    consumers: dict[str, int]
+
+
 class CompleteBody(Body):
     """An answer to the question with the id `question`, or a rejection of `rejects`.
 

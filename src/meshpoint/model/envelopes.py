@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
 
 from pydantic import JsonValue
 
@@ -21,6 +22,7 @@ from meshpoint.model.bodies import (
     CancelBody,
     CompleteBody,
     CompletedBody,
+    DenyBody,
     Part,
     ReadBody,
     ResponseBody,
@@ -30,7 +32,7 @@ from meshpoint.model.bodies import (
     TaskBody,
     TaskStatus,
 )
-from meshpoint.model.ids import AgentName, TaskId, new_id, resumed_id, split_resumed_id
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id, resumed_id, split_resumed_id
 from meshpoint.model.messages import (
     Address,
     AttachStatus,
@@ -47,6 +49,14 @@ from meshpoint.model.status_metadata import NO_METADATA, StatusMetadata
 from meshpoint.model.tasks import NO_DEADLINE, CancelNotice, Dispatch, Reply, Requester
 
 Envelope = tuple[Address, Message]
+
+
+class Search(NamedTuple):
+    """A search for a task. Replicas that do not have it send `token` to `reply_to`."""
+
+    token: str
+    reply_to: Address
+
 
 KEEP_ALIVE: JsonValue = {"alive": True}
 """The data of a status update that only says that its task has not ended."""
@@ -123,12 +133,14 @@ def attach_message(
     on_behalf_of: str | None = None,
     query: str | None = None,
     wants_snapshot: bool = False,
+    search: Search | None = None,
 ) -> Message:
     """Build an attach, which asks for the outcome of `task_id` at `reply_to`.
 
     A replica that forwards it to other replicas sets `on_behalf_of` to the original sender. With
     `query`, a token that the reply repeats, it asks for the status only. With `wants_snapshot`, it
-    also asks for the latest status and the open questions.
+    also asks for the latest status and the open questions. With `search`, it asks the other
+    replicas to deny that they have the task.
     """
     headers: dict[str, HeaderValue] = {}
     if on_behalf_of is not None:
@@ -137,14 +149,37 @@ def attach_message(
         headers[Header.QUERY.value] = query
     if wants_snapshot:
         headers[Header.SNAPSHOT.value] = 1
+    if search is not None:
+        headers[Header.DENY_TO.value] = search.reply_to
     return Message(
         type=MessageType.ATTACH,
         body=AttachBody(id=task_id).to_bytes(),
-        message_id=f"{task_id}.attach",
+        message_id=f"{task_id}.attach" if search is None else search.token,
         correlation_id=task_id,
         app_id=sender,
         reply_to=reply_to,
         headers=headers,
+    )
+
+
+def deny_envelope(
+    agent: AgentName, question: Message, replica: ReplicaId, consumers: Mapping[Address, int]
+) -> Envelope | None:
+    """Build the denial of a task, in reply to the attach `question` of another replica.
+
+    `None` if the question wants none.
+    """
+    address = question.headers.get(Header.DENY_TO.value)
+    if not isinstance(address, str) or not address.startswith(f"{agent}.private."):
+        return None
+    return Address(address), Message(
+        type=MessageType.DENY,
+        body=DenyBody(
+            replica=replica, consumers={str(queue): n for queue, n in consumers.items()}
+        ).to_bytes(),
+        message_id=new_id(),
+        correlation_id=question.message_id,
+        app_id=agent,
     )
 
 
@@ -245,11 +280,13 @@ def attach_status(
     status: AttachStatus,
     requester: str | None = None,
     *,
+    certain: bool = False,
     query: str | None = None,
     data: JsonValue = None,
 ) -> Envelope | None:
     """Build the reply to an attach, a status update. A refusal names the task's `requester`.
 
+    `certain`: an unknown task is in no queue, in no replica and not in the database.
     The reply to a query repeats its token and, in `data`, has a `TaskStatus`.
     """
     if requester is not None:
@@ -261,6 +298,8 @@ def attach_status(
     headers: dict[str, HeaderValue] = {Header.ATTACH.value: status.value}
     if query is not None:
         headers[Header.QUERY.value] = query
+    if certain:
+        headers[Header.CERTAIN.value] = 1
     return address, replace(message, headers=headers)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.messages import Address, Message, Topic
 
 
@@ -17,6 +18,24 @@ class PublishResult(Enum):
     UNROUTABLE = auto()  # no such queue: it was never declared
     OVERLOADED = auto()  # refused for now: retry later
     REJECTED = auto()  # can never be sent: too large, or not encodable
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSearch:
+    """Where the request of a task may be.
+
+    Attributes:
+        may_be_queued: A queue has the request, or may have it. Held requests count.
+        consumers: For each queue whose held requests the broker does not show, the number of its
+            consumers. Each of them may hold the request.
+    """
+
+    may_be_queued: bool
+    consumers: Mapping[Address, int] = field(default_factory=dict)
+
+
+SEARCH_SECONDS = 2.0
+"""Seconds after the start of a search within which other replicas must deny."""
 
 
 class Delivery(Protocol):
@@ -155,4 +174,18 @@ class Broker(Protocol):
         """Number of messages ready for delivery, or `None` if the queue does not exist.
 
         Unacked messages are not counted.
+        """
+
+    async def find_request(self, agent: AgentName, task_id: TaskId) -> RequestSearch:
+        """Search the request queues of `agent`, which this process consumes, for a task's request.
+
+        Requests among the dead letters do not count.
+        """
+
+    def deny_request(self, agent: AgentName, task_id: TaskId) -> Mapping[Address, int]:
+        """The consumers of this process that have not held the task's request lately, by queue.
+
+        Lately means since `SEARCH_SECONDS` ago, and somewhat before. Consumers that are more
+        recent do not count. Empty if this process holds the request, or has returned any request
+        lately, or if `find_request` names no consumers.
         """

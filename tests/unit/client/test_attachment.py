@@ -14,6 +14,7 @@ from meshpoint import (
     InvalidOption,
     MeshClosed,
     OtherRequester,
+    OutcomeUnknown,
     Peer,
     TaskHandle,
     TaskNotFound,
@@ -38,12 +39,22 @@ async def wait_for_attaches(call: Call, count: int = 1) -> Message:
 
 
 async def send_status(
-    call: Call, attach: Message, status: AttachStatus | str, requester: str | None = None
+    call: Call,
+    attach: Message,
+    status: AttachStatus | str,
+    requester: str | None = None,
+    *,
+    certain: bool = False,
 ) -> None:
     assert attach.reply_to is not None
     task_id = TaskId(attach.correlation_id)
     envelope = attach_status(
-        AgentName("travel"), task_id, attach.reply_to, AttachStatus.UNKNOWN, requester
+        AgentName("travel"),
+        task_id,
+        attach.reply_to,
+        AttachStatus.UNKNOWN,
+        requester,
+        certain=certain,
     )
     assert envelope is not None
     message = envelope[1]
@@ -106,19 +117,36 @@ async def test_an_unknown_status_may_be_overruled(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0,))
+    monkeypatch.setattr(attachment, "_MIN_UNKNOWN_REPLIES", 2)
     waiting = wait(call.mesh.task(travel, "order-17"))
     for count in (1, 2, 3):
         attach = await wait_for_attaches(call, count)
         if count < 3:
             await send_status(call, attach, AttachStatus.RUNNING)
-        await send_status(call, attach, AttachStatus.UNKNOWN)
+        await send_status(call, attach, AttachStatus.UNKNOWN, certain=True)
         if count < 3:
             await idle()
             call.transport._open["travel", "order-17"].ask_again()
-    await send_status(call, await wait_for_attaches(call, 4), AttachStatus.UNKNOWN)
+    await send_status(call, await wait_for_attaches(call, 4), AttachStatus.UNKNOWN, certain=True)
     with pytest.raises(TaskNotFound):
         await waiting
     assert len(attaches(call)) == 4
+
+
+async def test_a_task_is_not_found_only_if_that_is_certain(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas of the previous release are never certain."""
+    monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0,))
+    waiting = wait(call.mesh.task(travel, "order-17"))
+    for count in range(1, 31):
+        await send_status(call, await wait_for_attaches(call, count), AttachStatus.UNKNOWN)
+    await idle()
+    assert not waiting.done()
+    attach = await wait_for_attaches(call, 31)
+    await send_status(call, attach, AttachStatus.UNKNOWN, certain=True)
+    with pytest.raises(TaskNotFound):
+        await waiting
 
 
 async def test_two_replies_to_one_attach_count_once(
@@ -180,10 +208,24 @@ async def test_after_an_outage_open_tasks_are_asked_about(
         await send_status(call, await wait_for_attaches(call, count), AttachStatus.UNKNOWN)
     watcher.cancel()
     await idle()
-    assert not waiting.done()  # its request may wait anywhere
-    assert len(attaches(call)) == 2
+    assert not waiting.done()  # its request may be anywhere
+    assert len(attaches(call)) == 3
     await call.agent.respond(await call.agent.wait_for_request(), {"text": "by train"})
     assert await waiting == Plan(text="by train")
+
+
+async def test_a_call_whose_task_exists_nowhere_after_an_outage_ends_with_an_error(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0,))
+    calling = asyncio.ensure_future(call.mesh.call(travel, ROME, task_id="order-17"))
+    await call.agent.wait_for_request()
+    call.transport.ask_again()
+    for count in range(1, 6):
+        attach = await wait_for_attaches(call, count)
+        await send_status(call, attach, AttachStatus.UNKNOWN, certain=True)
+    with pytest.raises(OutcomeUnknown, match="outcome of task 'order-17' of 'travel' is unknown"):
+        await calling
 
 
 async def test_after_an_outage_the_open_tasks_are_not_all_asked_about_at_once(call: Call) -> None:
@@ -244,12 +286,12 @@ class Asks:
         if self.error is not None:
             raise self.error
 
-    async def delay(self, *replies: AttachStatus) -> float:
+    async def delay(self, *replies: AttachStatus, certain: bool = False) -> float:
         """Attach, receive replies, and return the delay until the next attach."""
         now = 100.0
         await self.attachment.ask(now)
         for status in replies:
-            self.attachment.record_status(status, now)
+            self.attachment.record_status(status, now, certain=certain)
         return self.attachment.due_at - now
 
 
@@ -269,9 +311,10 @@ async def test_a_second_reply_to_one_attach_does_not_postpone_the_next(
 @pytest.mark.parametrize("known", [QUEUED, RUNNING, RECORDED])
 async def test_a_known_task_resets_the_delays_of_unknown_replies(known: AttachStatus) -> None:
     asks = Asks()
-    delays = [await asks.delay(UNKNOWN) for _ in range(5)]
+    delays = [await asks.delay(UNKNOWN) for _ in range(8)]
     await asks.delay(known)
-    assert [await asks.delay(UNKNOWN) for _ in range(5)] == delays == [0.25, 0.5, 1.0, 2.0, 4.0]
+    assert [await asks.delay(UNKNOWN) for _ in range(8)] == delays
+    assert delays == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
 
 
 async def test_a_running_task_resets_the_delays_of_queued_replies() -> None:
@@ -352,9 +395,9 @@ async def test_a_late_reply_does_not_postpone_an_attach_that_is_due(
 async def test_a_displaced_connection_learns_that_its_task_is_gone() -> None:
     asks = Asks()
     asks.attachment.displace(100.0)
-    for _ in range(6):
-        await asks.delay(UNKNOWN)
-    await asks.delay()
+    for _ in range(5):
+        asks.attachment.raise_error()
+        await asks.delay(UNKNOWN, certain=True)
     with pytest.raises(TaskNotFound):
         asks.attachment.raise_error()
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 
 import pytest
 
 from idle_loop import advance_loop, idle
-from meshpoint import Ended, StatusUpdate, TaskFailed, TooManyFollowers, Update
+from meshpoint import (
+    Ended,
+    OutcomeUnknown,
+    StatusUpdate,
+    TaskFailed,
+    TooManyFollowers,
+    Update,
+)
 from meshpoint.client import attachment, followed_tasks
 from meshpoint.client.followed_tasks import FollowedTasks
 from meshpoint.client.open_task import OpenTask
@@ -98,9 +106,9 @@ async def test_the_failure_counts_if_no_replica_knows_the_task(
     count = len(attaches(call))
     call.mesh.task(travel, "order-17")  # and dropped
     result = asyncio.ensure_future(call.mesh.task(travel, "order-17").result())
-    for number in (1, 2):
+    for number in range(1, 6):
         attach = await wait_for_attaches(call, count + number)
-        await send_status(call, attach, AttachStatus.UNKNOWN)
+        await send_status(call, attach, AttachStatus.UNKNOWN, certain=True)
     with pytest.raises(TaskFailed, match="sold out"):
         await result
 
@@ -185,18 +193,17 @@ async def test_a_displaced_connection_shows_the_end_of_a_task_at_once(call: Call
     assert isinstance(await anext(task.updates()), Ended)
 
 
-async def test_the_task_of_a_requester_never_counts_as_unknown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0,))
+async def test_a_requested_task_that_exists_nowhere_was_sent() -> None:
     asking = attachment.Attachment("travel", "order-17")
     asking.expect_reply(0.0)
     asking.displace(0.0)
-    for now in range(3):
+    for now in range(5):
+        asking.raise_error()
         await asking.ask(now)
-        asking.record_status(AttachStatus.UNKNOWN, now)
-    asking.raise_error()
-    assert 3 < asking.due_at < 1_000
+        asking.record_status(AttachStatus.UNKNOWN, now, certain=True)
+    assert asking.due_at == math.inf
+    with pytest.raises(OutcomeUnknown, match="'order-17' of 'travel'"):
+        asking.raise_error()
 
 
 async def test_a_question_that_is_asked_again_is_shown_after_a_snapshot_of_it() -> None:

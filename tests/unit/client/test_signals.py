@@ -29,6 +29,7 @@ from meshpoint import (
     agent,
     connect,
 )
+from meshpoint.client import status_query
 from meshpoint.local import local_mesh
 from meshpoint.model.calls import Done, Paused
 from meshpoint.model.mailbox import MAX_SIGNAL_BYTES, MAX_VALUE_BYTES
@@ -115,6 +116,7 @@ async def failing(ctx: TaskExecutionContext, _: int) -> str:
 
 async def test_a_signal_to_an_unknown_task_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     give_up_after_reply(monkeypatch)
+    monkeypatch.setattr(status_query, "_UNKNOWN_DELAYS", (0.0,))
     async with local_mesh(chatting) as mesh:
         task = mesh.task(chatting, "unknown")
         with pytest.raises(SignalNotKept, match="no replica is running it, and it has no row"):

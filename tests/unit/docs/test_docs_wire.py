@@ -18,6 +18,7 @@ from meshpoint.model.bodies import (
     Body,
     CancelBody,
     CompleteBody,
+    DenyBody,
     ReadBody,
     RequestBody,
     ResponseBody,
@@ -54,6 +55,7 @@ BODIES: dict[str, type[Body]] = {
     "signal": SignalBody,
     "read": ReadBody,
     "card": CardBody,
+    "deny": DenyBody,
 }
 TASK = "01941f29-7c00-7000-8000-000000000002"
 
@@ -155,6 +157,9 @@ def test_a_worker_accepts_every_documented_example(name: str, body: bytes) -> No
         case "read":
             value = parse_body(ReadBody, body)
             assert (value.id, value.key) == ("order-17", "progress")
+        case "deny":
+            denial = parse_body(DenyBody, body)
+            assert denial.consumers == {"travel.req": 1, "travel.nested": 1}
         case "card":
             described = parse_card(body, "flights")
             assert (described.card.version, described.app_version) == ("2", "2026.1")

@@ -31,7 +31,7 @@ BACKENDS = pytest.mark.parametrize("durable", [True, False])
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask again at once after each status."""
-    monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0,))
     monkeypatch.setattr(attachment, "_QUEUED_DELAYS", (0.0,))
 
 
@@ -85,7 +85,7 @@ async def test_attach_while_the_first_segment_runs(
     assert await client.reply(task_id) == Ok("done")
 
 
-async def test_a_task_that_has_replied_counts_as_unknown(
+async def test_a_task_that_has_replied_counts_as_queued_until_its_request_is_acked(
     mesh: Mesh, client: FakePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate()
@@ -107,7 +107,7 @@ async def test_a_task_that_has_replied_counts_as_unknown(
     assert await client.reply(task_id) == Ok("done")
     await mesh.idle()
     statuses = [message.headers.get(Header.ATTACH) for message in client.messages[1:]]
-    assert statuses == ["unknown"]
+    assert statuses == ["queued"]
 
 
 async def test_an_address_attached_in_the_first_segment_is_written_at_the_pause(
@@ -290,7 +290,7 @@ async def test_a_task_is_found_after_it_was_unknown(
 async def test_a_task_whose_request_waits_in_the_queue_is_awaited(
     mesh: Mesh, client: FakePeer, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0,))
     gate = Gate()
     await mesh.replica(gated("agent", gate), max_concurrency=1)
     await client.ask("agent", 1)

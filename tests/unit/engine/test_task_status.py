@@ -292,7 +292,7 @@ async def test_many_waits_are_counted_and_not_all_listed(
 async def test_a_flood_of_unknown_ids_costs_no_broadcasts(
     mesh: Mesh, client: FakePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unknown_tasks, "MAX_LOOKS_PER_SECOND", 3)
+    monkeypatch.setattr(unknown_tasks, "MAX_SEARCHES_PER_SECOND", 3)
     await mesh.replica(napping)
     sender = AgentName("client")
     for number in range(10):

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count, starmap
 
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
-from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.messages import (
     Address,
     Header,
     Message,
     Topic,
     dead_letter_queue,
+    is_request_queue,
     is_sendable,
     nested_queue,
     private_queue,
@@ -26,7 +27,7 @@ from meshpoint.model.messages import (
     response_queue,
     truncate_reason,
 )
-from meshpoint.ports.broker import OnDelivery, PublishResult
+from meshpoint.ports.broker import OnDelivery, PublishResult, RequestSearch
 
 _log = logging.getLogger(__name__)
 
@@ -69,13 +70,17 @@ class InProcessSubscription:
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """One queue, which serves its consumers in turn. `max_length` is `None` if unlimited."""
+    """One queue, which serves its consumers in turn. `max_length` is `None` if unlimited.
+
+    `task_ids` counts the correlation ids of its messages, including unacked ones.
+    """
 
     address: Address
     agent: AgentName
     max_length: int | None
     private: bool = False
     ready: list[QueuedMessage] = field(default_factory=list)
+    task_ids: Counter[str] = field(default_factory=Counter)
     consumers: deque[InProcessSubscription] = field(default_factory=deque)
     users: set[object] = field(default_factory=set)
     topics: set[Topic] = field(default_factory=set)
@@ -182,13 +187,21 @@ class InProcessExchange:
             if queue.address != dead_letter_queue(queue.agent):
                 return False
             dropped = heapq.heappop(queue.ready).message
+            self.forget(queue, dropped)
             _log.warning(
                 "%s is full: dropped its oldest message %s", queue.address, dropped.message_id
             )
         copy = replace(message, headers=dict(message.headers))
         heapq.heappush(queue.ready, QueuedMessage(next(self._positions), copy))
+        queue.task_ids[message.correlation_id] += 1
         self.deliver_ready(queue)
         return True
+
+    def forget(self, queue: Queue, message: Message) -> None:
+        """Record that `message` has left the queue."""
+        queue.task_ids[message.correlation_id] -= 1
+        if not queue.task_ids[message.correlation_id]:
+            del queue.task_ids[message.correlation_id]
 
     def deliver_ready(self, queue: Queue) -> None:
         """Deliver ready messages to the consumers that have room, in turn."""
@@ -215,6 +228,7 @@ class InProcessExchange:
 
     def dead_letter(self, queue: Queue, message: Message, reason: str) -> None:
         """Move `message` to the dead letters of the queue's agent."""
+        self.forget(queue, message)
         headers = {**message.headers, Header.DEAD_REASON.value: truncate_reason(reason)}
         self.put(self.queues[dead_letter_queue(queue.agent)], replace(message, headers=headers))
 
@@ -280,7 +294,10 @@ class InProcessDelivery:
 
     async def ack(self) -> bool:
         """Remove the message. Returns `False` if the delivery was lost or already settled."""
-        return self._settle()
+        if not self._settle():
+            return False
+        self._exchange.forget(self._consumer.queue, self._item.message)
+        return True
 
     async def requeue(self) -> bool:
         """Return the message to the queue for any consumer; raises its delivery count."""
@@ -434,6 +451,21 @@ class InProcessBroker:
         await self._require_open()
         queue = self._exchange.queues.get(address)
         return None if queue is None else len(queue.ready)
+
+    async def find_request(self, agent: AgentName, task_id: TaskId) -> RequestSearch:
+        """Whether a request queue of `agent` has a message of the task, unacked or not."""
+        await self._require_open()
+        return RequestSearch(
+            any(
+                queue.agent == agent and task_id in queue.task_ids
+                for address, queue in self._exchange.queues.items()
+                if is_request_queue(address)
+            )
+        )
+
+    def deny_request(self, agent: AgentName, task_id: TaskId) -> Mapping[Address, int]:
+        """Empty: `find_request` sees unacked messages too."""
+        return {}
 
     async def _require_open(self) -> None:
         if not self._open:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Coroutine, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from time import monotonic
 from typing import Any, TypeVar
 
 from aiormq.exceptions import (
@@ -43,16 +44,17 @@ from meshpoint.adapters.rabbitmq.topology import (
     declare_exchange,
 )
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
-from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.messages import (
     Address,
     Message,
     Topic,
     dead_letter_queue,
+    is_request_queue,
     private_queue,
     truncate_reason,
 )
-from meshpoint.ports.broker import OnDelivery, PublishResult
+from meshpoint.ports.broker import SEARCH_SECONDS, OnDelivery, PublishResult, RequestSearch
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,11 @@ _REDECLARE_GRACE = 30.0
 """Seconds that the consumers of a deleted queue have to declare it again."""
 _MAX_TRACKED_QUEUES = 10_000
 _MAX_CONCURRENT_LOOKUPS = 8
+_DENIAL_SECONDS = SEARCH_SECONDS + 3.0
+"""Seconds for which a consumer must have lasted, and have returned nothing, to deny a request.
+
+It then existed when the search began: whoever reads the denial does so within `SEARCH_SECONDS`.
+"""
 _MISSING_TTL = 1.0
 """Seconds before a missing queue is looked up again."""
 
@@ -285,7 +292,51 @@ class RabbitMqBroker:
             short_string(name)
         except ValueError:
             return None
-        return await self._look_up(self._lookup_depth(name, address))
+        queue = await self._look_up(self._lookup_queue(name, address))
+        return None if queue is None else queue[0]
+
+    async def find_request(self, agent: AgentName, task_id: TaskId) -> RequestSearch:
+        """Whether a request queue has ready messages, and how many consumers may hold more.
+
+        RabbitMQ names neither the messages nor what a consumer holds. A cancelled consumer counts
+        until its deliveries are settled, and a dead one until RabbitMQ notices.
+        """
+        addresses = {each.address for each in self._request_subscriptions(agent)}
+        queues = await asyncio.gather(
+            *(
+                self._look_up(self._lookup_queue(self._topology.queue_name(address), address))
+                for address in addresses
+            )
+        )
+        found = {
+            address: queue
+            for address, queue in zip(addresses, queues, strict=True)
+            if queue is not None
+        }
+        if len(found) < len(addresses) or not addresses:
+            raise BrokerUnavailable(f"agent {agent!r} does not consume all its request queues")
+        return RequestSearch(
+            any(ready for ready, _ in found.values()),
+            {address: consumers for address, (_, consumers) in found.items()},
+        )
+
+    def deny_request(self, agent: AgentName, task_id: TaskId) -> Mapping[Address, int]:
+        """The consumers of this process that neither hold the request nor have returned any."""
+        since, counts = monotonic() - _DENIAL_SECONDS, Counter[Address]()
+        for subscription in self._request_subscriptions(agent):
+            if subscription.holds(task_id):
+                return {}
+            counts[subscription.address] += subscription.count_consumers_since(since)
+        return counts
+
+    def _request_subscriptions(self, agent: AgentName) -> list[RabbitSubscription]:
+        return [
+            each
+            for each in self._subscriptions
+            if is_request_queue(each.address)
+            and each.address.partition(".")[0] == agent
+            and not each.is_finished
+        ]
 
     async def _look_up(self, step: Coroutine[Any, Any, _T]) -> _T:
         """Await `step`, which continues even if the caller is cancelled."""
@@ -303,8 +354,8 @@ class RabbitMqBroker:
         if not lookup.cancelled():
             lookup.exception()  # retrieve it: the caller may have been cancelled
 
-    async def _lookup_depth(self, name: str, address: Address) -> int | None:
-        """Look up the queue length. Must never be cancelled.
+    async def _lookup_queue(self, name: str, address: Address) -> tuple[int, int] | None:
+        """Look up the number of ready messages and of consumers. Must never be cancelled.
 
         aiormq closes the channel of a cancelled call. If the queue does not exist, RabbitMQ closes
         it too, and then ends the connection of all consumers with "expected 'channel.open'" (seen
@@ -322,7 +373,7 @@ class RabbitMqBroker:
                 if isinstance(error.__cause__, ChannelNotFoundEntity):
                     return None
                 raise
-        return queue.message_count
+        return queue.message_count or 0, queue.consumer_count or 0
 
     async def _publish_once(
         self, messages: Sequence[tuple[Address, Message]]

@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from itertools import takewhile
+from time import monotonic
 from typing import Any
 from uuid import uuid4
 
@@ -49,6 +50,9 @@ class Consumer:
         self._prefetch_by_tag: dict[bytes, int] = {}  # prefetch by consumer tag, oldest first
         self._unsettled: Counter[bytes] = Counter()  # by consumer tag, including cancelled ones
         self._unacked: dict[int, bytes] = {}  # consumer tags of unacked deliveries, oldest first
+        self._task_ids: dict[int, str] = {}  # of unacked deliveries that were decoded
+        self._started_at: dict[bytes, float] = {}  # by consumer tag, by the monotonic clock
+        self._returned_at = 0.0  # the last time that a delivery was returned to the queue
         self._pending_acks: set[int] = set()  # acked, but not sent yet
         self._ack_timer: asyncio.TimerHandle | None = None
         self._adjust_lock = asyncio.Lock()
@@ -75,6 +79,27 @@ class Consumer:
     def idle(self) -> bool:
         """Whether it has no unacked deliveries."""
         return not self._unsettled.total()
+
+    def record_task(self, delivery_tag: int, task_id: str) -> None:
+        """Record the task of an unacked delivery, for `holds`."""
+        self._task_ids[delivery_tag] = task_id
+
+    def holds(self, task_id: str) -> bool:
+        """Whether it has an unacked delivery of the task."""
+        return task_id in self._task_ids.values()
+
+    def count_since(self, instant: float) -> int:
+        """The consumers that the broker has counted since `instant`, by the monotonic clock.
+
+        Cancelled ones count until their deliveries are settled. None count if a delivery was
+        returned to the queue later than `instant`.
+        """
+        if self.lost or self._returned_at > instant:
+            return 0
+        return sum(
+            started_at < instant and (tag in self._prefetch_by_tag or self._unsettled[tag] > 0)
+            for tag, started_at in self._started_at.items()
+        )
 
     async def adjust(self, limit: int) -> None:
         """Set the maximum number of unacked deliveries; 0 stops the consumers."""
@@ -135,6 +160,7 @@ class Consumer:
         """
         if self._writable:
             self._transport.write(encode_nack(self.channel.number, delivery_tag, requeue))
+        self._returned_at = monotonic()
         self._record_settled(delivery_tag)
 
     async def close(self) -> None:
@@ -148,6 +174,7 @@ class Consumer:
         return not (self._closed or self._delivery_handler.closed or self.channel.is_closed)
 
     def _record_settled(self, delivery_tag: int) -> None:
+        self._task_ids.pop(delivery_tag, None)
         consumer = self._unacked.pop(delivery_tag, None)
         if consumer is not None:
             self._unsettled[consumer] -= 1
@@ -177,6 +204,12 @@ class Consumer:
         self._prefetch_by_tag[tag.encode()] = prefetch
         await self.channel.basic_qos(prefetch_count=prefetch)
         await self.channel.basic_consume(self._queue, _unused_callback, consumer_tag=tag)
+        self._started_at = {
+            known: started_at
+            for known, started_at in self._started_at.items()
+            if known in self._prefetch_by_tag or self._unsettled[known] > 0
+        }
+        self._started_at[tag.encode()] = monotonic()
 
     def _receive(self, raw: RawDelivery) -> None:
         # The broker requeues it when the channel closes.

@@ -170,6 +170,14 @@ class RabbitSubscription:
         """Whether it is cancelled and all its deliveries are settled."""
         return self._attach_task is not None and self._attach_task.done()
 
+    def holds(self, task_id: str) -> bool:
+        """Whether it has an unacked delivery of the task."""
+        return self._consumer is not None and self._consumer.holds(task_id)
+
+    def count_consumers_since(self, instant: float) -> int:
+        """The consumers that have returned nothing since `instant`; see `Consumer.count_since`."""
+        return 0 if self._consumer is None else self._consumer.count_since(instant)
+
     async def resize(self, prefetch: int) -> None:
         """Set the maximum number of unacked deliveries; 0 stops deliveries."""
         if self._cancelled:
@@ -293,6 +301,7 @@ class RabbitSubscription:
         except Exception as error:  # a bug in this package
             self._start_dead_lettering(raw, content, consumer, f"internal error: {error!r}")
             return
+        consumer.record_task(raw.delivery_tag, message.correlation_id)
         delivery = _RabbitDelivery(
             message, self.address, count, raw, content, consumer, self._dead_letter
         )

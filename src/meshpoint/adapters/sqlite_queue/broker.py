@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -14,9 +14,9 @@ from meshpoint.adapters.sqlite_queue.queues import ClaimedMessage, QueueLimits, 
 from meshpoint.adapters.sqlite_queue.session import Consumer, Job, QueueOptions, QueueSession
 from meshpoint.adapters.sqlite_queue.thread import QueueThread
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
-from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.messages import Address, Message, Topic, is_sendable, truncate_reason
-from meshpoint.ports.broker import OnDelivery, PublishResult
+from meshpoint.ports.broker import OnDelivery, PublishResult, RequestSearch
 
 _log = logging.getLogger(__name__)
 
@@ -207,6 +207,16 @@ class SqliteBroker:
     async def depth(self, address: Address) -> int | None:
         """Number of messages that no consumer holds; `None` if the queue does not exist."""
         return await self._execute(lambda queues, _: queues.depth(address))
+
+    async def find_request(self, agent: AgentName, task_id: TaskId) -> RequestSearch:
+        """Whether a request queue of `agent` has the task's request, held or not."""
+        return RequestSearch(
+            await self._execute(lambda queues, _: queues.has_request(agent, task_id))
+        )
+
+    def deny_request(self, agent: AgentName, task_id: TaskId) -> Mapping[Address, int]:
+        """Empty: `find_request` sees held requests too."""
+        return {}
 
     async def _execute(
         self, operation: Callable[[Queues, int], _T], *, durable: bool = False

@@ -31,7 +31,7 @@ from meshpoint.adapters.sqlite_queue.schema import (
 )
 from meshpoint.errors import BrokerUnavailable, PoisonMessage
 from meshpoint.model.error_text import make_storable
-from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.messages import (
     Address,
     Message,
@@ -241,6 +241,19 @@ class Queues:
             SELECT count(*) FROM meshpoint_queue_message
              WHERE queue = ? AND (holder IS NULL OR holder = {_UNREADABLE_HOLDER})"""
         return int(self._db.execute(query, (name,)).fetchone()[0])
+
+    def has_request(self, agent: AgentName, task_id: TaskId) -> bool:
+        """Whether a shared queue of `agent`, except its dead letters, has the task's request.
+
+        Requests that a holder has claimed count.
+        """
+        query = """
+            SELECT 1 FROM meshpoint_queue_content
+              JOIN meshpoint_queue_message USING (id)
+              JOIN meshpoint_queue ON meshpoint_queue.name = meshpoint_queue_message.queue
+             WHERE type = 'request' AND correlation_id = ?
+               AND agent = ? AND NOT private AND name <> dead_letters LIMIT 1"""
+        return self._db.execute(query, (task_id, self._queue_name(agent))).fetchone() is not None
 
     def publish(self, messages: Sequence[tuple[Address, ContentRow]]) -> list[PublishResult]:
         """Append each message to its queue if the queue exists and has room."""

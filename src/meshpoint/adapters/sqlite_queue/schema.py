@@ -55,6 +55,11 @@ _CREATE_TOPICS = (
     f"CREATE TABLE IF NOT EXISTS {TOPIC_TABLE}"
     " (topic TEXT NOT NULL, queue TEXT NOT NULL, PRIMARY KEY (topic, queue)) WITHOUT ROWID"
 )
+_CREATE_REQUESTS = (
+    "CREATE INDEX IF NOT EXISTS meshpoint_queue_request"
+    " ON meshpoint_queue_content (correlation_id) WHERE type = 'request'"
+)
+"""Finds the request of a task. Files of earlier releases lack this index."""
 _COLUMNS = {
     "marker": "name",
     "topic": "topic, queue",
@@ -99,6 +104,8 @@ def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
             db.execute(_CREATE_MARKERS)
         if not has_table(db, TOPIC_TABLE):
             db.execute(_CREATE_TOPICS)
+        if not has_table(db, "meshpoint_queue_request"):
+            db.execute(_CREATE_REQUESTS)
         _check(db, path)
     except sqlite3.DatabaseError as error:
         db.close()
@@ -182,7 +189,7 @@ def has_schema(db: sqlite3.Connection) -> bool:
 
 
 def has_table(db: sqlite3.Connection, name: str) -> bool:
-    """Whether the file has the table `name`."""
+    """Whether the file has the table or index `name`."""
     query = "SELECT 1 FROM sqlite_master WHERE name = ?"
     return db.execute(query, (name,)).fetchone() is not None
 

@@ -31,11 +31,12 @@ from dataclasses import replace
 import pytest
 
 from meshpoint.errors import BrokerUnavailable
-from meshpoint.model.ids import ReplicaId, new_id
+from meshpoint.model.ids import ReplicaId, TaskId, new_id
 from meshpoint.model.messages import (
     Address,
     Header,
     dead_letter_queue,
+    nested_queue,
     private_queue,
     response_queue,
 )
@@ -49,7 +50,10 @@ from meshpoint.testing.conformance.broker_messages import (
     MessageSuite,
     a_message,
     consume,
+    consume_all,
+    is_denied,
     send,
+    until_denied,
     until_depth,
 )
 
@@ -89,6 +93,53 @@ class BrokerSuite(MessageSuite):
         await send(broker, REQUESTS, a_message(), a_message())
         first, second = await one.next(), await two.next()
         assert first.message.message_id != second.message.message_id
+
+    async def test_a_request_exists_until_it_is_acked(self, broker: Broker, other: Broker) -> None:
+        inbox, message = Inbox(), a_message()
+        await consume_all(broker, inbox)
+        await consume_all(other, inbox)
+        task_id = TaskId(message.correlation_id)
+        assert await is_denied(task_id, broker, other)
+        for address in (REQUESTS, nested_queue(AGENT)):
+            await send(broker, address, message)
+            delivery = await inbox.next()
+            for brokers in ([broker, other], [other, broker]):
+                assert not await is_denied(task_id, *brokers)
+            assert await delivery.requeue()
+            redelivered = await inbox.next()
+            assert not await is_denied(task_id, broker, other)
+            assert await redelivered.ack()
+            await until_denied(task_id, broker, other)
+        await send(broker, REQUESTS, message)
+        assert await (await inbox.next()).dead_letter("unreadable")
+        await until_denied(task_id, broker, other)
+
+    async def test_a_ready_request_exists(self, broker: Broker, other: Broker) -> None:
+        ready, held = a_message(), a_message()
+        inbox = Inbox()
+        subscription = await broker.consume(REQUESTS, 1, inbox)
+        await broker.consume(nested_queue(AGENT), 1, inbox)
+        await send(broker, REQUESTS, held, ready)
+        delivery = await inbox.next()
+        for message in (ready, held):
+            assert not await is_denied(TaskId(message.correlation_id), broker)
+        await subscription.cancel()
+        assert await delivery.ack()
+
+    async def test_a_request_exists_while_a_cancelled_consumer_holds_it(
+        self, broker: Broker, other: Broker
+    ) -> None:
+        inbox, message = Inbox(), a_message()
+        subscription = await broker.consume(REQUESTS, 5, inbox)
+        await send(broker, REQUESTS, message)
+        delivery = await inbox.next()
+        await subscription.cancel()
+        await consume_all(other, Inbox())
+        task_id = TaskId(message.correlation_id)
+        assert not await is_denied(task_id, other), "nobody counts the cancelled consumer"
+        assert not await is_denied(task_id, other, broker)
+        assert await delivery.ack()
+        await until_denied(task_id, other)
 
     async def test_acked_means_gone(self, broker: Broker, other: Broker) -> None:
         inbox = await consume(broker, REQUESTS, 10)

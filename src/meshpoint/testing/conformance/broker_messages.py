@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 
-from meshpoint.model.ids import AgentName, ReplicaId, new_id
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
 from meshpoint.model.messages import (
     Address,
     Header,
@@ -51,6 +52,33 @@ def a_message(body: bytes = b"{}", **changes: object) -> Message:
         MessageType.REQUEST, body, message_id=new_id(), correlation_id=new_id(), app_id="planner"
     )
     return replace(message, **changes)  # type: ignore[arg-type]
+
+
+async def is_denied(task_id: TaskId, *brokers: Broker) -> bool:
+    """Whether no queue has the task's request, and all consumers that count deny to hold it.
+
+    The first of `brokers` searches, and all of them deny.
+    """
+    search = await brokers[0].find_request(AGENT, task_id)
+    denied = Counter[Address]()
+    for broker in brokers:
+        denied.update(broker.deny_request(AGENT, task_id))
+    missing = [address for address, count in search.consumers.items() if denied[address] < count]
+    return not (search.may_be_queued or missing)
+
+
+async def until_denied(task_id: TaskId, *brokers: Broker) -> None:
+    """Wait until `is_denied`."""
+    async with asyncio.timeout(TEST_TIMEOUT):
+        while not await is_denied(task_id, *brokers):
+            pass
+
+
+async def consume_all(broker: Broker, on_delivery: Callable[[Delivery], None]) -> None:
+    """Consume all request queues, as a replica does."""
+    await broker.declare(AGENT)
+    for address in (REQUESTS, nested_queue(AGENT)):
+        await broker.consume(address, 5, on_delivery)
 
 
 class Inbox:
