@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import linecache
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +31,7 @@ from declared_adapters import declared_adapters
 from meshpoint import Ok, Outcomes, Paused, Peer, TaskExecutionContext, agent
 from meshpoint.agents import framework_objects
 from meshpoint.agents.entrypoint import load_agent
+from meshpoint.agents.versions import source_version
 from meshpoint.local import local_mesh
 from meshpoint.model.ids import TaskId
 
@@ -101,3 +105,23 @@ async def test_a_call_to_a_peer_that_was_configured_is_answered(framework: Frame
     outcomes = Outcomes({call.id: Ok("sunny") for call in paused.calls})
     await later.resume(task, json.dumps(stored).encode(), outcomes)
     assert [each.text for each in journey.seen if each.tool != "clock"] == ["sunny", "sunny"]
+
+
+def test_another_library_or_source_is_another_version(
+    framework: Framework, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a version tries the tasks that an earlier one has parked."""
+    built = framework.build(Journey(ask_flights))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    versions = set[str]()
+    for text in ("agent = None\n", "agent = None  # corrected\n"):
+        (tmp_path / "corrected_app.py").write_text(text)
+        linecache.checkcache()
+        module: Any = importlib.import_module("corrected_app")
+        module.agent = built
+        assert load_agent("corrected_app:agent") is built
+        versions.add(source_version([built]))
+    monkeypatch.delitem(sys.modules, "corrected_app")
+    monkeypatch.setattr(type(built), "library", "99.1")
+    versions.add(source_version([built]))
+    assert len(versions) == 3

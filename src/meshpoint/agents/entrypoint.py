@@ -16,7 +16,7 @@ from meshpoint.errors import ConfigurationError
 from meshpoint.extras import FRAMEWORKS
 from meshpoint.model.error_text import describe_exception
 from meshpoint.model.messages import validate_agent_name
-from meshpoint.ports.agent import DurableAgent
+from meshpoint.ports.agent import DurableAgent, WrapsLibrary
 
 _KEY = "agent.entrypoint"
 
@@ -41,7 +41,10 @@ def load_agent(entrypoint: str, name: str | None = None) -> DurableAgent[Any, An
             _KEY, f"{entrypoint!r} is not an entrypoint", "write package.module:attribute"
         )
     found = _get_attribute(_import_module(module_name, entrypoint), attribute)
-    return _to_agent(found, entrypoint, name)
+    agent = _to_agent(found, entrypoint, name)
+    if isinstance(agent, WrapsLibrary):
+        agent.source_module = module_name
+    return agent
 
 
 def load_versions(entrypoints: Sequence[str], name: str | None = None) -> DurableAgent[Any, Any]:

@@ -12,7 +12,7 @@ from meshpoint.errors import ConfigurationError
 from meshpoint.model.calls import Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Outcomes
-from meshpoint.ports.agent import DurableAgent, Plan, get_plan, readable_formats
+from meshpoint.ports.agent import DurableAgent, Plan, WrapsLibrary, get_plan, readable_formats
 from meshpoint.subtasks.versions import version_of
 
 _Agent = DurableAgent[Any, Any]
@@ -98,7 +98,8 @@ def code_version(agents: Iterable[DurableAgent[Any, Any]], app_version: str | No
 def source_version(agents: Iterable[DurableAgent[Any, Any]]) -> str:
     """Return a digest of the modules that define `agents`, the same in every process.
 
-    Modules that they import do not count.
+    Modules that they import do not count. An agent of another framework also depends on the
+    installed version of the framework.
     """
     parts = "\0".join(map(_describe_source, agents))
     digest = blake2b(parts.encode("utf-8", "surrogatepass"), digest_size=6)
@@ -108,8 +109,14 @@ def source_version(agents: Iterable[DurableAgent[Any, Any]]) -> str:
 def _describe_source(agent: DurableAgent[Any, Any]) -> str:
     function = getattr(agent, "function", None)  # of a function agent
     code = function if inspect.isfunction(function) else type(agent)
+    parts = [agent.state_format, version_of(code), _read_source(code.__module__)]
+    if isinstance(agent, WrapsLibrary):
+        parts += [agent.library, _read_source(agent.source_module)]
+    return "\0".join(parts)
+
+
+def _read_source(module: str | None) -> str:
     try:
-        text = inspect.getsource(sys.modules[code.__module__])
+        return "" if module is None else inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):  # typed into a shell, or without its source file
-        text = ""
-    return "\0".join([agent.state_format, version_of(code), text])
+        return ""

@@ -198,7 +198,8 @@ class Worker:
         released or was lost.
 
         Raises:
-            Unavailable: the database did not answer within `startup_timeout`. No agent code ran.
+            Unavailable: the database did not answer within `startup_timeout`, or the agent's
+                lifespan failed. No segment ran.
         """
         backend, retry = self.runtime.database, self.runtime.retry
         startup = self.runtime.options.startup_timeout
@@ -216,11 +217,17 @@ class Worker:
                     else await retry.for_at_most(lambda: backend.store.find_owned(run), startup)
                 )
                 if task is not None:
-                    await self._lifespan.enter(startup)
+                    await self._enter_for_one()
                     await self._run_only(backend, task, on_started, stop, cancel)
                 return await retry.until_available(lambda: backend.store.find_owned(run)) is None
             finally:
                 await self._close()
+
+    async def _enter_for_one(self) -> None:
+        try:
+            await self._lifespan.enter(self.runtime.options.startup_timeout)
+        except ConfigurationError as error:  # the owner entered it, so it may work later
+            raise Unavailable(str(error)) from error
 
     async def _run_only(
         self,

@@ -166,6 +166,8 @@ class FrameworkAgent(ABC, Generic[In, Out]):
     """The error of code that awaits a peer, a question or a sleep. An adapter may replace it."""
     name: str
     plan: Plan
+    source_module: str | None = None
+    """See `WrapsLibrary`."""
 
     def __init__(
         self,

@@ -205,6 +205,21 @@ class HasCard(Protocol):
 
 
 @runtime_checkable
+class WrapsLibrary(Protocol):
+    """Optional protocol for agents whose class is not all of their code.
+
+    With another library or source, the agent counts as another version, which tries parked tasks.
+    """
+
+    source_module: str | None
+    """Name of the module that defines the agent, set if an entrypoint names it there."""
+
+    @property
+    def library(self) -> str:
+        """The installed version of the library that runs the agent."""
+
+
+@runtime_checkable
 class HasLifespan(Protocol):
     """Optional protocol for agents that hold resources once per replica, such as clients."""
 

@@ -11,6 +11,7 @@ from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.engine.runtime import build_runtime
 from meshpoint.engine.worker import Worker
+from meshpoint.errors import Unavailable
 from meshpoint.model.options import Options, StoreTimings
 from meshpoint.model.tasks import Run
 from meshpoint.ports.isolation import Exit, ExitKind, StopSignal
@@ -36,9 +37,12 @@ class IsolatedRun:
     async def _run(self, on_started: Callable[[], None]) -> Exit:
         if self._exit_as is not None:
             return self._exit_as
-        is_settled = await self.worker.run_one(
-            self.run, on_started=on_started, stop=self._stop, cancel=self._cancel
-        )
+        try:
+            is_settled = await self.worker.run_one(
+                self.run, on_started=on_started, stop=self._stop, cancel=self._cancel
+            )
+        except Unavailable as error:  # as `meshpoint.isolated` reports it
+            return Exit(ExitKind.NOT_STARTED, f"could not start: {error}")
         return (
             Exit(ExitKind.SETTLED) if is_settled else Exit(ExitKind.DIED, "ended with exit code 0")
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -328,6 +330,34 @@ async def test_a_process_that_cannot_start_counts_no_death(
     assert await client.reply(task) == Ok("done")
     events = mesh.events.matching(Step.ISOLATED_PROCESS_DIED)
     assert [event.detail["counted"] for event in events] == [False] * 3
+
+
+async def test_an_isolated_process_has_resources_of_its_own(mesh: Mesh, client: FakePeer) -> None:
+    """If they cannot be had at first, no death is counted."""
+    gate, entered = Gate(), list[int]()
+    agent: Any = gated("agent", gate)
+
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[int]:
+        entered.append(len(entered))
+        if len(entered) == 4:  # after those of the three replicas
+            raise ConnectionError("no server")
+        yield entered[-1]
+
+    agent.lifespan = lifespan
+    isolation = IsolatedRuns(mesh, agent)
+    (task,) = await make_suspects(
+        mesh, client, agent, gate, 1, isolation=isolation, max_attempts=1
+    )
+    gate.opened.set()
+    await mesh.replica(agent, isolation=isolation, max_attempts=1)
+    await mesh.advance(LEASE + 20)
+    assert await client.reply(task) == Ok("done")
+    (died,) = mesh.events.matching(Step.ISOLATED_PROCESS_DIED)
+    assert died.detail["counted"] is False
+    assert "ConnectionError: no server" in str(died.detail)
+    assert len(entered) == 5
+    assert isolation.all[-1].worker.runtime.resources == {agent.state_format: 4}
 
 
 async def test_an_agent_that_cannot_be_imported_elsewhere_runs_alone(

@@ -105,7 +105,8 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
                     capabilities=[self._durability],
                 )
             except BudgetReached:
-                assert run.request is not None
+                if run.request is None:
+                    raise
                 return _stop(run.request)
             messages, output = result.all_messages(), result.output
             if not isinstance(output, DeferredToolRequests):

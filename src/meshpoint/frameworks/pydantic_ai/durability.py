@@ -21,6 +21,7 @@ from pydantic_ai.durable_exec import (
     DurabilityEngineSpec,
     DurableOperation,
     DurableOperationBackend,
+    DynamicToolsetCallToolParams,
     EventStreamHandlerId,
     ModelCompactMessagesId,
     ModelRequestId,
@@ -324,7 +325,7 @@ class _Operation(BoundDurableOperation[ParamsT, WireT, ResultT]):
                 _count_request(task, result, "agent")
             return cast(JsonValue, operation.result_codec.dump(result))
 
-        if isinstance(operation.operation_id, ModelRequestId | ModelCompactMessagesId):
+        if isinstance(operation.operation_id, ModelRequestId):
             check_budget()
         try:
             recorded = await record_step(task, _name(operation, params), run)
@@ -390,7 +391,7 @@ def _count_nested(task: TaskExecutionContext, params: ParamsT) -> Iterator[Param
 
     The tool gets a copy of the run's usage, because tools that run at the same time share it.
     """
-    if not isinstance(params, ToolsetCallToolParams):
+    if not isinstance(params, ToolsetCallToolParams | DynamicToolsetCallToolParams):
         yield params
         return
     shared, own, counted = params.ctx.usage, copy(params.ctx.usage), RunUsage()
