@@ -37,22 +37,19 @@ from meshpoint.adapters.sql.operation_statements import (
 from meshpoint.model.tasks import NO_DEADLINE
 
 
-def _unnested_rows(first: int, **types: str) -> str:
-    """A subquery with a row for each element of the arrays `$first`, `$first + 1`, …
+def _items(first: int, **types: str) -> dict[str, str]:
+    """SQL for the element at `i.place` of the arrays `$first`, `$first + 1`, …, by name.
 
-    Its columns are named by `types`, and `place` is the element's position, from 1.
-
-    Only the first array is unnested; the others are indexed by position. Unnesting costs a buffer
-    per array, which is most of the work for the few tasks of a batch. Arrays of calls are long, so
-    those are unnested instead: indexing an array of texts takes time proportional to the position.
+    One array is unnested to get the places, from 1; the others are indexed. To unnest them all
+    costs a buffer per array, and to carry their elements through the steps of a statement copies
+    them: for each UPDATE and FOR UPDATE, PostgreSQL copies the rows that it joins to the table.
+    Arrays of calls are long, so those are unnested instead: indexing an array of texts takes time
+    proportional to the place.
     """
-    (key, kind), *others = types.items()
-    indexed = "".join(
-        f", (${number}::{kind}[])[i.place::int] AS {name}"
-        for number, (name, kind) in enumerate(others, first + 1)
-    )
-    unnested = f"unnest(${first}::{kind}[]) WITH ORDINALITY AS i({key}, place)"
-    return f"(SELECT i.{key}, i.place{indexed} FROM {unnested})"
+    return {
+        name: f"(${number}::{kind}[])[i.place::int]"
+        for number, (name, kind) in enumerate(types.items(), first)
+    }
 
 
 # The time of a batch, read after the last lock.
@@ -106,9 +103,39 @@ done_calls AS (
                                           AND l.sub_task_id = c.sub_task_id
                                           AND l.status = 'done')))"""
 
-# Insert the calls and joins of the tasks in `written`. The calls of a task rarely differ in peer,
-# headers and timeouts, so each distinct combination of these terms is passed once, and each call
-# has the number of its combination. The numbers are text: the driver is slow to encode arrays.
+# The values of every pause, and the additional ones of pauses of new tasks.
+_PAUSED = _items(
+    13,
+    task_id="text",
+    run_id="text",
+    generation="int",
+    earliest_timeout="double precision",
+    total="int",
+    needed="int",
+    join_timeout="double precision",
+    **CONTEXT_TYPES,
+    task_deadline="double precision",
+    agent="text",
+    request="bytea",
+    reply_to="text",
+    requester_app_id="text",
+    parent_task_id="text",
+    idle_timeout="double precision",
+    request_digest="text",
+    result_ttl="double precision",
+)
+
+
+def _wake_at(deadline: str) -> str:
+    """When the sweeper checks a task whose own deadline is `deadline`."""
+    earliest, join = _PAUSED["earliest_timeout"], _PAUSED["join_timeout"]
+    return f"LEAST(clock.now + {earliest}, {deadline}, clock.now + {join})"
+
+
+# Insert the calls and joins of the tasks in `written`. `given` has the places of their pauses.
+# The calls of a task rarely differ in peer, headers and timeouts, so each distinct combination of
+# these terms is passed once, and each call has the number of its combination. The numbers are
+# text: the driver is slow to encode arrays.
 _NEW_CALL = comma_separated(name for name in columns.NEW_CALL if name != "outcome")
 _INSERT_CALLS_AND_JOINS = f"""
 calls AS (
@@ -128,39 +155,10 @@ calls AS (
 joins AS (
   INSERT INTO agent_parallel_invocations (
     {comma_separated(columns.NEW_JOIN)})
-  SELECT w.logical_task_id, w.generation, given.total, 0, 0, given.needed,
-         w.now + given.join_timeout, w.agent_name, w.now + $2::double precision, 1
-    FROM given JOIN written AS w ON w.logical_task_id = given.task_id)
+  SELECT w.logical_task_id, w.generation, {_PAUSED["total"]}, 0, 0, {_PAUSED["needed"]},
+         w.now + {_PAUSED["join_timeout"]}, w.agent_name, w.now + $2::double precision, 1
+    FROM given AS i JOIN written AS w ON w.logical_task_id = i.task_id)
 SELECT logical_task_id, now, task_deadline FROM written"""
-
-# The values of every pause, and the additional ones of pauses of new tasks.
-_PAUSE_TYPES = {
-    "task_id": "text",
-    "run_id": "text",
-    "generation": "int",
-    "earliest_timeout": "double precision",
-    "task_deadline": "double precision",
-    "total": "int",
-    "needed": "int",
-    "join_timeout": "double precision",
-    "fence": "int",
-    **CONTEXT_TYPES,
-}
-_NEW_TASK_TYPES = {
-    "agent": "text",
-    "request": "bytea",
-    "reply_to": "text",
-    "requester_app_id": "text",
-    "parent_task_id": "text",
-    "idle_timeout": "double precision",
-    "request_digest": "text",
-    "result_ttl": "double precision",
-}
-
-
-def _wake_at(deadline: str) -> str:
-    """When the sweeper checks a task whose own deadline is `deadline`."""
-    return f"LEAST(now + earliest_timeout, {deadline}, now + join_timeout)"
 
 
 def _append_entries(first: int) -> str:
@@ -181,20 +179,27 @@ logged AS (
 def _pause_new(
     name: str, *, column: str = "", value: str = "", returned: str = "", logged: str = ""
 ) -> str:
+    deadline = _PAUSED["task_deadline"]
+    requester, context = (
+        ", ".join(_PAUSED[name] for name in names)
+        for names in (columns.REQUESTER, columns.CONTEXT)
+    )
     return f"""/* commits: {name} */
 WITH locked AS (SELECT 1), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
-  SELECT p.*, {_wake_at("task_deadline")} AS wake_at, clock.now
-  FROM {_unnested_rows(13, **_PAUSE_TYPES, **_NEW_TASK_TYPES)} AS p, clock
-   WHERE task_deadline IS NULL OR task_deadline > clock.now),
+  SELECT i.task_id, i.place, {_wake_at(deadline)} AS wake_at
+    FROM unnest($13::text[]) WITH ORDINALITY AS i(task_id, place), clock
+   WHERE {deadline} IS NULL OR {deadline} > clock.now),
 written AS (
   INSERT INTO agent_paused_tasks (
     logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request,
     {_REQUESTER}, keep_alive_at, checkpointed_at, request_digest,{column}
     {_CONTEXT})
-  SELECT task_id, agent, 'waiting', generation, 1, run_id, 0, wake_at, request, {_REQUESTER},
-         now + idle_timeout / $45::int, now, request_digest,{value} {_CONTEXT}
-    FROM given
+  SELECT i.task_id, {_PAUSED["agent"]}, 'waiting', {_PAUSED["generation"]}, 1,
+         {_PAUSED["run_id"]}, 0, i.wake_at, {_PAUSED["request"]}, {requester},
+         clock.now + {_PAUSED["idle_timeout"]} / $44::int, clock.now,
+         {_PAUSED["request_digest"]},{value} {context}
+    FROM given AS i, clock
   ON CONFLICT DO NOTHING
   RETURNING logical_task_id, agent_name, generation, task_deadline, checkpointed_at AS now
             {returned}),{logged}
@@ -209,44 +214,43 @@ PAUSE_NEW = _pause_new("pause")
 PAUSE_NEW_WITH_LOG = _pause_new(
     "pause with log",
     column=" log_seq,",
-    value=" ($46::int[])[place::int],",
+    value=" ($45::int[])[i.place::int],",
     returned=", run_id, log_seq, log_seq AS new_entries",
-    logged=_append_entries(47),
+    logged=_append_entries(46),
 )
 
 
 def _pause_existing(
     name: str,
     *,
-    mine: str = "unnest($13::text[], $21::int[]) AS mine(task_id, fence)",
     guard: str = "",
     log_seq: str = "",
-    state: str = "g.state",
+    state: str = _PAUSED["state"],
     returned: str = "",
     logged: str = "",
 ) -> str:
-    values = comma_separated(state if each == "state" else f"g.{each}" for each in columns.CONTEXT)
+    context = ", ".join((_PAUSED | {"state": state})[name] for name in columns.CONTEXT)
     return f"""/* commits: {name} */
 WITH locked AS MATERIALIZED (
-  SELECT t.logical_task_id, t.task_deadline
-    FROM agent_paused_tasks AS t JOIN {mine}
-      ON mine.task_id = t.logical_task_id AND mine.fence = t.fence
-   WHERE t.logical_task_id = ANY($13::text[]) AND t.status = 'running' AND NOT t.cancel_requested
-         {guard}
+  SELECT t.logical_task_id, i.place, t.task_deadline
+    FROM agent_paused_tasks AS t
+    JOIN unnest($13::text[]) WITH ORDINALITY AS i(task_id, place) ON i.task_id = t.logical_task_id
+   WHERE t.logical_task_id = ANY($13::text[]) AND t.fence = ($35::int[])[i.place::int]
+     AND t.status = 'running' AND NOT t.cancel_requested{guard}
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
-  SELECT p.*, {_wake_at("locked.task_deadline")} AS wake_at, clock.now
-  FROM {_unnested_rows(13, **_PAUSE_TYPES)} AS p
-    JOIN locked ON locked.logical_task_id = p.task_id, clock
-   WHERE locked.task_deadline IS NULL OR locked.task_deadline > clock.now),
+  SELECT i.logical_task_id AS task_id, i.place, {_wake_at("i.task_deadline")} AS wake_at
+    FROM locked AS i, clock
+   WHERE i.task_deadline IS NULL OR i.task_deadline > clock.now),
 written AS (
   UPDATE agent_paused_tasks AS t SET
-    status = 'waiting', generation = g.generation, run_id = g.run_id, owner = NULL, attempt = 0,
-    rescues = 0, wake_at = g.wake_at, keep_alive_at = g.now + t.idle_timeout / $37::int,
-    checkpointed_at = g.now, dead_reason = NULL, {emptied(columns.PARKING)},{log_seq}
-    ({_CONTEXT}) = ROW({values})
-    FROM given AS g WHERE t.logical_task_id = g.task_id
-  RETURNING t.logical_task_id, t.agent_name, t.generation, t.task_deadline, g.now{returned}),
+    status = 'waiting', generation = {_PAUSED["generation"]}, run_id = {_PAUSED["run_id"]},
+    owner = NULL, attempt = 0, rescues = 0, wake_at = i.wake_at,
+    keep_alive_at = clock.now + t.idle_timeout / $36::int, checkpointed_at = clock.now,
+    dead_reason = NULL, {emptied(columns.PARKING)},{log_seq}
+    ({_CONTEXT}) = ROW({context})
+    FROM given AS i, clock WHERE t.logical_task_id = i.task_id
+  RETURNING t.logical_task_id, t.agent_name, t.generation, t.task_deadline, clock.now{returned}),
 {_DELETE_DONE_CALLS.format(moved="written")},
 met_joins AS (
   DELETE FROM agent_parallel_invocations AS j USING written
@@ -259,26 +263,26 @@ met_joins AS (
 # earlier pauses.
 PAUSE_EXISTING = _pause_existing("pause existing")
 
-# The same, with changes of their logs. `$38` has the last entry that each run has read, NULL for a
+# The same, with changes of their logs. `$37` has the last entry that each run has read, NULL for a
 # pause that leaves the log as it is. A row with another last entry, or with entries after it, is
 # left to the general transaction.
+_LOG = _items(37, after="int", replaces="boolean", keeps_state="boolean", new_entries="int")
 PAUSE_EXISTING_WITH_LOG = _pause_existing(
     "pause existing with log",
-    mine="unnest($13::text[], $21::int[], $38::int[]) AS mine(task_id, fence, after)",
-    guard="""
-     AND (mine.after IS NULL OR t.log_seq = mine.after
+    guard=f"""
+     AND ({_LOG["after"]} IS NULL OR t.log_seq = {_LOG["after"]}
           AND NOT EXISTS (SELECT 1 FROM agent_task_log AS l
                            WHERE l.logical_task_id = t.logical_task_id AND l.seq > t.log_seq))""",
-    log_seq=" log_seq = t.log_seq + ($41::int[])[g.place::int],",
-    state="CASE WHEN ($40::boolean[])[g.place::int] THEN t.state ELSE g.state END",
-    returned=""",
-            t.run_id, t.log_seq, ($41::int[])[g.place::int] AS new_entries,
-            ($39::boolean[])[g.place::int] AS replaces""",
+    log_seq=f" log_seq = t.log_seq + {_LOG['new_entries']},",
+    state=f"CASE WHEN {_LOG['keeps_state']} THEN t.state ELSE {_PAUSED['state']} END",
+    returned=f""",
+            t.run_id, t.log_seq, {_LOG["new_entries"]} AS new_entries,
+            {_LOG["replaces"]} AS replaces""",
     logged=f"""
 replaced AS (
   DELETE FROM agent_task_log AS l
    WHERE l.logical_task_id = ANY(ARRAY(SELECT logical_task_id FROM written WHERE replaces))),
-{_append_entries(42)}""",
+{_append_entries(41)}""",
 )
 
 # Append entries to the logs of running tasks, if the logs are as their runs have read them. The
@@ -440,38 +444,38 @@ SELECT seq, entry, CASE WHEN seq = $2::int OR seq = $3::int THEN run_id END AS r
  WHERE logical_task_id = $1::text AND seq <= $2::int AND seq >= $3::int ORDER BY seq
 """
 
-_END_TYPES = {
-    "task_id": "text",
-    "fence": "int",
-    "run_id": "text",
-    "status": "text",
-    "reply": "bytea",
-    "dead_reason": "text",
-}
+_ENDED = _items(
+    4,
+    task_id="text",
+    fence="int",
+    run_id="text",
+    status="text",
+    reply="bytea",
+    dead_reason="text",
+)
 
 # Turn tasks into tombstones: wipe their context and state, and make their replies due. Operations
 # are left to the general transaction, which also handles their checkpoints.
 END = f"""/* commits: end */
-WITH given AS MATERIALIZED (
-  SELECT * FROM {_unnested_rows(4, **_END_TYPES)} AS e),
-locked AS MATERIALIZED (
-  SELECT given.*
+WITH locked AS MATERIALIZED (
+  SELECT t.logical_task_id, i.place
     FROM agent_paused_tasks AS t
-    JOIN given ON given.task_id = t.logical_task_id AND given.fence = t.fence
-   WHERE t.logical_task_id = ANY($4::text[]) AND t.status = 'running' AND t.checkpoint_seq IS NULL
+    JOIN unnest($4::text[]) WITH ORDINALITY AS i(task_id, place) ON i.task_id = t.logical_task_id
+   WHERE t.logical_task_id = ANY($4::text[]) AND t.fence = {_ENDED["fence"]}
+     AND t.status = 'running' AND t.checkpoint_seq IS NULL
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},
 ended AS (
   UPDATE agent_paused_tasks AS t SET
-    status = given.status, run_id = given.run_id, owner = NULL,
+    status = {_ENDED["status"]}, run_id = {_ENDED["run_id"]}, owner = NULL,
     wake_at = clock.now + $2::double precision,
-    keep_alive_at = NULL, reply = given.reply, reply_sent = false, reply_attempts = 1,
-    dead_reason = given.dead_reason,
-    request = CASE WHEN given.dead_reason IS NOT NULL THEN t.request END,
+    keep_alive_at = NULL, reply = {_ENDED["reply"]}, reply_sent = false, reply_attempts = 1,
+    dead_reason = {_ENDED["dead_reason"]},
+    request = CASE WHEN {_ENDED["dead_reason"]} IS NOT NULL THEN t.request END,
     ended_at = clock.now, expires_at = GREATEST(
       GREATEST(clock.now, t.task_deadline) + $3::double precision, clock.now + t.result_ttl),
     suspended_at = NULL,
     {emptied(columns.WIPED_AT_END)}
-    FROM locked AS given, clock WHERE t.logical_task_id = given.task_id
+    FROM locked AS i, clock WHERE t.logical_task_id = i.logical_task_id
   RETURNING t.logical_task_id, t.agent_name, {comma_separated(columns.REQUESTER, "t.")},
             t.log_seq),
 {_DELETE_DONE_CALLS.format(moved="ended")},

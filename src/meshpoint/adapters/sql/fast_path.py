@@ -110,9 +110,15 @@ class FastPath:
         written: dict[str, tuple[float, float | None]] = {}
         fresh = [pauses[place] for place in places.values() if not pauses[place].pause.run.fence]
         known = [pauses[place] for place in places.values() if pauses[place].pause.run.fence]
-        for statements, each, more in (
-            ((sql.PAUSE_NEW, sql.PAUSE_NEW_WITH_LOG), fresh, self._new_task_arrays(fresh)),
-            ((sql.PAUSE_EXISTING, sql.PAUSE_EXISTING_WITH_LOG), known, ()),
+        fences = ([packed.pause.run.fence for packed in known],)
+        for statements, each, more, logs in (
+            (
+                (sql.PAUSE_NEW, sql.PAUSE_NEW_WITH_LOG),
+                fresh,
+                self._new_task_arrays(fresh),
+                _new_log_arrays,
+            ),
+            ((sql.PAUSE_EXISTING, sql.PAUSE_EXISTING_WITH_LOG), known, fences, _log_arrays),
         ):
             with_log = any(packed.pause.log is not None for packed in each)
             if each:
@@ -125,7 +131,7 @@ class FastPath:
                         *_task_arrays(each),
                         *more,
                         KEEP_ALIVES_PER_TIMEOUT,
-                        *(_log_arrays(each)[3 if more else 0 :] if with_log else ()),
+                        *(logs(each) if with_log else ()),
                     )
                 except StoreUnavailable:
                     if not written:
@@ -166,6 +172,7 @@ class FastPath:
     def _new_task_arrays(self, fresh: Sequence[PackedPause]) -> tuple[list[Any], ...]:
         requesters = [packed.pause.requester for packed in fresh]
         return (
+            [epoch_seconds(requester.deadline) for requester in requesters],
             [self._options.names.qualified(packed.pause.run.agent) for packed in fresh],
             [packed.request for packed in fresh],
             [requester.reply_to for requester in requesters],
@@ -401,11 +408,9 @@ def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
             packed.pause.run.id,
             packed.pause.run.generation + 1,
             packed.earliest_timeout,
-            epoch_seconds(packed.pause.requester.deadline),
             len(packed.pause.calls),
             packed.pause.join.needed,
             duration_seconds(packed.pause.join.deadline),
-            packed.pause.run.fence,
         )
         for packed in pauses
     ]
@@ -425,6 +430,13 @@ def _log_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
         [packed.log.after if packed.pause.log is not None else None for packed in pauses],
         [packed.log.replaces for packed in pauses],
         [packed.log.keeps_state for packed in pauses],
+        *_new_log_arrays(pauses),
+    ]
+
+
+def _new_log_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
+    """The logs of new tasks: how many entries each pause has, and then the entries."""
+    return [
         [len(packed.entries) for packed in pauses],
         *_entry_arrays([(packed.pause.run.task_id, packed.entries) for packed in pauses]),
     ]
