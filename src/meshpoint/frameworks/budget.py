@@ -1,7 +1,7 @@
 """Budgets: how many requests to models, tokens and how much money a task may use.
 
 What a task has used is in its `ctx.token_usage`, which steps record and pauses store. So a request
-counts once, also after a crash, and in whichever replica it was made.
+counts once, in any replica, and also after a crash.
 
 What an adapter must do:
 
@@ -71,8 +71,8 @@ class Budget:
         Budget(requests=30, cost=2.0, prices={"gpt-*": Price(input=1.25, output=10.0)})
 
     It is checked before each request to a model, so the last request may use more tokens than are
-    left. Tokens and cost include those of agents in tools, as far as they are counted, and of the
-    peers that have answered. Requests are the task's own.
+    left. Tokens and cost include what agents in tools have used, as far as they are counted, and
+    the peers that have answered. Requests are the task's own.
 
     Attributes:
         requests: Maximum requests to models.
@@ -144,7 +144,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Exceeded:
-    """A limit that a task has reached. `needed` times the limit would be enough to go on."""
+    """A limit that a task has reached. `needed` times the limit would be enough to continue."""
 
     what: str
     used: float
@@ -191,7 +191,7 @@ class SegmentBudget:
     def failure(self) -> BudgetExceeded | None:
         """The failure of the task if the framework does not stop for the budget.
 
-        Each time another object, because it may be raised from the one that `check` has raised.
+        A new object each time, because it may be raised from the error that `check` has raised.
         """
         if self.reached is not None:
             return self.reached.error()

@@ -340,7 +340,7 @@ async def test_an_isolated_process_has_resources_of_its_own(mesh: Mesh, client: 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[int]:
         entered.append(len(entered))
-        if len(entered) == 4:  # after those of the three replicas
+        if len(entered) == 4:  # three replicas have entered it before
             raise ConnectionError("no server")
         yield entered[-1]
 

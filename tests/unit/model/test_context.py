@@ -85,6 +85,7 @@ PUBLIC_NAMES = {
     "random",
     "receive",
     "replaying",
+    "resources",
     "save_progress",
     "saved_progress",
     "set_value",
