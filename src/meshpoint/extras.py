@@ -34,7 +34,7 @@ class Feature:
                 it.
         """
         for module, library in self.libraries.items():
-            if find_spec(module) is None:
+            if not _is_installed(module):
                 raise ConfigurationError(
                     key,
                     f"{self.name} needs the package {library}",
@@ -45,6 +45,13 @@ class Feature:
     def install_command(self) -> str:
         """The command that installs the libraries."""
         return f"pip install 'meshpoint[{self.extra}]'"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package above it
+        return False
 
 
 RABBITMQ = Feature(
@@ -59,7 +66,8 @@ COMMAND_LINE = Feature(
 )
 YAML = Feature("a YAML file", "cli", {"yaml": "pyyaml"})
 PYDANTIC_AI = Feature("Pydantic AI", "pydantic-ai", {"pydantic_ai": "pydantic-ai-slim"})
-FRAMEWORKS = (PYDANTIC_AI,)
+GOOGLE_ADK = Feature("Google ADK", "google-adk", {"google.adk": "google-adk"})
+FRAMEWORKS = (PYDANTIC_AI, GOOGLE_ADK)
 """The agent frameworks that Meshpoint has adapters for."""
 _PYTEST = {"pytest": "pytest", "pytest_asyncio": "pytest-asyncio"}
 CONFORMANCE = Feature("a conformance suite", "testing", _PYTEST)

@@ -15,6 +15,7 @@ PLAN = (
     'flights: {"price":120} | clock: noon | weather: sunny | visas: none for Italy'
     ' | hotels: {"price":80}'
 )
+FRAMEWORKS = {"pydantic_ai": "pydantic_ai", "google_adk": "google.adk"}
 KILLS = {
     "at the first pause": ("checkpoint:before", 0),
     "after the first pause": ("checkpoint:after", 0),
@@ -22,6 +23,11 @@ KILLS = {
     "after the second pause": ("checkpoint:after", 1),
     "in a tool after a model call": ("step:before", 3),
 }
+CASES = [
+    *(("pydantic_ai", kill) for kill in KILLS),
+    # Each replica takes seconds to import ADK.
+    *(("google_adk", kill) for kill in ("after the first pause", "in a tool after a model call")),
+]
 
 
 def count_model_calls(replicas: list[Process]) -> int:
@@ -29,10 +35,9 @@ def count_model_calls(replicas: list[Process]) -> int:
     return sum(len(each.matching_events("step:after", name="model")) for each in replicas)
 
 
-@pytest.mark.parametrize("framework", ["pydantic_ai"])
-@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize(("framework", "kill"), CASES)
 async def test_a_killed_replica_pays_no_model_twice(mesh: Mesh, framework: str, kill: str) -> None:
-    pytest.importorskip(framework)
+    pytest.importorskip(FRAMEWORKS[framework])
     at, skip = KILLS[kill]
     options: dict[str, Any] = {**SHORT_LEASE, "entrypoint": f"framework_agents:{framework}"}
     config = mesh.backends.config("travel", **options)

@@ -116,14 +116,15 @@ class Framework(Protocol):
         """The state with a field in its first message that only a later version knows."""
 
 
-FRAMEWORKS = ("pydantic_ai",)
-BUDGETED = ("pydantic_ai",)
+FRAMEWORKS = {"pydantic_ai": "pydantic_ai", "google_adk": "google.adk"}
+"""The module that each framework installs, by the name of its adapter."""
+BUDGETED = ("pydantic_ai", "google_adk")
 """Frameworks whose adapters check budgets."""
 
 
 def load_framework(name: str) -> Framework:
     """The framework with this name; the test is skipped if it is not installed."""
-    pytest.importorskip(name)
+    pytest.importorskip(FRAMEWORKS[name])
     framework: Framework = importlib.import_module(f"with_{name}").FRAMEWORK
     return framework
 

@@ -8,14 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from scenario import FRAMEWORKS
 
 GUIDES = Path(__file__).parents[2] / "docs" / "how-to"
 
 
-@pytest.mark.parametrize("library", ["pydantic_ai"])
-def test_the_script_prints_what_the_guide_shows(library: str, tmp_path: Path) -> None:
-    pytest.importorskip(library)
-    guide = (GUIDES / f"{library.replace('_', '-')}.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_script_prints_what_the_guide_shows(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip(FRAMEWORKS[framework])
+    guide = (GUIDES / f"{framework.replace('_', '-')}.md").read_text(encoding="utf-8")
     pattern = r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$"
     ((code, printed),) = re.findall(pattern, guide, flags=re.DOTALL | re.MULTILINE)
     (tmp_path / "pasted.py").write_text(code, encoding="utf-8")

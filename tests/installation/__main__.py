@@ -14,6 +14,7 @@ from code_blocks import code_blocks
 from meshpoint.extras import (
     COMMAND_LINE,
     CONFORMANCE,
+    GOOGLE_ADK,
     POSTGRESQL,
     PYDANTIC_AI,
     RABBITMQ,
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROBE = Path(__file__).with_name("probe.py")
 NEIGHBOURS = {"fastapi": "fastapi", "langgraph": "langgraph.graph", "pydantic-ai": "pydantic_ai"}
 """Other frameworks, and a module of each to import."""
-FEATURES = (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML, CONFORMANCE, PYDANTIC_AI)
+FEATURES = (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML, CONFORMANCE, PYDANTIC_AI, GOOGLE_ADK)
 FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "core": (),
     "rabbitmq": (RABBITMQ,),
@@ -35,6 +36,7 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "cli": (COMMAND_LINE, YAML),
     "testing": (CONFORMANCE,),
     "pydantic-ai": (PYDANTIC_AI,),
+    "google-adk": (GOOGLE_ADK, YAML),
     "all": (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML),
 }
 """Features that each extra makes usable."""

@@ -94,6 +94,22 @@ def pydantic_ai_import() -> str:
     return meshpoint.frameworks.pydantic_ai.__name__
 
 
+def google_adk() -> str:
+    from google.adk.agents import LlmAgent
+
+    from meshpoint import Peer
+    from meshpoint.frameworks.google_adk import durable
+
+    wrapped = durable(LlmAgent(name="travel"), peers=[Peer("flights", str, str)])
+    return f"{wrapped!r} in {wrapped.state_format}"
+
+
+def google_adk_import() -> str:
+    import meshpoint.frameworks.google_adk
+
+    return meshpoint.frameworks.google_adk.__name__
+
+
 def run_command(*command: str) -> str:
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode != 0:
@@ -129,12 +145,14 @@ USES: dict[str, Callable[[], str]] = {
     "the command line": command_line,
     "a conformance suite": conformance,
     "Pydantic AI": pydantic_ai,
+    "Google ADK": google_adk,
 }
 MISSING_EXTRA_CHECKS: dict[str, Callable[[], str]] = {
     **{name: lambda use=use: error_of(use) for name, use in USES.items()},  # type: ignore[misc]  # the default of a lambda
     "the command line": command_error,
     "a conformance suite": lambda: error_of(conformance_import),
     "Pydantic AI": lambda: error_of(pydantic_ai_import),
+    "Google ADK": lambda: error_of(google_adk_import),
 }
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ FEATURES = [feature_ for feature_ in vars(extras).values() if isinstance(feature
 OPTIONAL = {module for feature in FEATURES for module in feature.libraries} | {"uvloop"}
 WITHOUT_CHECK = {"uvloop"}
 """Installed by an extra, although Meshpoint works without it."""
-FRAMEWORKS = {"pydantic-ai"}
+FRAMEWORKS = {"pydantic-ai", "google-adk"}
 """Extras that `all` leaves out: a replica uses at most one framework."""
 MAIN = "from meshpoint.cli import main; main({arguments})"
 
@@ -84,6 +84,11 @@ def test_the_core_imports_no_optional_library() -> None:
             extras.PYDANTIC_AI,
             "import meshpoint.frameworks.pydantic_ai",
             "meshpoint.frameworks.pydantic_ai",
+        ),
+        (
+            extras.GOOGLE_ADK,
+            "import meshpoint.frameworks.google_adk",
+            "meshpoint.frameworks.google_adk",
         ),
         (
             extras.MESH_FIXTURE,
