@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from faults import CommitCuttingProxy, LostPart
+from meshpoint import Signal, TaskCancelled, connect
 from meshpoint.adapters.sql import migrations
+from meshpoint.client import status_query, transport
 from meshpoint.model.outcomes import Ok
 from plain_client import PlainClient, Reply
 from servers import PostgresServer, RabbitServer
@@ -128,6 +130,43 @@ async def test_a_task_whose_first_checkpoint_fails_continues_in_process(
     await _answer_next(peer, 1)
     assert (await other).outcome == Ok([30])
     assert (await mesh.row_counts()) == {"tasks": 1, "calls": 0, "open": 0}
+
+
+async def test_commands_for_tasks_in_a_stopped_database_hold_up_no_others(
+    mesh: Mesh, own_postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpointing is off, so new tasks do not need the database."""
+    monkeypatch.setattr(status_query, "_REPLY_SECONDS", 0.5)
+    monkeypatch.setattr(transport, "COMPLETION_SECONDS", 600.0)
+    peer, gate = await mesh.peer(), tmp_path / "gate"
+    backends = mesh.backends
+    async with connect(backends.broker_url, namespace=backends.namespace) as caller:
+        first = await mesh.replica(backends.config("root"))
+        cancelled, attached, signalled = [
+            await caller.send("root", {"numbers": [number], "signals": number == 3})
+            for number in (1, 2, 3)
+        ]
+        calls = {call.input: call for call in await peer.next_requests(3)}
+        await first.wait("ack:after", 3)
+        await first.kill()
+        replica = await mesh.replica(backends.config("root", stateless_checkpointing=False))
+        await own_postgres.stop(immediate=True)
+        await cancelled.cancel()
+        handle = caller.task("root", attached.id)
+        assert not (await handle.status()).is_served
+        signalling = asyncio.ensure_future(signalled.signal(Signal("chat", int), 7))
+        await calls[2].answer(20)
+        await calls[3].answer(30)
+        task = await caller.send("root", {"numbers": [], "gate": str(gate)})
+        await replica.wait("segment:before")
+        await task.cancel()  # arrives last
+        with pytest.raises(TaskCancelled):
+            await task.result()
+        await own_postgres.start()
+        await signalling
+        assert (await attached.result(), await signalled.result()) == ([20], [30, 7])
+        with pytest.raises(TaskCancelled):
+            await cancelled.result()
 
 
 async def _answer_next(peer: FakePeer, count: int) -> None:

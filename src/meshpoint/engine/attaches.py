@@ -69,11 +69,14 @@ class Attaches:
         self.unknown_tasks = UnknownTasks(runtime, tasks, publisher)
 
     async def attach_and_broadcast(
-        self, commands: Sequence[AttachCommand]
+        self, commands: Sequence[AttachCommand], *, is_retry: bool = False
     ) -> dict[AttachCommand, AttachRefused | TaskLocked]:
         """Attach in the database, and broadcast the attaches of tasks that may be running.
 
         Returns the commands for tasks of other requesters or locked by another session.
+
+        Raises:
+            StoreUnavailable: As for `ReplicaRuntime.ask_store`.
         """
         refused: dict[AttachCommand, AttachRefused | TaskLocked] = {}
         to_broadcast: list[AttachCommand] = []
@@ -82,7 +85,7 @@ class Attaches:
         if database is None:
             unknown = list(commands)
         else:
-            if not self._runtime.new_task_backend.is_shared:
+            if not (is_retry or self._runtime.new_task_backend.is_shared):
                 # First, because the tasks may be in memory and the database unavailable.
                 await self._broadcast(commands)
             results = await self._attach(database, commands)
@@ -206,7 +209,7 @@ class Attaches:
         self, backend: Backend, commands: Sequence[AttachCommand]
     ) -> list[AttachResult]:
         attaches = [self._build_attach(command) for command in commands]
-        return await self._runtime.retry.until_available(lambda: backend.store.attach(attaches))
+        return await self._runtime.ask_store(backend, lambda: backend.store.attach(attaches))
 
     def _build_attach(self, command: AttachCommand) -> Attach:
         return Attach(command.task_id, self._runtime.agent, command.sender, command.reply_to)
@@ -273,7 +276,7 @@ class Attaches:
                 question.to_update(),
                 StatusMetadata(UpdateKind.QUESTION),
             )
-            for question in await read_open_questions(store, *found, retry)
+            for question in await read_open_questions(store, *found, retry.until_available)
         ]
         await self._publisher.publish_advisory(
             [each for each in envelopes if each and len(each[1].body) <= MAX_STATUS_BYTES]

@@ -38,7 +38,11 @@ def cancelled_outcome(reason: str) -> Failed:
 async def cancel_tasks(
     backend: Backend, commands: Sequence[CancelCommand], runtime: ReplicaRuntime
 ) -> list[CancelResult]:
-    """Cancel tasks in `backend`. Waits while the database is unavailable."""
+    """Cancel tasks in `backend`.
+
+    Raises:
+        StoreUnavailable: As for `ReplicaRuntime.ask_store`.
+    """
     cancels = [
         Cancel(
             command.task_id,
@@ -51,7 +55,7 @@ async def cancel_tasks(
         for command in commands
     ]
     with runtime.steps.step(Step.CANCEL, [command.task_id for command in commands]):
-        results = await runtime.retry.until_available(lambda: backend.store.cancel(cancels))
+        results = await runtime.ask_store(backend, lambda: backend.store.cancel(cancels))
     for command, result in zip(commands, results, strict=True):
         if isinstance(result, CancelCommitted):
             runtime.report_failure(command.task_id, cancelled_outcome(command.reason))

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from meshpoint.engine.retry import Retry
 from meshpoint.errors import Unavailable
 from meshpoint.model.questions import AskedQuestion, QuestionKey, open_question_keys
 from meshpoint.model.task_status import MAX_WAITS
@@ -15,25 +14,27 @@ from meshpoint.ports.task_store import CheckpointStore
 
 log = logging.getLogger("meshpoint.store")
 
-_Find: TypeAlias = Callable[[Sequence[QuestionKey]], Awaitable[list[AskedQuestion | None]]]
+_Questions: TypeAlias = list[AskedQuestion | None]
+_Find: TypeAlias = Callable[[Sequence[QuestionKey]], Awaitable[_Questions]]
+_Ask: TypeAlias = Callable[[Callable[[], Awaitable[_Questions]]], Awaitable[_Questions]]
 
 
 async def read_open_questions(
     store: CheckpointStore,
     task: TaskSummary,
     calls: Sequence[CallSummary],
-    retry: Retry | None = None,
+    ask: _Ask | None = None,
 ) -> list[AskedQuestion]:
     """Return the questions that a task waits for, at most 100.
 
-    A question that cannot be read is left out with a warning: it must not hide the others. With
-    `retry`, the read waits until the store is available.
+    A question that cannot be read is left out with a warning: it must not hide the others. `ask`
+    runs the read, for example again while the store is unavailable.
     """
 
     async def find(keys: Sequence[QuestionKey]) -> list[AskedQuestion | None]:
-        if retry is None:
+        if ask is None:
             return await store.find_questions(keys)
-        return await retry.until_available(lambda: store.find_questions(keys))
+        return await ask(lambda: store.find_questions(keys))
 
     keys = open_question_keys(task, calls)[:MAX_WAITS]
     if not keys:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeAlias, TypeVar, assert_never
 
 from meshpoint.engine import parsing
@@ -77,11 +78,12 @@ class _Attempt:
 
     `shared` is `True` for the agent's queue, `False` for this replica's private queue. `refused`
     messages are dead-lettered after the rest of the batch. `handed_off_ids` holds the ids of
-    messages that are postponed or being dead-lettered.
+    messages that are postponed or being dead-lettered. `is_retry`: the messages were postponed.
     """
 
     backend: Backend
     shared: bool
+    is_retry: bool = False
     refused: list[tuple[ReceivedMessage, str]] = field(default_factory=list)
     handed_off_ids: set[RunId] = field(default_factory=set)
 
@@ -146,7 +148,7 @@ class PeerMessages:
     async def _handle_postponed(
         self, received: Sequence[ReceivedMessage], backend: Backend, shared: bool
     ) -> None:
-        await self._handle_batch(received, _Attempt(backend, shared))
+        await self._handle_batch(received, _Attempt(backend, shared, is_retry=True))
 
     async def _handle_batch(self, received: Sequence[ReceivedMessage], attempt: _Attempt) -> None:
         if (defect := await self._try_batch(received, attempt)) is None:
@@ -247,9 +249,14 @@ class PeerMessages:
         """Keep signals one by one, in order of arrival."""
         for item in received:
             try:
-                locked = await self._signals.signal(item[0].message, shared=attempt.shared)
+                locked = await self._signals.signal(
+                    item[0].message, shared=attempt.shared, is_retry=attempt.is_retry
+                )
             except PoisonMessage as error:
                 attempt.refused.append((item, str(error)))
+                continue
+            except StoreUnavailable:
+                await self._postpone(item, attempt)
                 continue
             if locked is None:
                 await item[0].ack()
@@ -260,9 +267,13 @@ class PeerMessages:
         """Reply with values of tasks."""
         for item in received:
             try:
-                await self._signals.read(item[0].message, shared=attempt.shared)
+                await self._signals.read(
+                    item[0].message, shared=attempt.shared, is_retry=attempt.is_retry
+                )
             except PoisonMessage as error:
                 attempt.refused.append((item, str(error)))
+            except StoreUnavailable:
+                await self._postpone(item, attempt)
             else:
                 await item[0].ack()
 
@@ -421,7 +432,11 @@ class PeerMessages:
             task_id, parent, reason = parsing.parse_cancel(message, options)
             return CancelCommand(task_id, parent, sender, reason)
 
-        carry_out = self._cancel_and_broadcast if shared else self._cancel_in_process
+        carry_out = (
+            partial(self._cancel_and_broadcast, is_retry=attempt.is_retry)
+            if shared
+            else self._cancel_in_process
+        )
         await self._handle_commands(cancels, attempt, parse, carry_out)
 
     async def handle_attaches(
@@ -448,8 +463,17 @@ class PeerMessages:
             return StatusQuery(command.task_id, command.sender, command.reply_to, token)
 
         here, queries = self._attaches, self._queries
-        carry_out = here.attach_and_broadcast if shared else here.attach_in_process
-        answer = queries.answer_and_broadcast if shared else queries.answer_in_process
+        is_retry = attempt.is_retry
+        carry_out = (
+            partial(here.attach_and_broadcast, is_retry=is_retry)
+            if shared
+            else here.attach_in_process
+        )
+        answer = (
+            partial(queries.answer_and_broadcast, is_retry=is_retry)
+            if shared
+            else queries.answer_in_process
+        )
         asking = [each for each in attaches if Header.QUERY in each[0].message.headers]
         others = [each for each in attaches if Header.QUERY not in each[0].message.headers]
         await self._handle_commands(others, attempt, parse, carry_out)
@@ -476,7 +500,7 @@ class PeerMessages:
         """Carry out the commands of messages, each command once.
 
         `carry_out` returns the commands for tasks of other requesters or locked by another
-        session.
+        session. If it raises `StoreUnavailable`, they are all carried out again later.
         """
         received_by_command: dict[_Command, list[ReceivedMessage]] = {}
         for item in received:
@@ -488,7 +512,13 @@ class PeerMessages:
                 received_by_command.setdefault(command, []).append(item)
         if not received_by_command:
             return
-        refused = await carry_out(list(received_by_command))
+        try:
+            refused = await carry_out(list(received_by_command))
+        except StoreUnavailable:
+            for items in received_by_command.values():
+                for item in items:
+                    await self._postpone(item, attempt)
+            return
         for command, items in received_by_command.items():
             for item in items:
                 match refused.get(command):
@@ -501,7 +531,7 @@ class PeerMessages:
                         attempt.refused.append((item, reason))
 
     async def _cancel_and_broadcast(
-        self, commands: Sequence[CancelCommand]
+        self, commands: Sequence[CancelCommand], *, is_retry: bool = False
     ) -> dict[CancelCommand, CancelRefused | TaskLocked]:
         """Cancel tasks in the database, and broadcast the cancels of tasks that may be running.
 
@@ -510,7 +540,7 @@ class PeerMessages:
         if self._runtime.database is None:
             await self._broadcast_cancels(commands)
             return {}
-        if not self._runtime.new_task_backend.is_shared:
+        if not (is_retry or self._runtime.new_task_backend.is_shared):
             # First, because the tasks may be in memory and the database unavailable.
             await self._broadcast_cancels(commands)
         refused: dict[CancelCommand, CancelRefused | TaskLocked] = {}

@@ -102,6 +102,21 @@ class ReplicaRuntime:
             and self.retry.is_store_unavailable
         )
 
+    async def ask_store(self, backend: Backend, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Run `attempt` on the store of `backend`, again while it is unavailable.
+
+        Raises:
+            StoreUnavailable: At once, if new tasks do not need this store: messages about them
+                must not wait for it. Try again later.
+        """
+        if not backend.is_shared or self.new_task_backend.is_shared:
+            return await self.retry.until_available(attempt)
+        try:
+            return await attempt()
+        except StoreUnavailable as error:
+            self.retry.record_outage(error)
+            raise
+
     def release_slots(self, *, is_suspect: bool) -> None:
         """Release the slot of a task and, if it is a suspect, its slot for suspects."""
         self.slots.release()

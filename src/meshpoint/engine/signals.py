@@ -80,7 +80,9 @@ class Signals:
         self._runtime, self._runner, self._publisher = runtime, runner, publisher
         self._tasks = runner.tasks
 
-    async def signal(self, message: Message, *, shared: bool) -> TaskLocked | None:
+    async def signal(
+        self, message: Message, *, shared: bool, is_retry: bool = False
+    ) -> TaskLocked | None:
         """Keep a signal and reply to its sender. `shared`: it came from the agent's queue.
 
         Returns `TaskLocked` if another database session has locked the task; try again later.
@@ -88,16 +90,17 @@ class Signals:
         Raises:
             PoisonMessage: The signal cannot be read, or its sender may not signal the task. The
                 reason was sent to the sender if its name and address are its own.
+            StoreUnavailable: As for `ReplicaRuntime.ask_store`. Then call it with `is_retry`.
         """
         sender = self._identify(message, shared=shared)
         try:
-            return await self._signal(message, sender, shared=shared)
+            return await self._signal(message, sender, shared=shared, is_retry=is_retry)
         except PoisonMessage as error:
             await self._refuse(message, str(error))
             raise
 
     async def _signal(
-        self, message: Message, sender: _Sender, *, shared: bool
+        self, message: Message, sender: _Sender, *, shared: bool, is_retry: bool
     ) -> TaskLocked | None:
         command = self._parse_signal(message, sender)
         if len(command.value) > MAX_SIGNAL_BYTES:
@@ -111,39 +114,44 @@ class Signals:
             result = await self._keep(backend, command)
             return await self._finish(message, command, backend, result)
         if (database := self._runtime.database) is not None:
-            await self._forward_early(message, sender)
+            if not is_retry:
+                await self._forward_early(message, sender)
             result = await self._keep(database, command)
             if not isinstance(result, MailUnknown):
                 return await self._finish(message, command, database, result)
         await self._forward_unknown(message, sender)
         return None
 
-    async def read(self, message: Message, *, shared: bool) -> None:
+    async def read(self, message: Message, *, shared: bool, is_retry: bool = False) -> None:
         """Reply with a value of a task. `shared` is as for `signal`.
 
         Raises:
             PoisonMessage: The message cannot be read, or its sender may not read the task. The
                 sender gets the reason as for `signal`.
+            StoreUnavailable: As for `signal`.
         """
         sender = self._identify(message, shared=shared)
         try:
-            await self._read(message, sender, shared=shared)
+            await self._read(message, sender, shared=shared, is_retry=is_retry)
         except PoisonMessage as error:
             await self._refuse_for(message, error)
             raise
 
-    async def _read(self, message: Message, sender: _Sender, *, shared: bool) -> None:
+    async def _read(
+        self, message: Message, sender: _Sender, *, shared: bool, is_retry: bool
+    ) -> None:
         body = self._parse_read(message)
         task_id, agent = TaskId(body.id), self._runtime.agent
         if shared and self._runtime.database is not None:
-            await self._forward_early(message, sender)
+            if not is_retry:
+                await self._forward_early(message, sender)
             backend: Backend | None = self._runtime.database
         else:
             backend = None if shared else await self._find_here(task_id, sender, begins=False)
         stored = None
         if backend is not None:
             read = partial(backend.store.value, task_id, agent, body.key)
-            stored = await self._runtime.retry.until_available(read)
+            stored = await self._runtime.ask_store(backend, read)
         elif not shared and (segment := self._tasks.segments.get(task_id)) is not None:
             stored = StoredValue(segment.requester.app_id, None)  # a value makes it have a row
         if stored is None:
@@ -205,8 +213,8 @@ class Signals:
 
     async def _keep(self, backend: Backend, command: SendSignal) -> MailResult:
         with self._runtime.steps.step(Step.SIGNAL, [command.task_id]):
-            (result,) = await self._runtime.retry.until_available(
-                lambda: backend.store.signal([command])
+            (result,) = await self._runtime.ask_store(
+                backend, lambda: backend.store.signal([command])
             )
         return result
 

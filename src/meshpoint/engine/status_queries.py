@@ -63,15 +63,19 @@ class StatusQueries:
         self._unknown_tasks = unknown_tasks
 
     async def answer_and_broadcast(
-        self, queries: Sequence[StatusQuery]
+        self, queries: Sequence[StatusQuery], *, is_retry: bool = False
     ) -> dict[StatusQuery, AttachRefused]:
         """Answer from the database, and broadcast the queries for tasks that it does not have.
 
         Returns the queries for tasks of other requesters.
+
+        Raises:
+            StoreUnavailable: As for `ReplicaRuntime.ask_store`.
         """
         refused: dict[StatusQuery, AttachRefused] = {}
         database = self._runtime.database
-        if database is not None and not self._runtime.new_task_backend.is_shared:
+        is_early = not (is_retry or self._runtime.new_task_backend.is_shared)
+        if database is not None and is_early:
             # First, because the tasks may be in memory and the database unavailable.
             await self._broadcast(queries)
         for query in queries:
@@ -119,8 +123,8 @@ class StatusQueries:
     async def _read(
         self, backend: Backend, query: StatusQuery
     ) -> TaskStatus | AttachRefused | None:
-        store, retry = backend.store, self._runtime.retry.until_available
-        existing = (await retry(lambda: store.lookup([query.task_id]))).get(query.task_id)
+        store, ask = backend.store, partial(self._runtime.ask_store, backend)
+        existing = (await ask(lambda: store.lookup([query.task_id]))).get(query.task_id)
         if existing is None or existing.agent != self._runtime.agent:
             return None
         if existing.is_early_cancel:
@@ -128,11 +132,11 @@ class StatusQueries:
             return TaskStatus(state="cancelled") if is_own else None
         if not same_requester(existing.requester, query.sender):
             return AttachRefused(existing.requester)
-        found = await retry(lambda: store.task(query.task_id))
+        found = await ask(lambda: store.task(query.task_id))
         if found is None:  # deleted meanwhile
             return None
         task, calls = found
-        asked = await read_open_questions(store, task, calls, self._runtime.retry)
+        asked = await read_open_questions(store, task, calls, ask)
         return build_status(task, calls, asked)
 
     async def _send_unknown(self, query: StatusQuery, known: AttachStatus, certain: bool) -> None:

@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 
 from fake_peer import FakePeer
+from meshpoint.model.envelopes import (
+    attach_message,
+    cancel_message,
+    read_message,
+    signal_message,
+)
 from meshpoint.model.events import Step
-from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Message, private_queue
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
+from meshpoint.model.messages import Message, MessageType, private_queue, response_queue
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.model.tasks import TaskState
 
@@ -231,6 +237,40 @@ async def test_ready_tasks_in_memory_do_not_wait_for_the_database(
     await mesh.idle()
     assert replica.store.calls.count("due") == due
     assert not replica.worker.tasks.tasks_ready.is_set()
+
+
+async def test_commands_for_tasks_in_the_database_hold_up_no_others(
+    mesh: Mesh, client: FakePeer, peer: FakePeer
+) -> None:
+    sender, reply_to = AgentName("client"), response_queue(AgentName("client"))
+    first = await mesh.replica(asker("asker", "peer"))
+    old = TaskId(await client.ask("asker", 1))
+    await peer.wait_for_request()
+    await mesh.idle()
+    await first.crash()
+    replica = await replica_in_outage(mesh, asker("asker", "peer"))
+    commands = [
+        attach_message(sender, old, reply_to),
+        attach_message(sender, old, reply_to, query="token"),
+        read_message(sender, old, "progress", reply_to),
+        signal_message(sender, old, "chat", "signal-1", 7, reply_to),
+        cancel_message(sender, old),
+    ]
+    for command in commands:
+        await client.send_control("asker", command)
+    new = await client.ask("asker", 2)
+    await peer.wait_for_request(2)
+    await client.send_control("asker", cancel_message(sender, TaskId(new)))
+    assert isinstance(await client.reply(new), Failed)
+    await mesh.advance(10)
+    assert client.replies(old) == []
+    replica.store.unavailable = False
+    await mesh.advance(3)
+    assert await mesh.state(old) is TaskState.CANCELLED
+    assert len(client.replies(old)) == 2, "the attach added an address"
+    answered = {message.type for message in client.messages}
+    assert answered >= {MessageType.STATUS, MessageType.READ, MessageType.SIGNAL}
+    assert mesh.dead_letters("asker") == []
 
 
 async def test_with_checkpointing_on_first_deliveries_wait(
