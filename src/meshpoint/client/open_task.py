@@ -29,6 +29,10 @@ _MAX_BUFFERED = 100
 """Maximum status updates kept for the iterators of one task. The oldest are dropped."""
 _MAX_BUFFERED_BYTES = 1024 * 1024
 """Maximum bytes of their messages in all. Small messages can take ten times as much in memory."""
+_UPDATES_PER_SECOND, _MAX_BURST = 100, 2_000
+"""Maximum status updates of one task that are read. An agent sends at most 20 a second of its own
+and forwards as many of its peers. The burst leaves room for a caller that was busy or offline.
+"""
 _MAX_WITHOUT_READER = 8
 """Maximum status updates kept while no iterator exists: the first items of the next one."""
 _DISPLACED_SECONDS = 60.0
@@ -68,6 +72,7 @@ class OpenTask:
         self._displaced_until = 0.0  # of the event loop's clock
         self._outcome_bytes = self._update_bytes = 0
         self._has_warned = False
+        self._update_budget, self._budget_at = float(_MAX_BURST), 0.0  # of the loop's clock
         self._earlier: tuple[Outcome, int] | None = None  # with the size of its message
         self._awaited = awaited
         self._fingerprints: deque[str] = deque(maxlen=_MAX_FINGERPRINTS)
@@ -165,9 +170,11 @@ class OpenTask:
     def add_status(self, message: Message) -> None:
         """Record the update in a status message for all iterators.
 
-        Updates that are unreadable, too large, repeated or outdated are dropped: they are
-        advisory.
+        Updates that are unreadable, too large, too many, repeated or outdated are dropped: they
+        are advisory.
         """
+        if not self._may_read_update():
+            return
         if len(message.body) > MAX_STATUS_BYTES:
             self._warn_too_large(len(message.body))
             return
@@ -185,6 +192,17 @@ class OpenTask:
         ):
             return
         self._add_update(update, len(message.body))
+
+    def _may_read_update(self) -> bool:
+        """Whether the rate of updates is below its limit. A flood is not parsed."""
+        now = asyncio.get_running_loop().time()
+        refill = (now - self._budget_at) * _UPDATES_PER_SECOND
+        self._update_budget = min(_MAX_BURST, self._update_budget + refill)
+        self._budget_at = now
+        if self._update_budget < 1:
+            return False
+        self._update_budget -= 1
+        return True
 
     def _warn_too_large(self, size: int) -> None:
         if not self._has_warned:

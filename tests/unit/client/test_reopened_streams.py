@@ -17,9 +17,11 @@ from meshpoint import (
     TooManyFollowers,
     Update,
 )
-from meshpoint.client import attachment, followed_tasks
+from meshpoint.client import attachment, followed_tasks, open_task
 from meshpoint.client.followed_tasks import FollowedTasks
 from meshpoint.client.open_task import OpenTask
+from meshpoint.errors import PoisonMessage
+from meshpoint.model.bodies import StatusBody
 from meshpoint.model.envelopes import status_envelope
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.messages import Address, AttachStatus, Message
@@ -204,6 +206,27 @@ async def test_a_requested_task_that_exists_nowhere_was_sent() -> None:
     assert asking.due_at == math.inf
     with pytest.raises(OutcomeUnknown, match="'order-17' of 'travel'"):
         asking.raise_error()
+
+
+async def test_a_flood_of_updates_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, read = OpenTask("travel", TaskId("order-17"), set()), 0
+
+    def count(*_: object) -> StatusBody:
+        nonlocal read
+        read += 1
+        raise PoisonMessage("not read further")
+
+    monkeypatch.setattr(open_task, "parse_body", count)
+    envelope = status_envelope(
+        AgentName("travel"), task.id, Requester(Address("client.private.1")), {"percent": 40}
+    )
+    assert envelope is not None
+    for burst in (2_000, 100):
+        for _ in range(burst + 500):
+            task.add_status(envelope[1])
+        assert burst <= read <= burst + 200, "a second of updates may pass meanwhile"
+        read = 0
+        advance_loop(1)
 
 
 async def test_a_question_that_is_asked_again_is_shown_after_a_snapshot_of_it() -> None:
