@@ -67,7 +67,8 @@ COMMAND_LINE = Feature(
 YAML = Feature("a YAML file", "cli", {"yaml": "pyyaml"})
 PYDANTIC_AI = Feature("Pydantic AI", "pydantic-ai", {"pydantic_ai": "pydantic-ai-slim"})
 GOOGLE_ADK = Feature("Google ADK", "google-adk", {"google.adk": "google-adk"})
-FRAMEWORKS = (PYDANTIC_AI, GOOGLE_ADK)
+LANGGRAPH = Feature("LangGraph", "langgraph", {"langchain": "langchain", "langgraph": "langgraph"})
+FRAMEWORKS = (PYDANTIC_AI, GOOGLE_ADK, LANGGRAPH)
 """The agent frameworks that Meshpoint has adapters for."""
 _PYTEST = {"pytest": "pytest", "pytest_asyncio": "pytest-asyncio"}
 CONFORMANCE = Feature("a conformance suite", "testing", _PYTEST)

@@ -25,6 +25,7 @@ KILLS = {
 }
 CASES = [
     *(("pydantic_ai", kill) for kill in KILLS),
+    *(("langgraph", kill) for kill in KILLS),
     # Each replica takes seconds to import ADK.
     *(("google_adk", kill) for kill in ("after the first pause", "in a tool after a model call")),
 ]

@@ -116,9 +116,13 @@ class Framework(Protocol):
         """The state with a field in its first message that only a later version knows."""
 
 
-FRAMEWORKS = {"pydantic_ai": "pydantic_ai", "google_adk": "google.adk"}
+FRAMEWORKS = {
+    "pydantic_ai": "pydantic_ai",
+    "google_adk": "google.adk",
+    "langgraph": "langgraph",
+}
 """The module that each framework installs, by the name of its adapter."""
-BUDGETED = ("pydantic_ai", "google_adk")
+BUDGETED = ("pydantic_ai", "google_adk", "langgraph")
 """Frameworks whose adapters check budgets."""
 
 

@@ -121,7 +121,7 @@ async def test_no_crash_pays_a_model_twice(framework: Framework) -> None:
     assert len(report.runs) > 40
     for run, journey in zip(report.runs, journeys[1:], strict=False):
         extra = Counter(journey.model_calls) - Counter([1, 2, 3, 4])
-        again = [each for each in run.repeated if "model" in each]
+        again = [each for each in run.repeated if "step 'model'" in each]
         assert len(extra) == len(again), (str(run), journey.model_calls)
 
 
@@ -225,7 +225,7 @@ async def test_a_person_approves_a_tool(framework: Framework, approved: bool) ->
                 assert journey.tool_calls == {}
                 await task.complete(APPROVAL, Approval(approved=approved, message="too dear"))
         result = await task.result()
-    assert result.strip() == ("booked 17" if approved else "too dear")
+    assert ("booked 17" if approved else "too dear") in result
     assert journey.tool_calls["book"] == approved
     assert journey.model_calls == [1, 2]
 

@@ -15,6 +15,7 @@ from meshpoint.extras import (
     COMMAND_LINE,
     CONFORMANCE,
     GOOGLE_ADK,
+    LANGGRAPH,
     POSTGRESQL,
     PYDANTIC_AI,
     RABBITMQ,
@@ -27,7 +28,17 @@ ROOT = Path(__file__).resolve().parents[2]
 PROBE = Path(__file__).with_name("probe.py")
 NEIGHBOURS = {"fastapi": "fastapi", "langgraph": "langgraph.graph", "pydantic-ai": "pydantic_ai"}
 """Other frameworks, and a module of each to import."""
-FEATURES = (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML, CONFORMANCE, PYDANTIC_AI, GOOGLE_ADK)
+FEATURES = (
+    RABBITMQ,
+    POSTGRESQL,
+    REDIS,
+    COMMAND_LINE,
+    YAML,
+    CONFORMANCE,
+    PYDANTIC_AI,
+    GOOGLE_ADK,
+    LANGGRAPH,
+)
 FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "core": (),
     "rabbitmq": (RABBITMQ,),
@@ -37,6 +48,7 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "testing": (CONFORMANCE,),
     "pydantic-ai": (PYDANTIC_AI,),
     "google-adk": (GOOGLE_ADK, YAML),
+    "langgraph": (LANGGRAPH,),
     "all": (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML),
 }
 """Features that each extra makes usable."""

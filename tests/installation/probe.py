@@ -110,6 +110,25 @@ def google_adk_import() -> str:
     return meshpoint.frameworks.google_adk.__name__
 
 
+def langgraph() -> str:
+    from langchain.agents import create_agent
+    from langchain_core.language_models.fake_chat_models import FakeListChatModel
+
+    from meshpoint import Peer
+    from meshpoint.frameworks.langgraph import MeshpointDurability, durable
+
+    model = FakeListChatModel(responses=[])
+    planner = create_agent(model, middleware=[MeshpointDurability()], name="travel")
+    wrapped = durable(planner, peers=[Peer("flights", str, str)])
+    return f"{wrapped!r} in {wrapped.state_format}"
+
+
+def langgraph_import() -> str:
+    import meshpoint.frameworks.langgraph
+
+    return meshpoint.frameworks.langgraph.__name__
+
+
 def run_command(*command: str) -> str:
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode != 0:
@@ -146,6 +165,7 @@ USES: dict[str, Callable[[], str]] = {
     "a conformance suite": conformance,
     "Pydantic AI": pydantic_ai,
     "Google ADK": google_adk,
+    "LangGraph": langgraph,
 }
 MISSING_EXTRA_CHECKS: dict[str, Callable[[], str]] = {
     **{name: lambda use=use: error_of(use) for name, use in USES.items()},  # type: ignore[misc]  # the default of a lambda
@@ -153,6 +173,7 @@ MISSING_EXTRA_CHECKS: dict[str, Callable[[], str]] = {
     "a conformance suite": lambda: error_of(conformance_import),
     "Pydantic AI": lambda: error_of(pydantic_ai_import),
     "Google ADK": lambda: error_of(google_adk_import),
+    "LangGraph": lambda: error_of(langgraph_import),
 }
 
 if __name__ == "__main__":

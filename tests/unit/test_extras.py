@@ -21,7 +21,7 @@ FEATURES = [feature_ for feature_ in vars(extras).values() if isinstance(feature
 OPTIONAL = {module for feature in FEATURES for module in feature.libraries} | {"uvloop"}
 WITHOUT_CHECK = {"uvloop"}
 """Installed by an extra, although Meshpoint works without it."""
-FRAMEWORKS = {"pydantic-ai", "google-adk"}
+FRAMEWORKS = {"google-adk", "langgraph", "pydantic-ai"}
 """Extras that `all` leaves out: a replica uses at most one framework."""
 MAIN = "from meshpoint.cli import main; main({arguments})"
 
@@ -89,6 +89,11 @@ def test_the_core_imports_no_optional_library() -> None:
             extras.GOOGLE_ADK,
             "import meshpoint.frameworks.google_adk",
             "meshpoint.frameworks.google_adk",
+        ),
+        (
+            extras.LANGGRAPH,
+            "import meshpoint.frameworks.langgraph",
+            "meshpoint.frameworks.langgraph",
         ),
         (
             extras.MESH_FIXTURE,

@@ -69,13 +69,18 @@ class ToolWaits:
         return [*calls[:limit], *(replace(call, is_refused=True) for call in calls[limit:])]
 
     def build(
-        self, ctx: TaskExecutionContext, calls: Sequence[ToolCall], tools: Mapping[str, PeerTool]
+        self,
+        ctx: TaskExecutionContext,
+        calls: Sequence[ToolCall],
+        tools: Mapping[str, PeerTool],
+        waits: Mapping[str, Waitable[Any]] | None = None,
     ) -> list[Waitable[Any]]:
         """The waits for the calls that are not refused, in their order.
 
-        `tools` are the peers that were offered.
+        `tools` are the offered peers, and `waits` the waits of the agent's own code.
         """
-        return [self._build(ctx, call, tools) for call in calls if not call.is_refused]
+        own, sent = waits or {}, [call for call in calls if not call.is_refused]
+        return [own.get(call.id) or self._build(ctx, call, tools) for call in sent]
 
     def _build(
         self, ctx: TaskExecutionContext, call: ToolCall, tools: Mapping[str, PeerTool]
@@ -83,7 +88,7 @@ class ToolWaits:
         if call.kind is ToolCallKind.PEER:
             return tools[call.tool].call(call.arguments)
         prompt = describe_call(call.tool, call.arguments)
-        question = APPROVAL if call.kind is ToolCallKind.APPROVAL else _question(call)
+        question = APPROVAL if call.kind is ToolCallKind.APPROVAL else tool_question(call.tool)
         return ctx.wait_for(question, prompt=prompt)
 
     def read_all(self, calls: Sequence[ToolCall], outcomes: Sequence[Outcome]) -> list[Answer]:
@@ -106,7 +111,7 @@ class ToolWaits:
         """
         if call.kind is ToolCallKind.APPROVAL:
             return Answer(call, APPROVAL.read_outcome(outcome))
-        if call.kind is ToolCallKind.QUESTION:
+        if call.kind in (ToolCallKind.QUESTION, ToolCallKind.WAIT):
             return Answer(call, outcome)
         read = self._read_peer(call, outcome)
         if isinstance(read, Failed):
@@ -123,9 +128,10 @@ class ToolWaits:
         raise IncompatibleState(f"it waits for {call.tool!r}, which is no longer a peer")
 
 
-def _question(call: ToolCall) -> Question[Any]:
+def tool_question(tool: str) -> Question[Any]:
+    """The question whose answer is the result of a tool."""
     try:
-        return Question(call.tool, TypeAdapter(JsonValue))
+        return Question(tool, TypeAdapter(JsonValue))
     except ConfigurationError:  # tools may have names that questions cannot have
         return Question("tool", TypeAdapter(JsonValue))
 
@@ -304,7 +310,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
             raise AgentMisbehaved(f"{self.framework}: a turn without calls")
         marked = [self._mark_discovered(call) for call in turn.calls]
         turn = replace(turn, calls=self.waits.limit(ctx, marked))
-        waits = self.waits.build(ctx, turn.calls, turn.tools)
+        waits = self.waits.build(ctx, turn.calls, turn.tools, turn.waits)
         sent = [call for call in turn.calls if not call.is_refused]
         calls: list[Call] = [
             wait.as_call(f"{call.tool}.{index}")

@@ -18,6 +18,7 @@ from meshpoint.errors import IncompatibleState
 from meshpoint.frameworks.peers import PeerTool
 from meshpoint.model.calls import Call, Paused
 from meshpoint.model.declared_type import first_problem, loggable_cause
+from meshpoint.model.waitable import Waitable
 
 Message: TypeAlias = JsonValue
 """A message of a framework's history, in the framework's own JSON form."""
@@ -35,6 +36,7 @@ class ToolCallKind(StrEnum):
     APPROVAL = "approval"
     QUESTION = "question"  # the tool's result, from a person or a webhook
     BUDGET = "budget"  # no tool: more requests to the model
+    WAIT = "wait"  # what the agent's own code asks for, which also reads the outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,14 @@ class Turn:
             model; see `meshpoint.frameworks.budget`.
         tools: The peers that the model was offered, by the names of their tools.
         extra: What else the framework needs to continue, such as the usage so far.
+        waits: The waits of the agent's own code, by the ids of their calls.
     """
 
     messages: Sequence[Message]
     calls: Sequence[ToolCall]
     tools: Mapping[str, PeerTool] = field(default_factory=dict)
     extra: dict[str, JsonValue] = field(default_factory=dict)
+    waits: Mapping[str, Waitable[Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
