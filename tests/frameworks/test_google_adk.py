@@ -26,9 +26,18 @@ from google.adk.tools.tool_context import ToolContext
 from google.genai import types
 from with_google_adk import results_of
 
-from meshpoint import ConfigurationError, Failed, Ok, Peer, QuestionUpdate
+from meshpoint import (
+    ConfigurationError,
+    Failed,
+    MeshpointError,
+    Ok,
+    Peer,
+    QuestionUpdate,
+    TaskExecutionContext,
+)
 from meshpoint.frameworks import APPROVAL, Approval
 from meshpoint.frameworks.google_adk import durable
+from meshpoint.model.ids import TaskId
 from meshpoint.testing import TestMesh
 
 travel = Peer("travel", str, str)
@@ -355,3 +364,60 @@ async def test_outside_a_task_the_agent_is_as_before() -> None:
     assert said is not None
     assert said.parts == [text("hello")]
     assert "weather" not in requests_of(root)[-1].tools_dict
+
+
+async def test_an_error_of_ours_that_adk_swallows_settles_the_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ADK makes any error of a sub-agent with one turn a result for the model."""
+
+    class Unavailable(MeshpointError):
+        """The task cannot continue here."""
+
+    def visas(country: str) -> str:
+        return "none"
+
+    guide = LlmAgent(
+        name="guide",
+        mode="single_turn",
+        model=spoken(lambda _: [call("visas", id="v", country="Italy")]),
+        tools=[visas],
+    )
+
+    def say(request: LlmRequest) -> list[types.Part]:
+        got = answers(request)
+        return [text(got[-1])] if got else [call("guide", id="g", request="visas")]
+
+    root = LlmAgent(name="travel", model=spoken(say), sub_agents=[guide])
+    task = TaskExecutionContext(TaskId("task"))
+    step = task.step
+
+    async def fail(name: str, *arguments: Any) -> Any:
+        if name.startswith("tool"):
+            raise Unavailable("later")
+        return await step(name, *arguments)
+
+    monkeypatch.setattr(TaskExecutionContext, "step", lambda _, *arguments: fail(*arguments))
+    with pytest.raises(Unavailable, match="later"):
+        await durable(root, stream=False).start(task, "Rome?")
+    (got,) = answers(requests_of(root)[-1])
+    assert got.startswith("guide=Error running sub-agent")
+
+
+async def test_a_sub_agent_with_a_task_waits_for_a_peer() -> None:
+    def guide_says(request: LlmRequest) -> list[types.Part]:
+        got = [each for each in answers(request) if each.startswith("weather")]
+        return [call("finish_task", result=got[-1])] if got else [call("weather", request="Rome")]
+
+    def say(request: LlmRequest) -> list[types.Part]:
+        got = answers(request)
+        return [text(got[-1])] if got else [call("guide", id="g", request="weather in Rome")]
+
+    guide = LlmAgent(
+        name="guide", description="Knows the weather.", mode="task", model=spoken(guide_says)
+    )
+    root = LlmAgent(name="travel", model=spoken(say), sub_agents=[guide])
+    async with TestMesh(durable(root, peers=[weather], stream=False)) as mesh:
+        stubs(mesh)
+        assert "weather=sunny" in await mesh.call(travel, "Rome?")
+        assert mesh.stub(weather).requests == ["Rome"]
