@@ -339,6 +339,27 @@ async def test_repeated_ids_of_a_model_are_told_apart() -> None:
         assert await mesh.call(travel, "Rome?") == 'weather=sunny hotels={"price":80}'
 
 
+async def test_an_agent_does_not_see_the_ids_of_the_one_before() -> None:
+    """ADK shows it the calls of other agents as text."""
+
+    def asks(name: str, peer: str, **arguments: str) -> LlmAgent:
+        def say(request: LlmRequest) -> list[types.Part]:
+            got = answers(request)
+            return [text(got[-1])] if got else [call(peer, id="same", **arguments)]
+
+        return LlmAgent(name=name, model=spoken(say))
+
+    agents: list[BaseAgent] = [
+        asks("guide", "weather", request="Rome"),
+        asks("clerk", "hotels", city="Rome"),
+    ]
+    with pytest.warns(DeprecationWarning, match="in favor of Workflow"):
+        root = SequentialAgent(name="travel", sub_agents=agents)
+    async with TestMesh(durable(root, peers=[weather, hotels], stream=False)) as mesh:
+        stubs(mesh)
+        assert await mesh.call(travel, "Rome?") == 'hotels={"price":80}'
+
+
 async def test_a_tool_with_the_name_of_a_peer_is_refused() -> None:
     def weather_tool(request: str) -> str:
         return "rain"

@@ -21,6 +21,7 @@ from langgraph.channels import DeltaChannel
 from langgraph.func import entrypoint
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command, Send, interrupt
+from pydantic import BeforeValidator
 from scenario import (
     TOOLS,
     Journey,
@@ -264,6 +265,40 @@ async def test_arguments_that_do_not_fit_are_shown_as_they_are() -> None:
                 assert update.prompt == 'Run book with {"offer": "many"}?'
                 await task.complete(APPROVAL, Approval(approved=True))
         assert "valid integer" in await task.result()
+
+
+_TODAY = ["Monday"]
+
+
+def _read_day(value: str) -> str:
+    return _TODAY[0] if value == "today" else value
+
+
+@tool
+def pay(amount: float, day: Annotated[str, BeforeValidator(_read_day)]) -> str:
+    """Pays on a day."""
+    return f"paid {amount} on {day}"
+
+
+async def test_a_tool_gets_the_arguments_that_the_question_has_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        use = Use("pay", {"amount": 9.5, "day": "today"}, "call-p")
+        return Says(results[0].text) if answers else Says(uses=(use,))
+
+    monkeypatch.setattr(f"{__name__}._TODAY", ["Monday"])
+    approvals = HumanInTheLoopMiddleware({"pay": True}, interrupt_mode="per_call")
+    model = ScriptedModel(journey=Journey(script))
+    planner = create_agent(model, [pay], middleware=[approvals], name="travel")
+    async with TestMesh(durable(planner, stream=False)) as mesh:
+        task = await mesh.send("travel", "pay")
+        async for update in task.updates():
+            if isinstance(update, QuestionUpdate):
+                assert update.prompt == 'Run pay with {"amount": 9.5, "day": "Monday"}?'
+                _TODAY[0] = "Tuesday"
+                await task.complete(APPROVAL, Approval(approved=True))
+        assert await task.result() == "paid 9.5 on Monday"
 
 
 async def test_no_discovered_peer_takes_the_place_of_a_tool() -> None:

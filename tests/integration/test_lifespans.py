@@ -71,6 +71,29 @@ async def test_an_error_at_the_start_is_one_line() -> None:
     )
 
 
+@asynccontextmanager
+async def exits() -> AsyncIterator[None]:
+    raise SystemExit(3)
+    yield
+
+
+@asynccontextmanager
+async def is_cancelled() -> AsyncIterator[None]:
+    raise asyncio.CancelledError
+    yield
+
+
+def returns_nothing() -> Any:
+    return None
+
+
+@pytest.mark.parametrize("lifespan", [exits, is_cancelled, returns_nothing])
+async def test_an_odd_failure_at_the_start_is_one_line(lifespan: Any) -> None:
+    with pytest.raises(ConfigurationError, match="agent 'counter', lifespan: failed"):
+        async with local_mesh(Counter(lifespan)):
+            await asyncio.Event().wait()
+
+
 async def test_a_start_that_takes_too_long_is_given_up() -> None:
     is_left = asyncio.Event()
 

@@ -40,7 +40,7 @@ def wrap_framework_object(found: object, name: str | None) -> DurableAgent[Any, 
         ConfigurationError: The adapter cannot be imported, or refuses the object.
     """
     for entry in _find_adapters(found):
-        agent = _load(entry)(found, name)
+        agent = _apply(entry, _load(entry), found, name)
         if agent is not None:
             return agent
     return None
@@ -71,3 +71,17 @@ def _load(entry: EntryPoint) -> Wrap:
         fix = "upgrade or remove the package that declares it"
         raise ConfigurationError("agent.entrypoint", problem, fix) from error
     return wrap
+
+
+def _apply(
+    entry: EntryPoint, wrap: Wrap, found: object, name: str | None
+) -> DurableAgent[Any, Any] | None:
+    try:
+        return wrap(found, name)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # a package of anybody, and an object of anybody
+        reason = " ".join(describe_exception(error).split())
+        problem = f"the adapter {entry.value!r} cannot wrap a {type(found).__name__}: {reason}"
+        fix = "correct the object, or wrap it in its module"
+        raise ConfigurationError("agent.entrypoint", problem, fix) from error

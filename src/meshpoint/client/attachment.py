@@ -86,7 +86,15 @@ class Attachment:
     def expect_reply(self, now: float) -> None:
         """Record that this connection has requested the task, so that a reply will come."""
         self._is_requested = True
+        self._unknown_count = 0  # earlier replies were right before this request
         self.due_at = min(self.due_at, now + _spread(_QUIET_DELAYS))
+
+    def hasten(self, at: float) -> bool:
+        """Ask at `at`, or earlier. Returns whether that was changed."""
+        if self.due_at <= at or self._is_displaced or self._create_error is not None:
+            return False
+        self.due_at = at
+        return True
 
     def displace(self, now: float) -> None:
         """Record that other connections took the place of this one."""

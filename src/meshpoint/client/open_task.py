@@ -33,6 +33,8 @@ _UPDATES_PER_SECOND, _MAX_BURST = 100, 2_000
 """Maximum status updates of one task that are read. An agent sends at most 20 a second of its own
 and forwards as many of its peers. The burst leaves room for a caller that was busy or offline.
 """
+_FLOOD_SECONDS = 10.0
+"""Seconds after a dropped update until the latest status and the open questions are asked for."""
 _MAX_WITHOUT_READER = 8
 """Maximum status updates kept while no iterator exists: the first items of the next one."""
 _DISPLACED_SECONDS = 60.0
@@ -200,6 +202,8 @@ class OpenTask:
         self._update_budget = min(_MAX_BURST, self._update_budget + refill)
         self._budget_at = now
         if self._update_budget < 1:
+            if self._readers and self.attachment.hasten(now + _FLOOD_SECONDS):
+                self._notify()
             return False
         self._update_budget -= 1
         return True

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from datetime import timedelta
 from typing import Any
 
+from meshpoint.engine.containment import EXITS, is_user_interrupt
 from meshpoint.engine.segment import Agent
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.error_text import describe_exception
@@ -52,7 +53,9 @@ class Lifespan:
         """
         if not self._versions:
             return
-        self._task = asyncio.create_task(self._hold(), name=f"lifespan of {self._name}")
+        self._task = asyncio.create_task(
+            self._hold_without_exits(), name=f"lifespan of {self._name}"
+        )
         entered = asyncio.ensure_future(self._is_entered.wait())
         try:
             await asyncio.wait(
@@ -79,6 +82,15 @@ class Lifespan:
                 self._resources[version.state_format] = value
             self._is_entered.set()
             await self._must_leave.wait()
+
+    async def _hold_without_exits(self) -> None:
+        """Hold them. An exit in their code would end the event loop, with all its replicas."""
+        try:
+            await self._hold()
+        except EXITS as error:
+            if is_user_interrupt(error):
+                raise
+            raise RuntimeError(describe_exception(error)) from error
 
     def _check_end(self, task: asyncio.Task[None]) -> None:
         """Stop the replica if its resources have ended before it leaves them."""

@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fnmatch import fnmatchcase
-from math import floor
+from math import floor, inf
 from typing import Literal, TypeAlias
 
 from meshpoint.errors import AgentFailed, BudgetExceeded, ConfigurationError, MeshpointError
@@ -52,10 +52,15 @@ class Price:
     output: float
     cached: float | None = None
 
+    def __post_init__(self) -> None:
+        for price in (self.input, self.output, self.cached):
+            if price is not None and not 0 <= price < inf:
+                raise ConfigurationError("Price", f"{price} is no price", "write 0 or more")
+
     def __call__(self, model: str, tokens: Tokens) -> float:
         """The cost of `tokens`."""
         cached = self.input if self.cached is None else self.cached
-        fresh = tokens.input - tokens.cached
+        fresh = max(0, tokens.input - tokens.cached)  # a peer may report any numbers
         cost = fresh * self.input + tokens.cached * cached + tokens.output * self.output
         return cost / 1_000_000
 
@@ -112,7 +117,7 @@ class Budget:
         """The first limit, `times` as high, that `usage` has reached.
 
         Raises:
-            BudgetExceeded: A model has no price.
+            BudgetExceeded: A model has no price, or one that is no amount of money.
         """
         total = usage.total
         used = [
@@ -138,6 +143,9 @@ class Budget:
         cost = None if price is None else price(model, tokens)
         if cost is None:
             note = f"it has no price for model {model!r}, which the task or a peer has used"
+            raise BudgetExceeded("cost", 0, self.cost or 0, note)
+        if not 0 <= cost < inf:  # a negative cost, or NaN, would lift the limit
+            note = f"its price function has returned {cost} for model {model!r}"
             raise BudgetExceeded("cost", 0, self.cost or 0, note)
         return float(cost)
 

@@ -88,6 +88,16 @@ def test_a_broken_adapter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         load_agent(f"{__name__}:planner")
 
 
+@pytest.mark.usefixtures("adapter")
+def test_an_error_of_an_adapter_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(planner, "label")
+    with pytest.raises(
+        ConfigurationError, match="cannot wrap a Foreign: AttributeError"
+    ) as caught:
+        load_agent(f"{__name__}:planner")
+    assert "\n" not in str(caught.value)
+
+
 def test_an_object_that_nobody_knows_is_told_what_can_be_installed() -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_agent(f"{__name__}:other")

@@ -149,6 +149,21 @@ async def test_a_task_is_not_found_only_if_that_is_certain(
         await waiting
 
 
+async def test_a_certain_reply_to_an_attach_from_before_the_request_does_not_count(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attachment, "_UNKNOWN_DELAYS", (0.0,))
+    waiting = wait(call.mesh.task(travel, "order-17"))
+    for count in range(1, 5):
+        await send_status(call, await wait_for_attaches(call, count), AttachStatus.UNKNOWN)
+    attach = await wait_for_attaches(call, 5)
+    sent = await call.mesh.send(travel, ROME, task_id="order-17")
+    await send_status(call, attach, AttachStatus.UNKNOWN, certain=True)
+    await idle()
+    await call.agent.respond(await call.agent.wait_for_request(), {"text": "by train"})
+    assert await waiting == await sent.result() == Plan(text="by train")
+
+
 async def test_two_replies_to_one_attach_count_once(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

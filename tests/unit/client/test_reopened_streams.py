@@ -229,6 +229,28 @@ async def test_a_flood_of_updates_is_not_read(monkeypatch: pytest.MonkeyPatch) -
         advance_loop(1)
 
 
+class Reader:
+    """A reader of updates."""
+
+
+async def test_the_status_is_asked_for_after_a_flood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flood may have hidden an honest update, such as a question."""
+    monkeypatch.setattr(open_task, "_MAX_BURST", 0)
+    task, reader = OpenTask("travel", TaskId("order-17"), set()), Reader()
+    task.add_request("", None)
+    envelope = status_envelope(
+        AgentName("travel"), task.id, Requester(Address("client.private.1")), {"percent": 40}
+    )
+    assert envelope is not None
+    now = asyncio.get_running_loop().time()
+    task.add_status(envelope[1])
+    assert task.attachment.due_at > now + 60, "nobody follows it"
+    task.add_reader(reader)
+    for _ in range(3):
+        task.add_status(envelope[1])
+        assert now + 10 <= task.attachment.due_at < now + 60
+
+
 async def test_a_question_that_is_asked_again_is_shown_after_a_snapshot_of_it() -> None:
     task = OpenTask("travel", TaskId("order-17"), set())
     question = QuestionKey(AgentName("travel"), task.id, TaskId("~?approval.1")).to_id()

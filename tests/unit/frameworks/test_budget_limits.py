@@ -65,6 +65,24 @@ def test_a_function_may_give_the_prices() -> None:
         budget.find_exceeded(usage_of(other=Tokens()), 1)
 
 
+@pytest.mark.parametrize("price", [-1, float("nan"), float("inf")])
+def test_a_price_that_is_none_is_refused(price: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"{price} is no price"):
+        Price(input=1, output=price)
+    budget = Budget(cost=3, prices=lambda model, tokens: price)
+    with pytest.raises(BudgetExceeded, match=f"returned {price} for model 'a'"):
+        budget.find_exceeded(usage_of(a=Tokens()), 1)
+
+
+def test_a_peer_cannot_lower_the_cost() -> None:
+    usage = usage_of(a=Tokens(output=1_000_000))
+    usage.merge(usage_of(a=Tokens(cached=2**50)), source="peer")
+    prices = {"a": Price(input=1, output=2, cached=0)}
+    exceeded = Budget(cost=2, prices=prices).find_exceeded(usage, 1)
+    assert exceeded is not None
+    assert exceeded.used == 2
+
+
 def test_genai_prices_give_the_prices() -> None:
     """The function in the guide."""
     genai_prices = pytest.importorskip("genai_prices")

@@ -112,6 +112,9 @@ class GoogleADKAgent(FrameworkAgent[In, Out]):
             stream=self._stream,
             requests=int(str(history.extra.get("requests", 0))),
             max_requests=self._run_config.max_llm_calls,
+            used_ids=(
+                call.id for event in events for call in event.get_function_calls() if call.id
+            ),
         )
         start: dict[str, Any] = {}
         if answers:

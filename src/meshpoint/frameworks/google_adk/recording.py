@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache, partial
@@ -63,6 +63,7 @@ class Recorder(BasePlugin):
         stream: Whether to send the text of the model to the task's callers.
         requests: The requests to models before this run.
         max_requests: Maximum requests of the whole task. 0 or less: any number.
+        used_ids: The ids of the calls in the session. A request may not show all of them.
 
     Attributes:
         requests: The requests to models so far.
@@ -82,12 +83,13 @@ class Recorder(BasePlugin):
         stream: bool,
         requests: int,
         max_requests: int,
+        used_ids: Iterable[str],
     ) -> None:
         super().__init__("meshpoint")
         self.requests, self._max_requests = requests, max_requests
         self._session_id, self._root, self._offered_to = session_id, root, offered_to
         self._peers, self._stream = peers, stream
-        self._offering = asyncio.Lock()
+        self._offering, self._used_ids = asyncio.Lock(), set(used_ids)
         self.offered: Mapping[str, PeerTool] = peers.known
         self.shown: dict[str, dict[str, JsonValue]] = {}
         self.approved: dict[str, dict[str, JsonValue]] = {}
@@ -158,7 +160,7 @@ class Recorder(BasePlugin):
             async def request() -> JsonValue:
                 shows = self._stream and not scope
                 responses = await _request(task, original, llm_request, shows)
-                _set_ids(responses, llm_request, f"adk-{agent}-{number}")
+                _set_ids(responses, self._used_ids, f"adk-{agent}-{number}")
                 return _dump_responses(responses)
 
             number = self.requests
@@ -166,6 +168,7 @@ class Recorder(BasePlugin):
             _sort_results(llm_request.contents)
             recorded = await record_step(task, step_name("model", *scope, *name), request)
             for response in _RESPONSES.validate_json(to_json(recorded)):
+                self._used_ids.update(call.id for call in response.get_function_calls() if call.id)
                 yield response
 
         # ADK looks at the class of a model, so this one keeps it.
@@ -369,18 +372,19 @@ async def _request(
     return responses
 
 
-def _set_ids(responses: Sequence[LlmResponse], request: LlmRequest, prefix: str) -> None:
-    """Give new ids to calls without an id, and to calls that repeat the id of an earlier call.
+def _set_ids(responses: Sequence[LlmResponse], used: Collection[str], prefix: str) -> None:
+    """Give new ids to calls without an id, and to calls that repeat an id in `used` or here.
 
-    The ids are the same in every run. ADK does not send ids with its prefix, "adk-", to a model.
+    ADK does not send ids with its prefix, "adk-", to a model.
     """
-    parts = [part for content in request.contents for part in content.parts or ()]
-    used = {part.function_call.id for part in parts if part.function_call is not None}
+    taken = set(used)
     calls = (call for response in responses for call in response.get_function_calls())
     for index, call in enumerate(calls):
-        if not call.id or call.id in used:
+        if not call.id or call.id in taken:
             call.id = f"{prefix}-{index}"
-        used.add(call.id)
+            while call.id in taken:  # a model may have chosen this one
+                call.id += "-"
+        taken.add(call.id)
 
 
 async def _show_text(task: TaskExecutionContext, response: LlmResponse) -> bool:

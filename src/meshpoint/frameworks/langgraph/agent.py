@@ -28,7 +28,7 @@ from meshpoint.frameworks.base import (
 )
 from meshpoint.frameworks.budget import Budget
 from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn, lost_part
-from meshpoint.frameworks.langgraph.codec import decode_messages, encode, encode_message
+from meshpoint.frameworks.langgraph.codec import decode, decode_messages, encode, encode_message
 from meshpoint.frameworks.langgraph.nodes import RequestCounter, record_nodes
 from meshpoint.frameworks.langgraph.saver import (
     MESSAGES,
@@ -265,9 +265,9 @@ def _resume(history: History, answers: Sequence[Answer], run: RunState) -> dict[
     for interrupt_id, kind, count, raw in stored:
         own = [next(remaining) for _ in range(count)]
         for answer, (tool, arguments) in zip(own, raw, strict=False):
-            run.arguments.append((tool, arguments, answer.call.arguments))
+            run.arguments.append((tool, decode(arguments), answer.call.arguments))
         if kind == PEER:
-            run.answered.add(own[0].call.id)
+            run.answered[own[0].call.tool, own[0].call.id] += 1
             values[interrupt_id] = peer_result(own[0])
         elif kind == SPENT:
             values[interrupt_id] = True

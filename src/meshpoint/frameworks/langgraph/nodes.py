@@ -144,7 +144,7 @@ class _ToolsNode(_Node):
                 return await super().run_in_task(task, run, input, config, call)
 
         async def run_tool() -> Any:
-            if call_id not in run.answered:
+            if not run.is_answered(tool, call_id):
                 await task.update_status({"tool": tool, "state": "called"})
             output = await call(input)
             await task.update_status({"tool": tool, "state": "answered"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -42,20 +43,25 @@ class RunState:
     Attributes:
         tools: The peers of this turn of the model.
         hidden: The names of peers that the model does not see, because it has such a tool.
-        answered: The ids of the peer calls that have their results in this run.
+        answered: The peer calls whose results this run has yet to read, by tool and id. A model
+            may use an id again.
         waits: What `ask` waits for.
         arguments: The arguments of approved calls, by tool and the arguments before validation.
     """
 
     tools: Mapping[str, PeerTool]
     hidden: set[str] = field(default_factory=set)
-    answered: set[str] = field(default_factory=set)
+    answered: Counter[tuple[str, str]] = field(default_factory=Counter)
     waits: list[tuple[Waitable[Any], ...]] = field(default_factory=list)
     arguments: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     def is_peer(self, tool: str, call_id: str | None) -> bool:
         """Whether the model calls a peer."""
-        return (tool in self.tools and tool not in self.hidden) or call_id in self.answered
+        return (tool in self.tools and tool not in self.hidden) or self.is_answered(tool, call_id)
+
+    def is_answered(self, tool: str, call_id: str | None) -> bool:
+        """Whether this run has the result of a peer call."""
+        return self.answered[tool, call_id or ""] > 0
 
     def approved_arguments(self, tool: str, arguments: Any) -> Any:
         """The arguments that a person has approved, or the same ones."""
@@ -122,13 +128,16 @@ class MeshpointDurability(AgentMiddleware[Any, Any]):
         name, call_id, arguments = call["name"], call["id"] or "", call["args"]
         if run is None or not run.is_peer(name, call_id):
             return await handler(request)
-        if call_id not in run.answered:
+        is_answered = run.is_answered(name, call_id)
+        if not is_answered:
             try:
                 run.tools[name].check(arguments)
             except InvalidInput as error:
                 return ToolMessage(str(error), name=name, tool_call_id=call_id, status="error")
         wait = {"type": PEER, "id": call_id, "tool": name, "arguments": arguments}
         content, is_error = interrupt(wait)
+        if is_answered:
+            run.answered[name, call_id] -= 1
         status = "error" if is_error else "success"
         return ToolMessage(content, name=name, tool_call_id=call_id, status=status)
 

@@ -323,6 +323,7 @@ class _Operation(BoundDurableOperation[ParamsT, WireT, ResultT]):
                 result = await operation.handler(counted)
             if isinstance(result, ModelResponse):
                 _count_request(task, result, "agent")
+                _set_ids(result)
             return cast(JsonValue, operation.result_codec.dump(result))
 
         if isinstance(operation.operation_id, ModelRequestId):
@@ -335,6 +336,20 @@ class _Operation(BoundDurableOperation[ParamsT, WireT, ResultT]):
                 raise
             raise model_error from error
         return operation.result_codec.load(cast(WireT, recorded))
+
+
+def _set_ids(response: ModelResponse) -> None:
+    """Give new ids to calls without an id, and to calls that repeat the id of another one.
+
+    Otherwise an answer, or the approval of a person, would be for both.
+    """
+    used = set[str]()
+    for index, call in enumerate(response.tool_calls):
+        if not call.tool_call_id or call.tool_call_id in used:
+            call.tool_call_id = f"{call.tool_call_id or 'call'}-{index}"
+            while call.tool_call_id in used:
+                call.tool_call_id += "-"
+        used.add(call.tool_call_id)
 
 
 def _name(operation: DurableOperation[Any, Any, Any], params: object) -> str:
