@@ -49,6 +49,11 @@ class Medians:
 
     samples: Mapping[str, Sequence[Sample]]
 
+    def __add__(self, more: Medians) -> Medians:
+        """These samples and later ones of the same contenders."""
+        names = more.samples
+        return Medians({name: [*self.samples.get(name, ()), *names[name]] for name in names})
+
     def rate(self, name: str) -> Spread:
         """Units of work per second."""
         return Spread.from_values([sample.rate for sample in self.samples[name]])

@@ -110,7 +110,7 @@ class FastPath:
         written: dict[str, tuple[float, float | None]] = {}
         fresh = [pauses[place] for place in places.values() if not pauses[place].pause.run.fence]
         known = [pauses[place] for place in places.values() if pauses[place].pause.run.fence]
-        fences = ([packed.pause.run.fence for packed in known],)
+        fences: list[Sequence[Any] | None] = [[packed.pause.run.fence for packed in known]]
         for statements, each, more, logs in (
             (
                 (sql.PAUSE_NEW, sql.PAUSE_NEW_WITH_LOG),
@@ -169,19 +169,19 @@ class FastPath:
         )
         return {places[row.logical_task_id]: SaveCommitted() for row in rows}
 
-    def _new_task_arrays(self, fresh: Sequence[PackedPause]) -> tuple[list[Any], ...]:
+    def _new_task_arrays(self, fresh: Sequence[PackedPause]) -> list[Sequence[Any] | None]:
         requesters = [packed.pause.requester for packed in fresh]
-        return (
-            [epoch_seconds(requester.deadline) for requester in requesters],
+        return [
+            _array([epoch_seconds(requester.deadline) for requester in requesters]),
             [self._options.names.qualified(packed.pause.run.agent) for packed in fresh],
             [packed.request for packed in fresh],
-            [requester.reply_to for requester in requesters],
-            [requester.app_id for requester in requesters],
-            [requester.parent_task_id for requester in requesters],
-            [duration_seconds(requester.idle_timeout) for requester in requesters],
-            [packed.pause.digest for packed in fresh],
-            [duration_seconds(requester.result_ttl) for requester in requesters],
-        )
+            _array([requester.reply_to for requester in requesters]),
+            _array([requester.app_id for requester in requesters]),
+            _array([requester.parent_task_id for requester in requesters]),
+            _array([duration_seconds(requester.idle_timeout) for requester in requesters]),
+            _array([packed.pause.digest for packed in fresh]),
+            _array([duration_seconds(requester.result_ttl) for requester in requesters]),
+        ]
 
     async def claim(
         self,
@@ -302,7 +302,7 @@ class FastPath:
             [command.run.id for command, _ in commands],
             [command.state.value for command, _ in commands],
             [reply for _, reply in commands],
-            [command.dead_reason for command, _ in commands],
+            _array([command.dead_reason for command, _ in commands]),
         )
         results: dict[int, EndResult] = {}
         for row in rows:
@@ -400,8 +400,11 @@ def _outcomes(row: Any, recorded: Sequence[Outcome]) -> list[StoredOutcome]:
     return [call[1:] for call in sorted(calls, key=itemgetter(0))]
 
 
-def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
-    """The columns of the pauses' tasks, each as an array with one element per pause."""
+def _task_arrays(pauses: Sequence[PackedPause]) -> list[Sequence[Any] | None]:
+    """The columns of the pauses' tasks, each as an array with one element per pause.
+
+    An array of NULLs only is NULL: the driver looks at each element of an array.
+    """
     plain = [
         (
             packed.pause.run.task_id,
@@ -415,9 +418,14 @@ def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
         for packed in pauses
     ]
     return [
-        *map(list, zip(*plain, strict=True)),
-        *([packed.columns[name] for packed in pauses] for name in CONTEXT),
+        *map(_array, zip(*plain, strict=True)),
+        *(_array([packed.columns[name] for packed in pauses]) for name in CONTEXT),
     ]
+
+
+def _array(values: Sequence[Any]) -> Sequence[Any] | None:
+    """`values`, or `None` if all are `None`."""
+    return values if any(value is not None for value in values) else None
 
 
 def _log_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
