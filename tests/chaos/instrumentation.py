@@ -7,7 +7,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,16 @@ from pydantic import JsonValue
 from meshpoint.cli.watchdog import DrainExitObserver
 from meshpoint.errors import Unavailable
 from meshpoint.model.events import Event, Phase, Step
-from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.messages import Address, Message, MessageType, Topic
-from meshpoint.ports.broker import Broker, Delivery, OnDelivery, PublishResult, Subscription
+from meshpoint.ports.broker import (
+    Broker,
+    Delivery,
+    OnDelivery,
+    PublishResult,
+    RequestSearch,
+    Subscription,
+)
 
 _UNRECORDED_STEPS = {Step.RENEW, Step.SWEEP}
 _STEPS_RECORDED_BEFORE = {Step.SEGMENT, Step.CHECKPOINT, Step.END, Step.CLAIM, Step.REPLY}
@@ -122,6 +129,12 @@ class WrappedBroker:
 
     async def depth(self, address: Address) -> int | None:
         return await self._broker.depth(address)
+
+    async def find_request(self, agent: AgentName, task_id: TaskId) -> RequestSearch:
+        return await self._broker.find_request(agent, task_id)
+
+    def deny_request(self, agent: AgentName, task_id: TaskId) -> Mapping[Address, int]:
+        return self._broker.deny_request(agent, task_id)
 
 
 class DoublingBroker(WrappedBroker):

@@ -13,6 +13,7 @@ _SLOT_TAKEN = (
     "only if a resumed task takes the slot meanwhile: prefetch equals the number of slots"
 )
 _BY_THE_ADAPTER = "the adapters refuse a message without it"
+_BY_A_REPLICA = "only a replica of the agent may send one, and its own can be read"
 _REFUSED_EARLIER = "refused before, by `PeerMessages._find_refusal_reason`"
 
 _NEVER = {
@@ -73,6 +74,12 @@ _BRANCHES = {
     ("engine.attaches", "attach_sender", "AttachEnded"): _CONCURRENT_CHANGE,
     ("engine.attaches", "_show_open_questions", "is None"): _CONCURRENT_CHANGE,
     ("engine.responses", "handle_completions", "except StoreUnavailable"): _UNAVAILABLE,
+    ("engine.responses", "handle_signals", "except StoreUnavailable"): _UNAVAILABLE,
+    ("engine.responses", "handle_reads", "except StoreUnavailable"): _UNAVAILABLE,
+    ("engine.responses", "_handle_commands", "except StoreUnavailable"): _UNAVAILABLE,
+    ("engine.responses", "_handle_commands", "return"): _UNAVAILABLE,
+    ("engine.responses", "handle_denials", "except PoisonMessage"): _BY_A_REPLICA,
+    ("engine.unknown_tasks", "_find_request", "except Unavailable"): _UNAVAILABLE,
     ("engine.completions", "_record", "except StoreUnavailable"): _UNAVAILABLE,
     ("engine.completions", "_record", "raise"): _UNAVAILABLE,
     (
@@ -132,12 +139,10 @@ _TIMING_DEPENDENT = {
     ("engine.status_queries", "answer_and_broadcast"): "",
     ("engine.status_queries", "answer_in_process"): "",
     ("engine.unknown_tasks", "search"): "",
-    ("engine.unknown_tasks", "_await_denials"): "",
     ("engine.unknown_tasks", "_conclude"): "",
     ("engine.unknown_tasks", "_has_row"): "",
     ("engine.unknown_tasks", "add"): "",
     ("engine.unknown_tasks", "add_denial"): "",
-    ("engine.unknown_tasks", "deny"): "",
 }
 """Branches that depend on the timing of messages, which a busy machine may not provide."""
 

@@ -1067,6 +1067,22 @@ def _attach_broadcast(world: FuzzState) -> WireMessage:
     return make_attach(world, agent).with_properties(key=f"{agent}.broadcast")
 
 
+@recipe("attach by broadcast that asks for denials")
+def _attach_for_denials(world: FuzzState) -> WireMessage:
+    agent = world.rng.choice(AGENTS)
+    odd = (f"{agent}.private.{new_id()}", "ledger.resp", REPLIES, "", "x" * 300, "\0", 7, 1.5)
+    attach = make_attach(world, agent).with_properties(key=f"{agent}.broadcast")
+    return attach.with_headers({"x-deny-to": world.rng.choice(odd)})
+
+
+@recipe("denial of a task")
+def _deny(world: FuzzState) -> WireMessage:
+    agent = world.rng.choice(AGENTS)
+    body = {"replica": MALLORY, "consumers": {f"{agent}.req": 1_000_000}}
+    denial = WireMessage(f"{agent}.broadcast", {}, {}, json.dumps(body).encode())
+    return denial.with_properties(**_properties(world, "deny", world.mark, new_id()))
+
+
 @recipe("attach for another address")
 def _attach_for_another(world: FuzzState) -> WireMessage:
     return make_attach(world, reply_to="ledger.resp")
