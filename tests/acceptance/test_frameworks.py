@@ -15,7 +15,12 @@ PLAN = (
     'flights: {"price":120} | clock: noon | weather: sunny | visas: none for Italy'
     ' | hotels: {"price":80}'
 )
-FRAMEWORKS = {"pydantic_ai": "pydantic_ai", "google_adk": "google.adk"}
+FRAMEWORKS = {
+    "pydantic_ai": "pydantic_ai",
+    "google_adk": "google.adk",
+    "langgraph": "langgraph",
+}
+"""The module that each framework installs, by the name of its adapter."""
 KILLS = {
     "at the first pause": ("checkpoint:before", 0),
     "after the first pause": ("checkpoint:after", 0),

@@ -99,9 +99,6 @@ class Journey:
 class Framework(Protocol):
     """A framework under test."""
 
-    version: str
-    """The installed version, as the agent stores it."""
-
     def build(self, journey: Journey, **options: Any) -> FrameworkAgent[Trip, str]:
         """The travel agent. `options` are passed to `durable`, except `request_limit`.
 
@@ -122,8 +119,6 @@ FRAMEWORKS = {
     "langgraph": "langgraph",
 }
 """The module that each framework installs, by the name of its adapter."""
-BUDGETED = ("pydantic_ai", "google_adk", "langgraph")
-"""Frameworks whose adapters check budgets."""
 
 
 def load_framework(name: str) -> Framework:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from scenario import (
-    BUDGETED,
+    FRAMEWORKS,
     TOKENS,
     TOOLS,
     Framework,
@@ -38,7 +38,7 @@ PRICES = {"script": Price(input=0, output=1_000_000)}
 """A token of the model's output costs 1."""
 
 
-@pytest.fixture(params=BUDGETED)
+@pytest.fixture(params=FRAMEWORKS)
 def framework(request: pytest.FixtureRequest) -> Framework:
     return load_framework(request.param)
 

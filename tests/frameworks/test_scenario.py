@@ -386,7 +386,7 @@ async def test_a_history_that_would_lose_a_part_is_refused(framework: Framework)
     paused = await built.start(task, {"city": "Rome"})
     assert isinstance(paused, Paused)
     outcomes = Outcomes({call.id: Ok("sunny") for call in paused.calls})
-    newer = paused.state.replace(framework.version.encode(), b"99.1")
+    newer = paused.state.replace(built.library.encode(), b"99.1")
     with pytest.raises(IncompatibleState, match=r"99\.1.* would lose messages\.0\.|99\.1.*cannot"):
         await built.resume(task, framework.add_field(newer), outcomes)
     await built.resume(task, newer, Outcomes(dict.fromkeys(outcomes, Failed(FailureKind.ERROR))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from importlib.metadata import version as installed_version
 from typing import Any
 
 from google.adk.agents import LlmAgent
@@ -102,7 +101,6 @@ def _response(
 class GoogleADK:
     """Builds the travel agent."""
 
-    version = installed_version("google-adk")
     most_pauses = 40
     """Each resume reads all events, so ADK is slow with many."""
 

@@ -17,7 +17,6 @@ from scenario import TOKENS, Journey, Result, Says, Trip, flights, hotels, weath
 
 from meshpoint.frameworks.base import FrameworkAgent
 from meshpoint.frameworks.langgraph import MeshpointDurability, durable
-from meshpoint.frameworks.langgraph.agent import LangGraphAgent
 
 
 class ScriptedModel(BaseChatModel):
@@ -137,20 +136,16 @@ class LangGraph:
         limits: list[Any] = []
         if limit := options.pop("request_limit", None):
             limits = [ModelCallLimitMiddleware(thread_limit=limit, exit_behavior="error")]
-        built: LangGraphAgent[Trip, str] = durable(
+        return durable(
             self.agent(journey, middleware=limits),
             input=Trip,
             prompt=lambda trip: f"{trip.days} days in {trip.city}",
             output=str,
             **options,
         )
-        self.version = built.library
-        return built
-
-    version = ""
 
     def raw(self, journey: Journey) -> object:
-        """The agent by itself, with a model that cannot stream."""
+        """The agent, as an entrypoint may name it."""
         return self.agent(journey)
 
     def add_field(self, state: bytes) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from importlib.metadata import version as installed_version
 from typing import Any
 
 from pydantic_ai import Agent, UsageLimits
@@ -69,8 +68,6 @@ def model_of(journey: Journey) -> FunctionModel:
 
 class PydanticAI:
     """Builds the travel agent."""
-
-    version = installed_version("pydantic-ai-slim")
 
     def agent(self, journey: Journey, **options: Any) -> Agent[None, str]:
         """The agent by itself."""
