@@ -381,7 +381,7 @@ async def test_tools_may_change_the_state_and_return_artifacts() -> None:
 
     @tool
     def tell(runtime: ToolRuntime) -> str:
-        """Says what was marked."""
+        """Says the marks."""
         seen.extend(each.artifact for each in runtime.state["messages"] if each.type == "tool")
         return str(runtime.state["marks"])
 

@@ -66,7 +66,7 @@ def _load(entry: EntryPoint) -> Wrap:
         wrap: Wrap = entry.load()
     except ConfigurationError:
         raise
-    except Exception as error:  # a package of anybody
+    except Exception as error:  # anybody may have written the package
         problem = f"the adapter {entry.value!r} cannot be loaded: {describe_exception(error)}"
         fix = "upgrade or remove the package that declares it"
         raise ConfigurationError("agent.entrypoint", problem, fix) from error

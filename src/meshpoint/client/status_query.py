@@ -16,7 +16,7 @@ _REPLY_SECONDS = 5.0
 _UNKNOWN_DELAYS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds to wait for a replica that knows the task, after each reply without a status.
 
-After the last reply, nothing is awaited if it is certain that the task exists nowhere.
+After the last query, the first reply that is certain that the task exists nowhere counts.
 """
 _UNDECIDED = {AttachStatus.UNKNOWN, AttachStatus.QUEUED}
 

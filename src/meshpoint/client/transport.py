@@ -628,7 +628,7 @@ class Transport:
         It counts as not set if no replica that has the task has replied for ten seconds.
 
         Raises:
-            TaskNotFound: It exists nowhere.
+            TaskNotFound: The task exists nowhere.
             OtherRequester: It was sent under another name.
             UnknownAgent: No replica has ever served `agent` in this namespace.
             BrokerUnavailable: The broker did not confirm the message.
@@ -639,7 +639,7 @@ class Transport:
         if status is CompletionStatus.REFUSED and body.requester is not None:
             raise OtherRequester(task_id, body.requester, self.name)
         if status is not CompletionStatus.RECORDED:
-            await self.query_status(agent, task_id, requested=False)  # is it certainly not found?
+            await self.query_status(agent, task_id, requested=False)  # raises if that is certain
         return bool(body.is_set), body.value
 
     async def _exchange(

@@ -29,7 +29,7 @@ class Lifespan:
         on_failure: Called if the resources fail while the replica runs.
 
     Attributes:
-        failure: The error that stops the replica, if they have failed.
+        failure: The error that stops the replica, if the resources have failed.
     """
 
     def __init__(self, agent: Agent, on_failure: Callable[[], None]) -> None:
@@ -46,7 +46,7 @@ class Lifespan:
         return self._resources
 
     async def enter(self, timeout: timedelta) -> None:
-        """Enter them.
+        """Enter all lifespans.
 
         Raises:
             ConfigurationError: One has failed, or has not been entered within `timeout`.
@@ -93,7 +93,7 @@ class Lifespan:
             raise RuntimeError(describe_exception(error)) from error
 
     def _check_end(self, task: asyncio.Task[None]) -> None:
-        """Stop the replica if its resources have ended before it leaves them."""
+        """Stop the replica if its lifespans have ended before it leaves them."""
         if not self._must_leave.is_set():
             self.failure = self._describe("ended while the replica was running", task)
             self._on_failure()
@@ -112,7 +112,7 @@ class Lifespan:
         return failure
 
     async def leave(self) -> None:
-        """Leave them, once no code of the agent runs.
+        """Leave all lifespans, once no code of the agent runs.
 
         Raises:
             Exception: One could not be left cleanly.

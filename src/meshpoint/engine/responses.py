@@ -500,7 +500,7 @@ class PeerMessages:
         """Carry out the commands of messages, each command once.
 
         `carry_out` returns the commands for tasks of other requesters or locked by another
-        session. If it raises `StoreUnavailable`, they are all carried out again later.
+        session. If it raises `StoreUnavailable`, all commands are carried out again later.
         """
         received_by_command: dict[_Command, list[ReceivedMessage]] = {}
         for item in received:

@@ -57,7 +57,7 @@ class _Denials:
 
 
 class UnknownTasks:
-    """Tells callers what is known about tasks without a row."""
+    """Replies to callers that ask about tasks without a row."""
 
     def __init__(self, runtime: ReplicaRuntime, tasks: LiveTasks, publisher: Publisher) -> None:
         self._runtime, self._tasks, self._publisher = runtime, tasks, publisher
@@ -70,7 +70,7 @@ class UnknownTasks:
         """Search for a task, and let the replica that has it reply.
 
         A sender that asks for too many tasks gets `QUEUED`. If other replicas must deny the task,
-        its caller gets the status in the background, within `SEARCH_SECONDS`.
+        this returns before its caller gets the status, within `SEARCH_SECONDS`.
         """
         if not self._throttle.try_consume(sender):
             await send(AttachStatus.QUEUED, False)

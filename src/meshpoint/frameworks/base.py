@@ -62,7 +62,7 @@ class ToolWaits:
         self._fails = on_peer_failure == "fail"
 
     def limit(self, ctx: TaskExecutionContext, calls: Sequence[ToolCall]) -> list[ToolCall]:
-        """Mark the calls of a turn that are too many for one pause as refused."""
+        """Mark the calls beyond the limit of one pause as refused."""
         limit = ctx._runtime.max_fan_out
         if limit is None or len(calls) <= limit:
             return list(calls)
@@ -222,9 +222,9 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         return self.tools.patterns
 
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
-        """The resources of a replica; see `HasLifespan`. `lifespan=` of `durable`.
+        """What `lifespan=` of `durable` returns; see `HasLifespan`.
 
-        An adapter need not do anything. It may extend it, for example to warm up its framework.
+        An adapter may extend it, for example to warm up its framework.
         """
         return nullcontext() if self._lifespan is None else self._lifespan()
 
@@ -243,8 +243,8 @@ class FrameworkAgent(ABC, Generic[In, Out]):
             ctx: The context of the task.
             prompt: What the task begins with. `None` if it resumes.
             history: What the last pause has stored. Empty if there was none.
-            answers: One for each of `history.calls`, in call order. None if there are no calls:
-                then the next request to the model is due.
+            answers: One for each of `history.calls`, in call order. Without calls, the next
+                request to the model is due.
 
         Raises:
             IncompatibleState: The installed version of the framework cannot read the history.

@@ -36,7 +36,7 @@ class ToolCallKind(StrEnum):
     APPROVAL = "approval"
     QUESTION = "question"  # the tool's result, from a person or a webhook
     BUDGET = "budget"  # no tool: more requests to the model
-    WAIT = "wait"  # what the agent's own code asks for, which also reads the outcome
+    WAIT = "wait"  # a wait of the agent's own code, which also reads the outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Turn:
 
     Attributes:
         messages: All messages so far.
-        calls: The tool calls without a result, in call order. None if the budget has stopped the
+        calls: The tool calls without a result, in call order. Empty if the budget has stopped the
             model; see `meshpoint.frameworks.budget`.
         tools: The peers that the model was offered, by the names of their tools.
         extra: What else the framework needs to continue, such as the usage so far.

@@ -192,7 +192,7 @@ class ContextRuntime:
         generation: Number of the task's pauses before the segment.
         question_counts: How often the segment has used each name of a question, by subtask.
         directory: The peers that the agent may discover. `None` if it discovers none.
-        wait_hint: What to do instead of waiting in this code, if the kind of the agent says it.
+        wait_hint: The error of code that must not wait. `None` for the general one.
         max_fan_out: Maximum calls of one pause. `None` outside a replica.
         resources: What the agent's lifespan has yielded in this replica, or `None`.
         offers: The peers that were last offered to a model, by the subtask and the step that

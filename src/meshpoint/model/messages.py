@@ -186,8 +186,7 @@ class Header(StrEnum):
     ATTACH = "x-attach"  # in the status update that replies to an attach: an `AttachStatus`
     QUERY = "x-query"  # a token, in an attach that asks only for the status; repeated in the reply
     SNAPSHOT = "x-snapshot"  # 1 in an attach: also send the latest status and the open questions
-    # in a forwarded attach: the private queue for `deny` messages, if the task is not here
-    DENY_TO = "x-deny-to"
+    DENY_TO = "x-deny-to"  # in a forwarded attach: the private queue for `deny` messages
     CERTAIN = "x-certain"  # 1 in a reply to an attach: no replica and no queue has the task
     KEEP_RESULT = "x-keep-result"  # seconds; keep the outcome at least this long after the end
 
@@ -201,9 +200,7 @@ class AttachStatus(StrEnum):
     RECORDED = "recorded"  # its response will be sent, even if replicas die
     RUNNING = "running"  # its response will be sent unless this replica dies: ask again
     QUEUED = "queued"  # unknown, but requests wait in the queue: ask again
-    UNKNOWN = (
-        "unknown"  # unknown to the replica that answers; others may know it, unless `CERTAIN`
-    )
+    UNKNOWN = "unknown"  # to the replica that answers; others may know it, unless `CERTAIN`
     REFUSED = "refused"  # it belongs to another requester
     DETACHED = "detached"  # newer addresses took the place of this one: it gets nothing more
 

@@ -27,8 +27,9 @@ class TokenUsage(BaseModel):
     """Tokens used by a task so far.
 
     `by_source` is keyed by tool or peer, or "agent" for the agent itself. `requests` counts the
-    task's own requests to models, as far as an adapter of a framework has made them. Responses
-    leave it out, and so do checkpoints if it is zero: the previous release rejects it.
+    requests to models that an adapter of a framework has made for the task, but not for its
+    peers. Responses leave it out, and so do checkpoints if it is zero: the previous release
+    rejects it.
     """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)

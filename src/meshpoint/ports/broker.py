@@ -185,7 +185,7 @@ class Broker(Protocol):
     def deny_request(self, agent: AgentName, task_id: TaskId) -> Mapping[Address, int]:
         """The consumers of this process that have not held the task's request lately, by queue.
 
-        Lately means since `SEARCH_SECONDS` ago, and somewhat before. Consumers that are more
-        recent do not count. Empty if this process holds the request, or has returned any request
-        lately, or if `find_request` names no consumers.
+        "Lately" is somewhat longer than the last `SEARCH_SECONDS`. Consumers that began later do
+        not count. Empty if this process holds the request, if it has returned any request lately,
+        or if `find_request` names no consumers.
         """

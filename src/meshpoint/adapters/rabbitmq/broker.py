@@ -69,7 +69,7 @@ _MAX_CONCURRENT_LOOKUPS = 8
 _DENIAL_SECONDS = SEARCH_SECONDS + 3.0
 """Seconds for which a consumer must have lasted, and have returned nothing, to deny a request.
 
-It then existed when the search began: whoever reads the denial does so within `SEARCH_SECONDS`.
+It then existed when the search began, because denials are read within `SEARCH_SECONDS`.
 """
 _MISSING_TTL = 1.0
 """Seconds before a missing queue is looked up again."""

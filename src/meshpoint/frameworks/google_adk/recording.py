@@ -39,7 +39,7 @@ from meshpoint.model.usage import Tokens
 _TOOL_OPTIONS = "meshpoint"
 """Key of a tool's metadata. `{"meshpoint": False}` runs a tool without recording it."""
 _ORIGINAL = "_meshpoint_original"
-"""Attribute of a replaced model or tool."""
+"""Attribute of a recorded model or tool that holds the original."""
 _PART = "$part"
 """Key that marks a part with media in a recorded result."""
 _ToolT = TypeVar("_ToolT", BaseTool, BaseToolset)
@@ -171,7 +171,7 @@ class Recorder(BasePlugin):
                 self._used_ids.update(call.id for call in response.get_function_calls() if call.id)
                 yield response
 
-        # ADK looks at the class of a model, so this one keeps it.
+        # ADK checks the class of a model, so this one keeps it.
         recorded = model.model_copy()
         recorded.__dict__.update({_ORIGINAL: original, "generate_content_async": generate})
         return recorded

@@ -141,5 +141,5 @@ def _response(call: types.FunctionCall, result: dict[str, Any]) -> types.Part:
 
 
 def _requested_payload(confirmation: types.FunctionCall) -> Any:
-    """What a tool has asked a person to confirm, besides its arguments."""
+    """What a tool has asked a person to confirm, in addition to its arguments."""
     return (confirmation.args or {}).get("toolConfirmation", {}).get("payload")

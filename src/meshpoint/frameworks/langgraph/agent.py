@@ -258,7 +258,7 @@ def encode_text(value: Any) -> str:
 
 
 def _resume(history: History, answers: Sequence[Answer], run: RunState) -> dict[str, Any]:
-    """The values for the interrupts of the last pause, by their ids."""
+    """The values that the interrupts of the last pause return, by their ids."""
     values: dict[str, Any] = {}
     remaining = iter(answers)
     stored: Any = history.extra["interrupts"]
@@ -401,8 +401,7 @@ def durable(
         peers: The peers that the model may call: agents, `Peer`s, or names and patterns, such as
             "hotel-*", of agents to discover in each turn. The agent needs the middleware
             `MeshpointDurability`.
-        context: Returns the runtime context of a segment, given the task's. It is not
-            stored.
+        context: Returns the runtime context of a segment, given the task's. It is not stored.
         stream: Send the text of models to the task's callers as it is written. The models must
             support streaming.
         on_peer_failure: "tell_model" makes a peer's failure an error of its tool; "fail" makes it

@@ -1,7 +1,7 @@
 """The checkpointer of a graph that runs as a task.
 
-It keeps the latest checkpoint of each namespace while a segment runs. What a pause needs of it is
-stored with the pause.
+It keeps the latest checkpoint of each namespace while a segment runs. A pause stores what the next
+segment needs.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class RunState:
 
     Attributes:
         tools: The peers of this turn of the model.
-        hidden: The names of peers that the model does not see, because it has such a tool.
+        hidden: The names of peers that the model does not see, because it has a tool of that name.
         answered: The peer calls whose results this run has yet to read, by tool and id. A model
             may use an id again.
         waits: What `ask` waits for.

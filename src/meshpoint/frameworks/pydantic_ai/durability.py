@@ -193,7 +193,7 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         request_context: ModelRequestContext,
         handler: WrapModelRequestHandler,
     ) -> ModelResponse:
-        """Remember where the run is, or count a request that a tool makes."""
+        """Remember the latest request, or count a request that a tool makes."""
         if self.in_durable_context:
             if (run := run_state.get()) is not None:
                 run.request = ctx
