@@ -38,9 +38,9 @@ NOW, REPEATED, BEFORE = "now", "now, once more", "before"
 
 FAN_OUTS = (1, 10, 100, 1000)
 _STARTS, _ROUNDS = 5, 3
-"""How often new processes start on new databases, and the rounds of each.
+"""The number of starts, each with new processes and new databases, and of rounds per start.
 
-Two processes of one version differ by up to 5 %, whatever the number of rounds.
+Two processes of the same version differ by up to 5 %. More rounds of one start do not help.
 """
 _SYSTEM_ROUNDS = 12
 _MESSAGE_ROUNDS = 9

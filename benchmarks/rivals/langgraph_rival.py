@@ -35,6 +35,12 @@ class State(TypedDict, total=False):
     result: str
 
 
+class Question(TypedDict):
+    """What the root asks one peer."""
+
+    question: str
+
+
 async def _start_node(state: State) -> State:
     return {"history": list(job.history())}
 
@@ -43,7 +49,7 @@ def _send_to_peers(state: State) -> list[Send]:
     return [Send("ask", {"question": "what do you say?"}) for _ in range(state["fan_out"])]
 
 
-async def _peer_node(question: Any) -> State:
+async def _peer_node(question: Question) -> State:
     return {"answers": [interrupt(question)]}
 
 

@@ -301,6 +301,8 @@ async def test_the_output_has_the_type_of_the_schema() -> None:
     agents = [says('{"city": "Rome", "price": 7}'), says('{"city": "Rome"}')]
     with pytest.raises(ConfigurationError, match=r"has an output_schema; write output="):
         durable(agents[0])
+    with pytest.raises(ConfigurationError, match="a str is not an agent or an App of ADK"):
+        durable("gemini-flash")  # type: ignore[call-overload]  # the mistake
     good, bad = [durable(each, output=Plan, stream=False) for each in agents]
     async with TestMesh(good) as mesh:
         assert await mesh.call(good, "Rome?") == Plan(city="Rome", price=7)

@@ -486,6 +486,7 @@ def functional(question: str) -> str:
         (lambda: durable(stopping(), name="a"), "interrupt_before= and"),
         (lambda: durable(delta(), name="a"), "channel 'notes' is a DeltaChannel"),
         (lambda: durable(functional, name="a"), "is not a compiled StateGraph"),  # type: ignore[call-overload]  # the mistake
+        (lambda: durable(StateGraph(Journal)), "a StateGraph is not a compiled StateGraph"),  # type: ignore[call-overload]  # the mistake
         (
             lambda: durable(
                 LangGraph().agent(Journey(two_pauses)), peers=[Peer("visas", str, str)]

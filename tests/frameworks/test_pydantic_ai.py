@@ -392,6 +392,7 @@ def test_a_toolset_without_an_id_is_named() -> None:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
+        (lambda: durable("openai:gpt-5", name="a"), "a str is not an agent of Pydantic AI"),  # type: ignore[call-overload]  # the mistake
         (lambda: durable(Agent("test")), "the agent has no name"),
         (lambda: durable(Agent("test", name="a b")), "name"),
         (lambda: durable(Agent(name="a")), "needs to have a `model`"),

@@ -117,7 +117,7 @@ class Budget:
         """The first limit, `times` as high, that `usage` has reached.
 
         Raises:
-            BudgetExceeded: A model has no price, or one that is no amount of money.
+            BudgetExceeded: A model has no price, or its price is negative or not finite.
         """
         total = usage.total
         used = [

@@ -94,15 +94,15 @@ class PeerTools:
         patterns: The names and patterns.
 
     Raises:
-        ConfigurationError: Two peers have the same tool, an input has no JSON schema, or a pattern
-            can match no agent.
+        ConfigurationError: Two peers have the same tool, an input has no JSON schema, one is not
+            an agent, or a pattern can match no agent.
     """
 
     def __init__(
         self, peers: Sequence[Addressable[Any, Any] | str], *, use_setting: bool = False
     ) -> None:
         typed = [each for each in peers if not isinstance(each, str)]
-        names = [each for each in peers if isinstance(each, str)]
+        names = peers if isinstance(peers, str) else [it for it in peers if isinstance(it, str)]
         self.known = {tool.name: tool for tool in peer_tools(*typed)}
         self.patterns = check_patterns(names, "peers")
         self._use_setting = use_setting
@@ -130,11 +130,16 @@ def peer_tools(*peers: Addressable[Any, Any]) -> list[PeerTool]:
     """Make tools of typed peers.
 
     Raises:
-        ConfigurationError: Two have the same name, or an input has no JSON schema.
+        ConfigurationError: Two have the same name, an input has no JSON schema, or one is not an
+            agent.
     """
     tools = list[PeerTool]()
     for each in peers:
-        tool = PeerTool.of(each.peer)
+        peer = getattr(each, "peer", None)
+        if not isinstance(peer, Peer):
+            problem = f"{each!r} is not an agent, a Peer or a name"
+            raise ConfigurationError("peers", problem, 'write an agent, or its name: "flights"')
+        tool = PeerTool.of(peer)
         if any(tool.name == other.name for other in tools):
             raise ConfigurationError(
                 "peers", f"two tools are called {tool.name!r}", "list each peer once"

@@ -153,6 +153,8 @@ def check_patterns(patterns: Iterable[str], key: str) -> tuple[str, ...]:
     Raises:
         ConfigurationError: One can match no agent; `key` says where it was declared.
     """
+    if isinstance(patterns, str):  # which would be one pattern per character
+        raise ConfigurationError(key, f"{patterns!r} is not a list", f"write [{patterns!r}]")
     checked = tuple(patterns)
     for pattern in checked:
         if not (isinstance(pattern, str) and _PATTERN.fullmatch(pattern)):

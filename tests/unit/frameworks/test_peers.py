@@ -75,3 +75,13 @@ def test_names_are_patterns_of_peers_to_discover() -> None:
     assert tools.patterns == ("hotel-*",)
     with pytest.raises(ConfigurationError, match="'a b' matches no agent"):
         PeerTools(["a b"])
+
+
+def test_peers_that_are_no_list_of_agents_are_refused() -> None:
+    async def undecorated(ctx: TaskExecutionContext, trip: Trip) -> int:
+        return 1
+
+    with pytest.raises(ConfigurationError, match=r"'flights' is not a list; write \['flights'\]"):
+        PeerTools("flights")
+    with pytest.raises(ConfigurationError, match=r"undecorated .* is not an agent, a Peer"):
+        PeerTools([undecorated])  # type: ignore[list-item]  # the mistake

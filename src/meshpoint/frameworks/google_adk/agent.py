@@ -443,10 +443,14 @@ def durable(
         credential_service: Where the credentials of its tools are.
 
     Raises:
-        ConfigurationError: The output's type is missing, or a peer cannot be a tool.
+        ConfigurationError: It is not an agent or an app, the output's type is missing, or a peer
+            cannot be a tool.
     """
     if isinstance(agent, App):
         app, root = agent, agent.root_agent
+    elif not isinstance(agent, BaseAgent):
+        problem = f"a {type(agent).__name__} is not an agent or an App of ADK"
+        raise ConfigurationError("durable", problem, "pass LlmAgent(…)")
     else:
         app, root = App(name=agent.name, root_agent=agent), agent
     chosen = name or app.name

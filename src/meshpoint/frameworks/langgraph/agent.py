@@ -78,9 +78,6 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
     ) -> None:
         super().__init__(name, **options)
         key = f"durable({name!r})"
-        if not isinstance(wrapped, CompiledStateGraph):
-            problem = f"a {type(wrapped).__name__} is not a compiled StateGraph"
-            raise ConfigurationError(key, problem, "pass create_agent(…) or builder.compile()")
         if wrapped.interrupt_before_nodes or wrapped.interrupt_after_nodes:
             problem = "interrupt_before= and interrupt_after= ask nobody"
             raise ConfigurationError(key, problem, "call interrupt(…) in a node")
@@ -415,6 +412,9 @@ def durable(
         ConfigurationError: The graph is not compiled or has no name, no agent in it offers peers,
             or a peer cannot be a tool.
     """
+    if not isinstance(graph, CompiledStateGraph):
+        problem = f"a {type(graph).__name__} is not a compiled StateGraph"
+        raise ConfigurationError("durable", problem, "pass create_agent(…) or builder.compile()")
     chosen = name or graph.name
     if chosen in (None, "LangGraph"):
         raise ConfigurationError("durable", "the agent has no name", 'write name="travel"')

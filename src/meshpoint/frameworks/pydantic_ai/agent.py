@@ -244,9 +244,12 @@ def durable(
             models of a `ModelFallback`. Models given as strings need not be listed.
 
     Raises:
-        ConfigurationError: The agent has no name or no model, a toolset has no id, or a
-            peer cannot be a tool.
+        ConfigurationError: It is not an agent, or has no name or no model, a toolset has no id, or
+            a peer cannot be a tool.
     """
+    if not isinstance(agent, AbstractAgent):
+        problem = f"a {type(agent).__name__} is not an agent of Pydantic AI"
+        raise ConfigurationError("durable", problem, "pass Agent(…)")
     chosen = name or agent.name
     if chosen is None:
         raise ConfigurationError("durable", "the agent has no name", 'write name="travel"')
