@@ -35,12 +35,6 @@ class State(TypedDict, total=False):
     result: str
 
 
-class Question(TypedDict):
-    """What the root asks one peer."""
-
-    question: str
-
-
 async def _start_node(state: State) -> State:
     return {"history": list(job.history())}
 
@@ -49,8 +43,8 @@ def _send_to_peers(state: State) -> list[Send]:
     return [Send("ask", {"question": "what do you say?"}) for _ in range(state["fan_out"])]
 
 
-async def _peer_node(question: Question) -> State:
-    return {"answers": [interrupt(question)]}
+async def _peer_node(state: Any) -> State:
+    return {"answers": [interrupt(state)]}
 
 
 async def _end_node(state: State) -> State:
