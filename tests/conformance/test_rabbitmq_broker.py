@@ -10,7 +10,9 @@ import pytest
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
 from meshpoint.adapters.rabbitmq import broker as broker_module
+from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import TaskId
+from meshpoint.model.messages import nested_queue, request_shard
 from meshpoint.ports.broker import Broker
 from meshpoint.testing.conformance.broker import (
     AGENT,
@@ -18,6 +20,7 @@ from meshpoint.testing.conformance.broker import (
     BrokerSuite,
     Inbox,
     a_message,
+    consume_all,
     send,
 )
 from servers import Proxy
@@ -71,6 +74,41 @@ class TestRabbitMqBroker(BrokerSuite):
         assert broker.deny_request(AGENT, task_id) == {REQUESTS: 0}, "it has returned a message"
         later = 61.0
         assert broker.deny_request(AGENT, task_id) == {REQUESTS: 1}
+
+    async def test_a_queue_without_a_leader_does_not_show_that_a_request_is_missing(
+        self, broker: Broker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """RabbitMQ then reports no messages and no consumers."""
+        inbox = Inbox()
+        await consume_all(broker, inbox)
+        await send(broker, REQUESTS, a_message())
+        await inbox.next()
+
+        async def look_up(*_: object) -> tuple[int, int]:
+            return 0, 0
+
+        monkeypatch.setattr(RabbitMqBroker, "_lookup_queue", look_up)
+        with pytest.raises(BrokerUnavailable):
+            await broker.find_request(AGENT, TaskId("order-17"))
+
+    @pytest.mark.parametrize("started", ["requests", "nested"])
+    async def test_a_replica_that_starts_or_drains_does_not_search(
+        self, broker: Broker, started: str
+    ) -> None:
+        address = REQUESTS if started == "requests" else nested_queue(AGENT)
+        await broker.consume(address, 1, Inbox())
+        with pytest.raises(BrokerUnavailable):
+            await broker.find_request(AGENT, TaskId("order-17"))
+
+    async def test_a_queue_that_this_replica_does_not_consume_may_have_the_request(
+        self, broker: Broker, other: Broker
+    ) -> None:
+        """A replica with more queues has just died, and the others look for them rarely."""
+        await consume_all(broker, Inbox())
+        await other.declare(AGENT, shards=2)
+        await send(other, request_shard(AGENT, 1), a_message())
+        with pytest.raises(BrokerUnavailable):
+            await broker.find_request(AGENT, TaskId("order-17"))
 
     async def break_connection(self, broker: Broker) -> None:
         self.proxy_of_broker.cut()

@@ -46,12 +46,15 @@ from meshpoint.adapters.rabbitmq.topology import (
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.messages import (
+    MAX_SHARDS,
     Address,
     Message,
     Topic,
     dead_letter_queue,
     is_request_queue,
+    nested_queue,
     private_queue,
+    request_shard,
     truncate_reason,
 )
 from meshpoint.ports.broker import SEARCH_SECONDS, OnDelivery, PublishResult, RequestSearch
@@ -299,9 +302,14 @@ class RabbitMqBroker:
         """Whether a request queue has ready messages, and how many consumers may hold more.
 
         RabbitMQ names neither the messages nor what a consumer holds. A cancelled consumer counts
-        until its deliveries are settled, and a dead one until RabbitMQ notices.
+        until its deliveries are settled, and a dead one until RabbitMQ notices. A quorum queue
+        without a leader, or with a slow one, seems to have no messages and no consumers.
         """
-        addresses = {each.address for each in self._request_subscriptions(agent)}
+        addresses = {
+            each.address for each in self._request_subscriptions(agent) if each.is_consuming
+        }
+        if not await self._are_all_request_queues(agent, addresses):
+            raise BrokerUnavailable(f"agent {agent!r} does not consume all its request queues")
         queues = await asyncio.gather(
             *(
                 self._look_up(self._lookup_queue(self._topology.queue_name(address), address))
@@ -311,14 +319,32 @@ class RabbitMqBroker:
         found = {
             address: queue
             for address, queue in zip(addresses, queues, strict=True)
-            if queue is not None
+            if queue is not None and queue[1]
         }
-        if len(found) < len(addresses) or not addresses:
-            raise BrokerUnavailable(f"agent {agent!r} does not consume all its request queues")
+        if len(found) < len(addresses):
+            raise BrokerUnavailable(f"the request queues of agent {agent!r} do not reply")
         return RequestSearch(
             any(ready for ready, _ in found.values()),
             {address: consumers for address, (_, consumers) in found.items()},
         )
+
+    async def _are_all_request_queues(self, agent: AgentName, addresses: set[Address]) -> bool:
+        """Whether `addresses` has all request queues of `agent`.
+
+        While this process starts or drains, it consumes only some. A replica with a larger
+        `request_shards` may have declared more, and have died.
+        """
+        shards = len(addresses) - 1
+        known = {nested_queue(agent), *(request_shard(agent, number) for number in range(shards))}
+        if shards < 1 or addresses != known:
+            return False
+        following = request_shard(agent, shards)
+        if shards == MAX_SHARDS or self._missing_queues.recently_missing(following):
+            return True
+        if await self.depth(following) is not None:
+            return False
+        self._missing_queues.record_missing(following)
+        return True
 
     def deny_request(self, agent: AgentName, task_id: TaskId) -> Mapping[Address, int]:
         """The consumers of this process that neither hold the request nor have returned any."""
