@@ -20,9 +20,9 @@ from meshpoint.testing.conformance.broker import (
     BrokerSuite,
     Inbox,
     a_message,
-    consume_all,
     send,
 )
+from meshpoint.testing.conformance.broker_messages import consume_all
 from servers import Proxy
 
 _BUSY = timedelta(minutes=1)
