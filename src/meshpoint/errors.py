@@ -55,6 +55,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from math import isnan
 from typing import Protocol
 
 
@@ -228,8 +229,9 @@ class OutcomeUnknown(MeshpointError):
 
     def __init__(self, agent: str, task_id: str) -> None:
         super().__init__(
-            f"the outcome of task {task_id!r} of {agent!r} is unknown: it has ended, or its "
-            "request was removed, and no reply arrived; mesh.send asks agents to keep outcomes"
+            f"the outcome of task {task_id!r} of {agent!r} is unknown: its reply was lost, or its "
+            "request was removed; check what it did before you send it again (mesh.send keeps "
+            "outcomes)"
         )
         self.agent, self.task_id = agent, task_id
 
@@ -310,13 +312,15 @@ class BudgetExceeded(AgentFailed):
 
     Attributes:
         what: `"requests"`, `"tokens"` or `"cost"`.
-        used: How much the task has used.
+        used: How much the task has used; NaN if its cost is unknown.
         limit: The budget, with what a person has added.
         note: More for the message.
     """
 
     def __init__(self, what: str, used: float, limit: float, note: str = "") -> None:
-        text = f"budget exceeded: {used:,.10g} of {limit:,.10g} {what} used"
+        text = f"budget exceeded: {what} {used:,.10g} of {limit:,.10g}"
+        if isnan(used):
+            text = "the budget cannot be checked"
         super().__init__(f"{text}: {note}" if note else text, retryable=False)
         self.what, self.used, self.limit, self.note = what, used, limit, note
 

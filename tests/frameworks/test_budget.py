@@ -46,12 +46,12 @@ def framework(request: pytest.FixtureRequest) -> Framework:
 @pytest.mark.parametrize(
     ("budget", "calls", "message"),
     [
-        (Budget(requests=3), 3, "budget exceeded: 3 of 3 requests used"),
-        (Budget(cost=15, prices=PRICES), 3, "budget exceeded: 21 of 15 cost used"),
+        (Budget(requests=3), 3, "budget exceeded: requests 3 of 3"),
+        (Budget(cost=15, prices=PRICES), 3, "budget exceeded: cost 21 of 15"),
         (
             Budget(cost=15, prices={"gpt-*": PRICES["script"]}),
             1,
-            "budget exceeded: 0 of 15 cost used: it has no price for model 'script', which the "
+            "the budget cannot be checked: it has no price for model 'script', which the "
             "task or a peer has used",
         ),
     ],
@@ -89,7 +89,7 @@ async def test_a_person_allows_more(framework: Framework, crash: dict[str, Any])
     assert isinstance(outcome, Ok)
     assert str(outcome.value).strip() == PLAN
     assert outcome.usage.total.output == 4 * TOKENS
-    assert prompts == [f"The task has used {n} of {n} requests. Allow {n + 1}?" for n in (1, 2, 3)]
+    assert prompts == [f"Budget reached: requests {n} of {n}. Allow {n + 1}?" for n in (1, 2, 3)]
     assert journey.model_calls == [1, 2, 3, 4]
     assert journey.tool_calls == {"clock": 1, "visas": 1}
     assert asked == [1, 1, 1]
@@ -109,11 +109,11 @@ async def test_an_approval_covers_what_was_used(framework: Framework) -> None:
                 await task.complete(BUDGET, Approval(approved=len(prompts) < 2, message="enough"))
         outcome = await task.outcome()
     assert prompts == [
-        "The task has used 7 of 2 cost. Allow 8?",
-        "The task has used 14 of 8 cost. Allow 16?",
+        "Budget reached: cost 7 of 2. Allow 8?",
+        "Budget reached: cost 14 of 8. Allow 16?",
     ]
     assert isinstance(outcome, Failed)
-    assert outcome.message == "budget exceeded: 14 of 8 cost used: enough"
+    assert outcome.message == "budget exceeded: cost 14 of 8: enough"
     assert journey.model_calls == [1, 2]
 
 
@@ -125,7 +125,7 @@ async def test_nobody_allows_more(framework: Framework) -> None:
         outcome = await (await mesh.send(travel, ROME)).outcome()  # the clock moves to the timeout
     assert isinstance(outcome, Failed)
     assert outcome.message.startswith(
-        "budget exceeded: 1 of 1 requests used: nobody has allowed more: timeout"
+        "budget exceeded: requests 1 of 1: nobody has allowed more: timeout"
     )
     assert journey.model_calls == [1]
 

@@ -71,7 +71,7 @@ async def test_nested_requests_count_for_the_budget() -> None:
         mesh.crash(before="record", times=2)
         outcome = await (await mesh.send(travel, "hello")).outcome()
     assert isinstance(outcome, Failed)
-    assert outcome.message == "budget exceeded: 3 of 3 requests used"
+    assert outcome.message == "budget exceeded: requests 3 of 3"
 
 
 async def test_an_agent_in_a_tool_stops_at_the_budget() -> None:
@@ -102,5 +102,5 @@ async def test_an_agent_in_a_tool_stops_at_the_budget() -> None:
     async with TestMesh(travel) as mesh:
         outcome = await (await mesh.send(travel, "hello")).outcome()
     assert isinstance(outcome, Failed)
-    assert outcome.message == "budget exceeded: 5 of 5 requests used"
+    assert outcome.message == "budget exceeded: requests 5 of 5"
     assert len(journey.model_calls) == 4

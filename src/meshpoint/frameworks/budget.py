@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fnmatch import fnmatchcase
-from math import floor, inf
+from math import floor, inf, nan
 from typing import Literal, TypeAlias
 
 from meshpoint.errors import AgentFailed, BudgetExceeded, ConfigurationError, MeshpointError
@@ -143,10 +143,10 @@ class Budget:
         cost = None if price is None else price(model, tokens)
         if cost is None:
             note = f"it has no price for model {model!r}, which the task or a peer has used"
-            raise BudgetExceeded("cost", 0, self.cost or 0, note)
+            raise BudgetExceeded("cost", nan, self.cost or 0, note)
         if not 0 <= cost < inf:  # a negative cost, or NaN, would lift the limit
             note = f"its price function has returned {cost} for model {model!r}"
-            raise BudgetExceeded("cost", 0, self.cost or 0, note)
+            raise BudgetExceeded("cost", nan, self.cost or 0, note)
         return float(cost)
 
 
@@ -170,7 +170,7 @@ class Exceeded:
         used, limit, more = (
             f"{each:,.10g}" for each in (self.used, self.limit * self.times, self.allowed)
         )
-        return f"The task has used {used} of {limit} {self.what}. Allow {more}?"
+        return f"Budget reached: {self.what} {used} of {limit}. Allow {more}?"
 
     @property
     def allowed(self) -> float:

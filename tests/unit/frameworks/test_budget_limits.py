@@ -105,7 +105,7 @@ def test_the_limit_that_needs_most_is_asked_about() -> None:
     usage = usage_of(a=Tokens(output=35))
     exceeded = Budget(requests=1, tokens=10).find_exceeded(usage, 1)
     assert exceeded is not None
-    assert exceeded.prompt == "The task has used 35 of 10 tokens. Allow 40?"
+    assert exceeded.prompt == "Budget reached: tokens 35 of 10. Allow 40?"
 
 
 def _run(budget: Budget, *, replace: bool) -> None:
