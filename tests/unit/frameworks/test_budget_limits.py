@@ -129,7 +129,7 @@ def _run(budget: Budget, *, replace: bool) -> None:
     ],
 )
 def test_a_framework_cannot_hide_the_error(budget: Budget, replace: bool) -> None:
-    with pytest.raises(BudgetExceeded, match="1 of 1 requests"):
+    with pytest.raises(BudgetExceeded, match="requests 1 of 1"):
         _run(budget, replace=replace)
 
 
