@@ -14,7 +14,9 @@ class Hiding:
         self.finder = finder
 
     def find_spec(self, name, *rest):
-        return None if name.partition(".")[0] in {hidden!r} else self.finder.find_spec(name, *rest)
+        if any(f"{{name}}.".startswith(f"{{each}}.") for each in {hidden!r}):
+            return None
+        return self.finder.find_spec(name, *rest)
 
     def __getattr__(self, name):
         return getattr(self.finder, name)
