@@ -3,6 +3,7 @@
 #   make test    the checks, then every test, JOBS=4 at a time; `make test ARGS="-k claim"` runs some
 #   make outages stops the database and the broker for a minute each, under load; the suite has a short form
 #   make deploys replaces replicas under load, with each kind of change and earlier releases; the suite has a short form
+#   make frameworks   kills replicas of each framework's agents at every point; the suite has a short form
 #   make chaos   every fault at random, for MINUTES=20, and a ledger that must balance; the suite has a short form
 #   make application   kills the services and replicas of examples/incident_analyst for MINUTES=2 on each backend
 #   make fuzz    mutated messages on live replicas for MINUTES=10, with honest traffic next to them; the suite has a minute
@@ -32,7 +33,7 @@ MINUTES ?= 20
 # The tests start many interpreters. Without bytecode files, each would recompile every module.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lowest coverage outages deploys simulation chaos application fuzz bench since model docs check fmt dist install-check clean
+.PHONY: demo test lowest coverage outages deploys frameworks simulation chaos application fuzz bench since model docs check fmt dist install-check clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -59,6 +60,9 @@ outages: $(STAMPS)/dev
 
 deploys: $(STAMPS)/dev
 	@MESHPOINT_DEPLOYS=1 $(BIN)/python -m pytest tests/acceptance/test_deploy_matrix.py tests/acceptance/test_earlier_releases.py $(ARGS)
+
+frameworks: $(STAMPS)/dev
+	@MESHPOINT_FRAMEWORKS=1 $(BIN)/python -m pytest tests/acceptance/test_frameworks.py tests/frameworks $(ARGS)
 
 bench: $(STAMPS)/benchmarks $(STAMPS)/rivals
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)
