@@ -31,12 +31,8 @@ KILLS = {
 }
 LONG = bool(os.environ.get("MESHPOINT_FRAMEWORKS"))
 SHORT = ("after the first pause", "in a tool after a model call")
-"""The kills of the other frameworks in the short form: their replicas take seconds to start."""
-CASES = [
-    (framework, kill)
-    for framework in FRAMEWORKS
-    for kill in (KILLS if LONG or framework == "pydantic_ai" else SHORT)
-]
+"""The kills of the short form."""
+CASES = [(framework, kill) for framework in FRAMEWORKS for kill in (KILLS if LONG else SHORT)]
 
 
 def count_model_calls(replicas: list[Process]) -> int:

@@ -101,9 +101,6 @@ def _response(
 class GoogleADK:
     """Builds the travel agent."""
 
-    most_pauses = 40
-    """Each resume reads all events, so ADK is slow with many."""
-
     def agent(self, journey: Journey, **options: Any) -> LlmAgent:
         """The agent by itself."""
 
