@@ -20,7 +20,7 @@ from meshpoint.errors import (
 )
 from meshpoint.frameworks.approval import APPROVAL, Approval, describe_call
 from meshpoint.frameworks.budget import BUDGET, Budget, Exceeded, SegmentBudget, use_budget
-from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn
+from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn, lost_part
 from meshpoint.frameworks.peers import PeerTool, PeerTools
 from meshpoint.frameworks.steps import SwallowedErrors
 from meshpoint.model.calls import Call, Done, Paused
@@ -165,6 +165,8 @@ class FrameworkAgent(ABC, Generic[In, Out]):
 
     framework: ClassVar[str]
     """Name of the framework, part of the state format."""
+    library_name: ClassVar[str] = ""
+    """Precedes the writers in errors, with a space; empty if `library` has the name."""
     wait_hint: ClassVar[str] = (
         "a tool cannot wait: list its peers in durable(peers=[…]), so that the model calls them; "
         "for people, use the approvals of the framework"
@@ -232,6 +234,24 @@ class FrameworkAgent(ABC, Generic[In, Out]):
     @abstractmethod
     def library(self) -> str:
         """The installed version of the framework, stored with each pause."""
+
+    def refuse_history(self, history: History, problem: str) -> IncompatibleState:
+        """The error for a history that this version of the library cannot use."""
+        writers = ", ".join(sorted(history.libraries))
+        return IncompatibleState(
+            f"the history was written by {self.library_name}{writers}; {self.library} {problem}"
+        )
+
+    def check_complete(self, history: History, dump_again: Callable[[], list[Any]]) -> None:
+        """Check that the messages, as another version has read them, have lost no part.
+
+        Raises:
+            IncompatibleState: A part would be lost.
+        """
+        if history.libraries == {self.library}:
+            return
+        if (lost := lost_part(history.messages, dump_again())) is not None:
+            raise self.refuse_history(history, f"would lose {lost}")
 
     @abstractmethod
     async def run(

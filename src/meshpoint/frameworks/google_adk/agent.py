@@ -47,7 +47,7 @@ from meshpoint.frameworks.google_adk.session import (
     read_events,
     state_after,
 )
-from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn, lost_part
+from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn
 from meshpoint.model.calls import Done
 from meshpoint.model.context import Context, TaskExecutionContext
 from meshpoint.model.declared_type import TypeMismatch, first_problem, loggable_cause
@@ -64,6 +64,7 @@ class GoogleADKAgent(FrameworkAgent[In, Out]):
     """An agent of ADK as a `DurableAgent`; see `durable`."""
 
     framework: ClassVar[str] = "google-adk"
+    library_name: ClassVar[str] = f"{_LIBRARY} "
     wait_hint: ClassVar[str] = (
         "a tool cannot wait: list its peers in durable(peers=[…]), so that the model calls them; "
         "for people, write require_confirmation=True, or use a LongRunningFunctionTool"
@@ -190,17 +191,12 @@ class GoogleADKAgent(FrameworkAgent[In, Out]):
         Raises:
             IncompatibleState: This version of ADK cannot read them, or would lose a part.
         """
-        writers = ", ".join(sorted(history.libraries))
-        written = f"the history was written by {_LIBRARY} {writers}; {self.library}"
         try:
             events = read_events(history.messages)
         except ValidationError as error:
-            reason = f"{written} cannot read it: {first_problem(error)}"
-            raise IncompatibleState(reason) from loggable_cause(error)
-        if history.messages and history.libraries != {self.library}:
-            lost = lost_part(history.messages, [dump_event(each) for each in events])
-            if lost is not None:
-                raise IncompatibleState(f"{written} would lose {lost}")
+            problem = f"cannot read it: {first_problem(error)}"
+            raise self.refuse_history(history, problem) from loggable_cause(error)
+        self.check_complete(history, lambda: [dump_event(each) for each in events])
         return events
 
     def _read_output(self, events: Sequence[Event]) -> Any:

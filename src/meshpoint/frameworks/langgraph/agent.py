@@ -17,7 +17,7 @@ from pydantic import BaseModel, JsonValue, TypeAdapter
 from typing_extensions import TypeVar
 
 from meshpoint.agents.peer import Addressable
-from meshpoint.errors import ConfigurationError, IncompatibleState, NotJson, PeerFailed
+from meshpoint.errors import ConfigurationError, NotJson, PeerFailed
 from meshpoint.frameworks.base import (
     Answer,
     FrameworkAgent,
@@ -27,7 +27,7 @@ from meshpoint.frameworks.base import (
     tool_question,
 )
 from meshpoint.frameworks.budget import Budget
-from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn, lost_part
+from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn
 from meshpoint.frameworks.langgraph.codec import decode, decode_messages, encode, encode_message
 from meshpoint.frameworks.langgraph.nodes import RequestCounter, record_nodes
 from meshpoint.frameworks.langgraph.saver import (
@@ -176,17 +176,12 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
         Raises:
             IncompatibleState: These versions cannot read them, or would lose a part.
         """
-        writers = ", ".join(sorted(history.libraries))
-        written = f"the history was written by {writers}; {self.library}"
         try:
             messages = decode_messages(history.messages)
             checkpoints = Checkpoints.load(history.extra["checkpoints"], messages)
         except Exception as error:  # of any type, depending on what is stored
-            raise IncompatibleState(f"{written} cannot read it: {error}") from error
-        if history.libraries != {self.library}:
-            again = [encode_message(each) for each in messages]
-            if (lost := lost_part(history.messages, again)) is not None:
-                raise IncompatibleState(f"{written} would lose {lost}")
+            raise self.refuse_history(history, f"cannot read it: {error}") from error
+        self.check_complete(history, lambda: [encode_message(each) for each in messages])
         return checkpoints
 
 

@@ -17,10 +17,10 @@ from pydantic_ai.tools import DeferredToolRequests, RunContext
 from pydantic_ai.usage import RunUsage
 
 from meshpoint.agents.peer import Addressable
-from meshpoint.errors import ConfigurationError, IncompatibleState
+from meshpoint.errors import ConfigurationError
 from meshpoint.frameworks.base import Answer, FrameworkAgent, MakeLifespan, OnPeerFailure
 from meshpoint.frameworks.budget import Budget, BudgetReached
-from meshpoint.frameworks.history import History, Turn, lost_part
+from meshpoint.frameworks.history import History, Turn
 from meshpoint.frameworks.pydantic_ai.durability import MeshpointDurability
 from meshpoint.frameworks.pydantic_ai.toolset import deferred_results, find_calls, open_run
 from meshpoint.model.calls import Done
@@ -40,6 +40,7 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
     """An agent of Pydantic AI as a `DurableAgent`; see `durable`."""
 
     framework: ClassVar[str] = "pydantic-ai"
+    library_name: ClassVar[str] = f"{_LIBRARY} "
     wait_hint: ClassVar[str] = (
         "a tool cannot wait: list its peers in durable(peers=[…]), so that the model calls them; "
         "for people, write requires_approval=True, or raise CallDeferred"
@@ -121,18 +122,13 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
         Raises:
             IncompatibleState: This version of Pydantic AI cannot read them, or would lose a part.
         """
-        writers = ", ".join(sorted(history.libraries))
-        written = f"the history was written by {_LIBRARY} {writers}; {self.library}"
         try:
             messages = ModelMessagesTypeAdapter.validate_python(history.messages)
             usage = _USAGE.validate_python(history.extra.get("usage", {}))
         except ValidationError as error:
-            reason = f"{written} cannot read it: {first_problem(error)}"
-            raise IncompatibleState(reason) from loggable_cause(error)
-        if history.libraries != {self.library}:
-            lost = lost_part(history.messages, _dump(messages))
-            if lost is not None:
-                raise IncompatibleState(f"{written} would lose {lost}")
+            problem = f"cannot read it: {first_problem(error)}"
+            raise self.refuse_history(history, problem) from loggable_cause(error)
+        self.check_complete(history, lambda: _dump(messages))
         return Conversation(
             messages=messages, usage=usage, conversation_id=str(history.extra["conversation"])
         )
