@@ -16,6 +16,8 @@ from .mesh import Mesh, SqlMesh
 _HELD_BY_THE_TEST = ("meshpoint.model", "meshpoint.adapters.inprocess", "meshpoint.testing")
 """Packages of messages and events, which the test keeps, and of the shared broker."""
 SLOTS = 2
+QUESTIONS = 200
+"""Far more than a replica keeps of its last batch, such as the pause that it wrote last."""
 
 
 @agent("agent")
@@ -47,8 +49,11 @@ async def test_open_questions_leave_nothing_in_the_replica(sqlite_url: str) -> N
         replica = await mesh.replica(asking, max_concurrency=SLOTS)
         await ask(mesh, client, 10)
         before = replica_objects()
-        task_ids = await ask(mesh, client, 200)
-        assert replica_objects() == before
+        task_ids = await ask(mesh, client, QUESTIONS)
+        more = replica_objects() - before
+        assert {kind: count for kind, count in more.items() if count >= QUESTIONS // 10} == {}, (
+            "a type of object grows with the open questions"
+        )
         assert replica.worker.runtime.slots.free == SLOTS
         assert replica.worker.tasks.segments == {}
         assert {await mesh.state(each) for each in task_ids} == {TaskState.WAITING}
