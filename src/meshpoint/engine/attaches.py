@@ -109,10 +109,10 @@ class Attaches:
                     case _:
                         assert_never(result)
         await self._broadcast(to_broadcast)
-        await self._look_for(unknown)
+        await self._search(unknown)
         return refused
 
-    async def _look_for(self, commands: Sequence[AttachCommand]) -> None:
+    async def _search(self, commands: Sequence[AttachCommand]) -> None:
         """Search for tasks without a row, all at the same time."""
         await asyncio.gather(
             *(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,10 +102,22 @@ class PeerTools:
         self, peers: Sequence[Addressable[Any, Any] | str], *, use_setting: bool = False
     ) -> None:
         typed = [each for each in peers if not isinstance(each, str)]
-        names = peers if isinstance(peers, str) else [it for it in peers if isinstance(it, str)]
+        names = (
+            peers if isinstance(peers, str) else [each for each in peers if isinstance(each, str)]
+        )
         self.known = {tool.name: tool for tool in peer_tools(*typed)}
         self.patterns = check_patterns(names, "peers")
         self._use_setting = use_setting
+
+    def check_names(self, own: Collection[str]) -> None:
+        """Check that no typed peer has the name of one of the agent's own tools.
+
+        Raises:
+            ConfigurationError: One has.
+        """
+        if same := sorted(self.known.keys() & set(own)):
+            problem = f"the agent has a tool and a peer called {same[0]!r}"
+            raise ConfigurationError("peers", problem, "rename the tool")
 
     async def offer(
         self, ctx: TaskExecutionContext, is_taken: Callable[[str], bool]

@@ -14,6 +14,9 @@ from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.current_context import running_context
 from meshpoint.model.recorded_work import current_step
 
+METADATA_KEY = "meshpoint"
+"""Key in the metadata of a framework's tool or node. `False` runs it without recording it."""
+
 _MAX_NAME_LENGTH = 120
 
 _kept_errors: ContextVar[list[MeshpointError] | None] = ContextVar(

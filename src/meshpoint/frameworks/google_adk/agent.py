@@ -48,6 +48,7 @@ from meshpoint.frameworks.google_adk.session import (
     state_after,
 )
 from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn
+from meshpoint.frameworks.progress import show_tool
 from meshpoint.model.calls import Done
 from meshpoint.model.context import Context, TaskExecutionContext
 from meshpoint.model.declared_type import TypeMismatch, first_problem, loggable_cause
@@ -296,9 +297,9 @@ async def _report_tools(ctx: TaskExecutionContext, event: Event) -> None:
     """Report to the callers of the task which tools run."""
     for call in event.get_function_calls():
         if call.name != CONFIRMATION:
-            await ctx.update_status({"tool": call.name, "state": "called"})
+            await show_tool(ctx, call.name or "", "called")
     for response in event.get_function_responses():
-        await ctx.update_status({"tool": response.name, "state": "answered"})
+        await show_tool(ctx, response.name or "", "answered")
 
 
 @overload

@@ -28,16 +28,15 @@ from google.genai import types
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_json, to_jsonable_python
 
-from meshpoint.errors import AgentFailed, ConfigurationError, InvalidInput, NotJson
+from meshpoint.errors import AgentFailed, InvalidInput
 from meshpoint.frameworks.budget import check_budget, count_request
 from meshpoint.frameworks.peers import PeerTool, PeerTools
-from meshpoint.frameworks.steps import record_step, recording_context, step_name
+from meshpoint.frameworks.progress import show_text
+from meshpoint.frameworks.steps import METADATA_KEY, record_step, recording_context, step_name
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.declared_type import first_problem
 from meshpoint.model.usage import Tokens
 
-_TOOL_OPTIONS = "meshpoint"
-"""Key of a tool's metadata. `{"meshpoint": False}` runs a tool without recording it."""
 _ORIGINAL = "_meshpoint_original"
 """Attribute of a recorded model or tool that holds the original."""
 _PART = "$part"
@@ -124,10 +123,7 @@ class Recorder(BasePlugin):
         if not can_wait or callback_context.agent_name not in self._offered_to:
             return
         own = llm_request.tools_dict
-        if same := sorted(own.keys() & self._peers.known.keys()):
-            raise ConfigurationError(
-                "peers", f"the agent has a tool and a peer called {same[0]!r}", "rename the tool"
-            )
+        self._peers.check_names(own)
         async with self._offering:  # agents may run in parallel
             self.offered = await self._peers.offer(task, own.__contains__)
         llm_request.append_tools([_Peer(each) for each in self.offered.values()])
@@ -194,7 +190,7 @@ class Recorder(BasePlugin):
         return _replace(toolset, get_tools=get_tools)
 
     def _record_tool(self, tool: BaseTool) -> BaseTool:
-        if (tool.custom_metadata or {}).get(_TOOL_OPTIONS) is False:
+        if (tool.custom_metadata or {}).get(METADATA_KEY) is False:
             return tool
         if isinstance(tool, AgentTool | NodeTool):
             return _replace(tool, run_async=partial(_run_agent, tool))
@@ -390,9 +386,7 @@ def _set_ids(responses: Sequence[LlmResponse], used: Collection[str], prefix: st
 async def _show_text(task: TaskExecutionContext, response: LlmResponse) -> bool:
     parts = (response.content.parts if response.content else None) or ()
     text = "".join(part.text for part in parts if part.text and not part.thought)
-    if text:
-        with suppress(NotJson):  # invalid Unicode, in a piece that only shows progress
-            await task.add_text(text)
+    await show_text(task, text)
     return bool(text)
 
 

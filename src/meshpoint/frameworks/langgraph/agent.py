@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from importlib.metadata import version as installed_version
 from typing import Any, ClassVar, overload
 
@@ -17,7 +16,7 @@ from pydantic import BaseModel, JsonValue, TypeAdapter
 from typing_extensions import TypeVar
 
 from meshpoint.agents.peer import Addressable
-from meshpoint.errors import ConfigurationError, NotJson, PeerFailed
+from meshpoint.errors import ConfigurationError, PeerFailed
 from meshpoint.frameworks.base import (
     Answer,
     FrameworkAgent,
@@ -45,6 +44,7 @@ from meshpoint.frameworks.langgraph.waits import (
     peer_result,
     run_state,
 )
+from meshpoint.frameworks.progress import show_text
 from meshpoint.model.calls import Done
 from meshpoint.model.context import Context, TaskExecutionContext
 from meshpoint.model.outcomes import Failed, encode_outcome
@@ -81,10 +81,11 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
         if wrapped.interrupt_before_nodes or wrapped.interrupt_after_nodes:
             problem = "interrupt_before= and interrupt_after= ask nobody"
             raise ConfigurationError(key, problem, "call interrupt(…) in a node")
-        channels = {it: each for one in _graphs(wrapped) for it, each in one.channels.items()}
-        if delta := next(
-            (it for it, each in channels.items() if isinstance(each, DeltaChannel)), None
-        ):
+        channels = {
+            name: channel for each in _graphs(wrapped) for name, channel in each.channels.items()
+        }
+        deltas = (each for each, channel in channels.items() if isinstance(channel, DeltaChannel))
+        if delta := next(deltas, None):
             problem = f"channel {delta!r} is a DeltaChannel, which needs a history of checkpoints"
             raise ConfigurationError(key, problem, "use another channel")
         self.wrapped, self._result, self._context, self._stream = wrapped, result, context, stream
@@ -92,9 +93,7 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
         if (self.tools.known or self.tools.patterns) and CHANNEL not in channels:
             fix = "write create_agent(…, middleware=[MeshpointDurability()])"
             raise ConfigurationError(key, "no agent of the graph offers peers to its model", fix)
-        if same := sorted(self._own_tools.keys() & self.tools.known.keys()):
-            problem = f"the agent has a tool and a peer called {same[0]!r}"
-            raise ConfigurationError(key, problem, "rename the tool")
+        self.tools.check_names(self._own_tools)
         self._graph = record_nodes(wrapped, self.tools, checkpointer=TaskSaver())
 
     @property
@@ -153,13 +152,8 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
                 values = chunk
                 continue
             message, metadata = chunk
-            if (
-                isinstance(message, AIMessageChunk)
-                and "lc_source" not in metadata
-                and message.text
-            ):
-                with suppress(NotJson):  # invalid Unicode, in a piece that only shows progress
-                    await ctx.add_text(message.text)
+            if isinstance(message, AIMessageChunk) and "lc_source" not in metadata:
+                await show_text(ctx, message.text)
         return values
 
     def _read_result(self, values: Any) -> Any:

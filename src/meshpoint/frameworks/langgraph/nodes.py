@@ -21,13 +21,12 @@ from meshpoint.frameworks.budget import BudgetReached, check_budget, count_reque
 from meshpoint.frameworks.langgraph.codec import decode, encode
 from meshpoint.frameworks.langgraph.waits import CHANNEL, SPENT, RunState, run_state
 from meshpoint.frameworks.peers import PeerTools
-from meshpoint.frameworks.steps import record_step, recording_context, step_name
+from meshpoint.frameworks.progress import show_tool
+from meshpoint.frameworks.steps import METADATA_KEY, record_step, recording_context, step_name
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.recorded_work import step_scope
 from meshpoint.model.usage import Tokens
 
-_NODE_OPTIONS = "meshpoint"
-"""Key of a node's metadata. `metadata={"meshpoint": False}` runs a node without recording it."""
 _MODEL_NODE = "model"
 """The node in which `create_agent` calls the model."""
 
@@ -51,7 +50,7 @@ def _wrap(name: str, node: Any, peers: PeerTools, offered: PeerTools | None) -> 
         inner = record_nodes(node.bound, peers)
         return node.copy({"bound": _Subgraph(name, inner), "subgraphs": [inner]})
     is_skipped = isinstance(node.bound, Pregel) or name.startswith("__")
-    if is_skipped or (node.metadata or {}).get(_NODE_OPTIONS) is False:
+    if is_skipped or (node.metadata or {}).get(METADATA_KEY) is False:
         return node
     if isinstance(node.bound, ToolNode):
         return node.copy({"bound": _ToolsNode(name, node.bound)})
@@ -78,7 +77,7 @@ class _Node(Runnable[Any, Any]):
         if task is None or run is None:
             return await self.bound.ainvoke(input, config, **kwargs)
         return await self.run_in_task(
-            task, run, input, config, lambda it: self.bound.ainvoke(it, config, **kwargs)
+            task, run, input, config, lambda changed: self.bound.ainvoke(changed, config, **kwargs)
         )
 
     async def run_in_task(
@@ -145,9 +144,9 @@ class _ToolsNode(_Node):
 
         async def run_tool() -> Any:
             if not run.is_answered(tool, call_id):
-                await task.update_status({"tool": tool, "state": "called"})
+                await show_tool(task, tool, "called")
             output = await call(input)
-            await task.update_status({"tool": tool, "state": "answered"})
+            await show_tool(task, tool, "answered")
             return output
 
         if run.is_peer(tool, call_id):

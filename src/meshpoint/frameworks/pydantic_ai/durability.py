@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import replace
@@ -51,10 +51,11 @@ from pydantic_ai.toolsets import AbstractToolset, ToolsetTool
 from pydantic_ai.usage import RequestUsage, RunUsage
 
 from meshpoint.agents.peer import Addressable
-from meshpoint.errors import AgentMisbehaved, NotJson, StepFailed
+from meshpoint.errors import AgentMisbehaved, StepFailed
 from meshpoint.frameworks.base import OnPeerFailure, ToolWaits
 from meshpoint.frameworks.budget import check_budget, count_request
 from meshpoint.frameworks.peers import PeerTools
+from meshpoint.frameworks.progress import show_text, show_tool
 from meshpoint.frameworks.pydantic_ai.toolset import (
     PeerToolset,
     Validated,
@@ -63,7 +64,7 @@ from meshpoint.frameworks.pydantic_ai.toolset import (
     open_run,
     run_state,
 )
-from meshpoint.frameworks.steps import record_step, recording_context, step_name
+from meshpoint.frameworks.steps import METADATA_KEY, record_step, recording_context, step_name
 from meshpoint.model.calls import ALL
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.context_runtime import CallRecorder
@@ -75,9 +76,6 @@ from meshpoint.model.waitable import Waitable, mark_used
 ParamsT = TypeVar("ParamsT")
 WireT = TypeVar("WireT")
 ResultT = TypeVar("ResultT")
-
-_TOOL_OPTIONS = "meshpoint"
-"""Key of a tool's metadata. `metadata={"meshpoint": False}` runs a tool without recording it."""
 
 
 @lru_cache
@@ -132,7 +130,7 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
             "mcp": "enter-in-durable-unit",
             "dynamic": "enter-never",
         },
-        tool_config_key=_TOOL_OPTIONS,
+        tool_config_key=METADATA_KEY,
     )
 
     def __init__(
@@ -295,7 +293,7 @@ class _StepBackend(DurableOperationBackend[Any]):
     ) -> dict[str, Any] | Literal[False]:
         """`False` for a tool that must not be recorded."""
         metadata = None if tool is None else cast(ToolsetTool[Any], tool).tool_def.metadata
-        return False if (metadata or {}).get(_TOOL_OPTIONS) is False else {}
+        return False if (metadata or {}).get(METADATA_KEY) is False else {}
 
     def registrations(self) -> Sequence[Callable[..., object]]:
         """None: operations are created when they run."""
@@ -431,15 +429,10 @@ async def _forward_events(ctx: RunContext[Any], events: AsyncIterable[AgentStrea
             continue
         match event:
             case PartStartEvent(part=TextPart(content=text)):
-                await _add_text(task, text)
+                await show_text(task, text)
             case PartDeltaEvent(delta=TextPartDelta(content_delta=text)):
-                await _add_text(task, text)
+                await show_text(task, text)
             case FunctionToolCallEvent(part=part):
-                await task.update_status({"tool": part.tool_name, "state": "called"})
+                await show_tool(task, part.tool_name, "called")
             case FunctionToolResultEvent(part=part):
-                await task.update_status({"tool": part.tool_name, "state": "answered"})
-
-
-async def _add_text(task: TaskExecutionContext, text: str) -> None:
-    with suppress(NotJson):  # invalid Unicode, in a piece that only shows progress
-        await task.add_text(text)
+                await show_tool(task, part.tool_name, "answered")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import JsonValue
-from pydantic_ai.exceptions import CallDeferred, ModelRetry, ToolFailed, UserError
+from pydantic_ai.exceptions import CallDeferred, ModelRetry, ToolFailed
 from pydantic_ai.messages import ModelMessage, ModelResponse
 from pydantic_ai.output import ToolOutput
 from pydantic_ai.tools import (
@@ -103,11 +103,10 @@ class PeerToolset(WrapperToolset[Any]):
         """The tools of this turn of the model.
 
         Raises:
-            UserError: A typed peer has the name of another tool.
+            ConfigurationError: A typed peer has the name of another tool.
         """
         tools = await super().get_tools(ctx)
-        if same := sorted(tools.keys() & self.peers.known.keys()):
-            raise UserError(f"the agent has a tool and a peer called {same[0]!r}: rename the tool")
+        self.peers.check_names(tools)
         peers = {
             name: ToolsetTool(
                 toolset=self,
