@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Itera
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,11 +72,22 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], IdleLoop]]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that use servers, so that `-m "not servers"` is right; run the longest first."""
+    """Mark tests that use servers, so that `-m "not servers"` is right; run the longest first.
+
+    Each worker starts with an equal share of consecutive tests. They take over others later.
+    """
     for item in items:
         if _required_servers(item):
             item.add_marker(pytest.mark.servers)
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+    long = [item for item in items if item.get_closest_marker("timeout") is not None]
+    rest = iter([item for item in items if item.get_closest_marker("timeout") is None])
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    share = len(items) // workers
+    ordered: list[pytest.Item] = []
+    for worker in range(workers):
+        first = long[worker::workers]
+        ordered += [*first, *islice(rest, max(0, share - len(first)))]
+    items[:] = [*ordered, *rest]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

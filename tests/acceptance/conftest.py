@@ -1,3 +1,5 @@
+import os
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -5,6 +7,32 @@ import pytest
 
 from .fork_server import ForkServer
 from .mesh import Backends, Mesh
+
+_ALL_BACKENDS = bool(os.environ.get("MESHPOINT_ALL_BACKENDS"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run each case of a test with many cases on one backend, half of them on either.
+
+    With `MESHPOINT_ALL_BACKENDS`, every case runs on both.
+    """
+    if _ALL_BACKENDS:
+        return
+    cases_by_test: dict[str, dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            case = item.nodeid.replace("embedded", "").replace("production", "")
+            cases_by_test[case.partition("[")[0]][case].append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in cases_by_test.values():
+        pairs = [pair for pair in cases.values() if len(pair) == 2]
+        if len(pairs) > 1:
+            # Neighbouring cases, such as before and after a step, do not share a backend, and
+            # neither do all cases "before".
+            left_out.update(pair[index.bit_count() % 2] for index, pair in enumerate(pairs))
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture
