@@ -104,9 +104,9 @@ def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
             db.execute(_CREATE_MARKERS)
         if not has_table(db, TOPIC_TABLE):
             db.execute(_CREATE_TOPICS)
+        _check(db, path)
         if not has_table(db, "meshpoint_queue_request"):
             db.execute(_CREATE_REQUESTS)
-        _check(db, path)
     except sqlite3.DatabaseError as error:
         db.close()
         if error.sqlite_errorcode & 0xFF in _UNUSABLE_FILE_ERRORS:
