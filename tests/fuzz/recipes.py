@@ -126,10 +126,12 @@ class RecipeScheduler:
     recipe_names: list[str]
     _queues: list[list[str]] = field(default_factory=lambda: [[], [], []])
     created_count: int = 0
+    ranks: tuple[int, ...] = (0, 1, 2)
+    """The ranks to choose from, in turn."""
 
     def next(self) -> tuple[str, MessageScript] | None:
         """A recipe's name and its marked messages, or None when the recipe lacks material."""
-        rank = self.created_count % 3
+        rank = self.ranks[self.created_count % len(self.ranks)]
         queue = self._queues[rank]
         if not queue:
             queue += [name for name in self.recipe_names if _rank(name) == rank] or list(
