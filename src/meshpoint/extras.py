@@ -67,8 +67,13 @@ COMMAND_LINE = Feature(
 YAML = Feature("a YAML file", "cli", {"yaml": "pyyaml"})
 PYDANTIC_AI = Feature("Pydantic AI", "pydantic-ai", {"pydantic_ai": "pydantic-ai-slim"})
 GOOGLE_ADK = Feature("Google ADK", "google-adk", {"google.adk": "google-adk"})
+AGENT_FRAMEWORK = Feature(
+    "Microsoft Agent Framework",
+    "agent-framework",
+    {"agent_framework": "agent-framework-core"},
+)
 LANGGRAPH = Feature("LangGraph", "langgraph", {"langchain": "langchain", "langgraph": "langgraph"})
-FRAMEWORKS = (PYDANTIC_AI, GOOGLE_ADK, LANGGRAPH)
+FRAMEWORKS = (PYDANTIC_AI, GOOGLE_ADK, LANGGRAPH, AGENT_FRAMEWORK)
 """The agent frameworks that Meshpoint has adapters for."""
 _PYTEST = {"pytest": "pytest", "pytest_asyncio": "pytest-asyncio"}
 CONFORMANCE = Feature("a conformance suite", "testing", _PYTEST)

@@ -117,6 +117,7 @@ FRAMEWORKS = {
     "pydantic_ai": "pydantic_ai",
     "google_adk": "google.adk",
     "langgraph": "langgraph",
+    "agent_framework": "agent_framework",
 }
 """The module that each framework installs, by the name of its adapter."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from code_blocks import code_blocks
 from meshpoint.extras import (
+    AGENT_FRAMEWORK,
     COMMAND_LINE,
     CONFORMANCE,
     GOOGLE_ADK,
@@ -38,6 +39,7 @@ FEATURES = (
     PYDANTIC_AI,
     GOOGLE_ADK,
     LANGGRAPH,
+    AGENT_FRAMEWORK,
 )
 FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "core": (),
@@ -49,6 +51,7 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "pydantic-ai": (PYDANTIC_AI,),
     "google-adk": (GOOGLE_ADK, YAML),
     "langgraph": (LANGGRAPH,),
+    "agent-framework": (AGENT_FRAMEWORK, YAML),
     "all": (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML),
 }
 """Features that each extra makes usable."""

@@ -129,6 +129,33 @@ def langgraph_import() -> str:
     return meshpoint.frameworks.langgraph.__name__
 
 
+def agent_framework() -> str:
+    from typing import Any
+
+    from agent_framework import (
+        Agent,
+        BaseChatClient,
+        ChatMiddlewareLayer,
+        FunctionInvocationLayer,
+    )
+
+    from meshpoint import Peer
+    from meshpoint.frameworks.agent_framework import durable
+
+    class Client(FunctionInvocationLayer[Any], ChatMiddlewareLayer[Any], BaseChatClient[Any]):
+        def _inner_get_response(self, **options: Any) -> Any:
+            raise NotImplementedError
+
+    wrapped = durable(Agent(Client(), name="travel"), peers=[Peer("flights", str, str)])
+    return f"{wrapped!r} in {wrapped.state_format}"
+
+
+def agent_framework_import() -> str:
+    import meshpoint.frameworks.agent_framework
+
+    return meshpoint.frameworks.agent_framework.__name__
+
+
 def run_command(*command: str) -> str:
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode != 0:
@@ -166,6 +193,7 @@ USES: dict[str, Callable[[], str]] = {
     "Pydantic AI": pydantic_ai,
     "Google ADK": google_adk,
     "LangGraph": langgraph,
+    "Microsoft Agent Framework": agent_framework,
 }
 MISSING_EXTRA_CHECKS: dict[str, Callable[[], str]] = {
     **{name: lambda use=use: error_of(use) for name, use in USES.items()},  # type: ignore[misc]  # the default of a lambda
@@ -174,6 +202,7 @@ MISSING_EXTRA_CHECKS: dict[str, Callable[[], str]] = {
     "Pydantic AI": lambda: error_of(pydantic_ai_import),
     "Google ADK": lambda: error_of(google_adk_import),
     "LangGraph": lambda: error_of(langgraph_import),
+    "Microsoft Agent Framework": lambda: error_of(agent_framework_import),
 }
 
 if __name__ == "__main__":
