@@ -3,6 +3,7 @@
 #   make test    the checks, then every test, JOBS=4 at a time; `make test ARGS="-k claim"` runs some
 #   make outages stops the database and the broker for a minute each, under load; the suite has a short form
 #   make deploys replaces replicas under load, with each kind of change and earlier releases; the suite has a short form
+#   make acceptance   every kill on SQLite and on the servers; the suite runs each on one of the two
 #   make frameworks   kills replicas of each framework's agents at every point; the suite has a short form
 #   make chaos   every fault at random, for MINUTES=20, and a ledger that must balance; the suite has a short form
 #   make application   kills the services and replicas of examples/incident_analyst for MINUTES=2 on each backend
@@ -33,7 +34,7 @@ MINUTES ?= 20
 # The tests start many interpreters. Without bytecode files, each would recompile every module.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lowest coverage outages deploys frameworks simulation chaos application fuzz bench since model docs check fmt dist install-check clean
+.PHONY: demo test lowest coverage acceptance outages deploys frameworks simulation chaos application fuzz bench since model docs check fmt dist install-check clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -54,6 +55,9 @@ coverage: $(STAMPS)/dev
 	@$(BIN)/coverage run -m pytest -n $(JOBS) --dist worksteal $(ARGS); status=$$?; \
 	  $(BIN)/coverage combine --quiet && $(BIN)/coverage xml --quiet && $(BIN)/coverage html --quiet && \
 	  $(BIN)/coverage report && exit $$status
+
+acceptance: $(STAMPS)/dev
+	@MESHPOINT_ALL_BACKENDS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/acceptance $(ARGS)
 
 outages: $(STAMPS)/dev
 	@MESHPOINT_OUTAGE_SECONDS=60 $(BIN)/python -m pytest tests/acceptance/test_outages.py $(ARGS)
