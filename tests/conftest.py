@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Itera
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 

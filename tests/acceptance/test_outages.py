@@ -6,8 +6,8 @@ The outage lasts MESHPOINT_OUTAGE_SECONDS; `make outages` sets it to a minute.
 from __future__ import annotations
 
 import asyncio
-import signal
 import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
