@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from meshpoint import wiring
 from meshpoint.model.bodies import RequestBody, parse_body
-from meshpoint.model.envelopes import encode_reply
+from meshpoint.model.envelopes import encode_reply, status_envelope
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
 from meshpoint.model.messages import (
     Address,
@@ -27,7 +27,7 @@ from meshpoint.model.messages import (
     response_queue,
 )
 from meshpoint.model.outcomes import Ok, Outcome
-from meshpoint.model.tasks import CallState
+from meshpoint.model.tasks import CallState, Requester
 from meshpoint.ports.broker import Broker, Delivery
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.settings import Settings, load
@@ -176,6 +176,15 @@ class PeerRequest:
     @property
     def sub_task_id(self) -> TaskId:
         return TaskId(self.delivery.message.correlation_id)
+
+    async def update(self, value: JsonValue) -> None:
+        """Send a status update."""
+        message = self.delivery.message
+        parent = str(message.headers[Header.PARENT_TASK.value])
+        requester = Requester(message.reply_to, parent_task_id=parent)
+        envelope = status_envelope(self.peer, self.sub_task_id, requester, value)
+        assert envelope is not None
+        await self.broker.publish([envelope])
 
     async def answer(self, value: JsonValue, *, sender: str | None = None) -> None:
         """Send a response, then ack the request."""

@@ -159,8 +159,10 @@ async def test_commands_for_tasks_in_a_stopped_database_hold_up_no_others(
         signalling = asyncio.ensure_future(signalled.signal(Signal("chat", int), 7))
         await calls[2].answer(20)
         await calls[3].answer(30)
+        await calls[1].update("looking")
         task = await caller.send("root", {"numbers": [], "gate": str(gate)})
         await replica.wait("segment:before")
+        await replica.wait("claim:before")  # for an answer
         await task.cancel()  # arrives last
         with pytest.raises(TaskCancelled):
             await task.result()

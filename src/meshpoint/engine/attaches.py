@@ -264,8 +264,8 @@ class Attaches:
 
     async def _show_open_questions(self, backend: Backend, command: AttachCommand) -> None:
         """Show the open questions of a waiting task to a caller that attached later."""
-        store, retry = backend.store, self._runtime.retry
-        found = await retry.until_available(lambda: store.task(command.task_id))
+        store, ask = backend.store, partial(self._runtime.ask_store, backend)
+        found = await ask(lambda: store.task(command.task_id))
         if found is None:
             return
         envelopes = [
@@ -276,7 +276,7 @@ class Attaches:
                 question.to_update(),
                 StatusMetadata(UpdateKind.QUESTION),
             )
-            for question in await read_open_questions(store, *found, retry.until_available)
+            for question in await read_open_questions(store, *found, ask)
         ]
         await self._publisher.publish_advisory(
             [each for each in envelopes if each and len(each[1].body) <= MAX_STATUS_BYTES]

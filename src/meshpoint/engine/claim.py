@@ -17,9 +17,10 @@ from meshpoint.model.transitions import Claim, ClaimResult, ExpiryResult, JoinCo
 async def claim_responses(
     backend: Backend, claims: Sequence[Claim], runtime: ReplicaRuntime
 ) -> list[ClaimResult]:
-    """Record `claims`, waiting while the database is unavailable.
+    """Record `claims`. Each `JoinCompleted` holds a slot.
 
-    Each `JoinCompleted` holds a slot.
+    Raises:
+        StoreUnavailable: As for `ReplicaRuntime.ask_store`.
     """
 
     async def attempt() -> list[ClaimResult]:
@@ -35,7 +36,7 @@ async def claim_responses(
         return arrivals
 
     with runtime.steps.step(Step.CLAIM, [claim.task_id for claim in claims]):
-        return await runtime.retry.until_available(attempt)
+        return await runtime.ask_store(backend, attempt)
 
 
 async def expire_overdue(

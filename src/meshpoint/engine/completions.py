@@ -100,19 +100,28 @@ class Completions:
                 await self._forward(completion.message)
             if database is None:
                 return None
+            self._forwarded.add(claim_id)
             try:
-                (asked,) = await database.store.find_questions([completion.key])
-            except StoreUnavailable as error:
-                self._forwarded.add(claim_id)
-                runtime.retry.record_outage(error)
+                locked = None
+                asked = await self._find(database, completion.key)
+                if asked is not None:  # of a task that began before checkpointing was off
+                    locked = await self._answer(database, asked, completion, claim_id)
+                else:
+                    await self._refuse_unasked(completion)
+            except StoreUnavailable:
+                raise  # again later, without another broadcast
+            except BaseException:
+                self._forwarded.discard(claim_id)
                 raise
             self._forwarded.discard(claim_id)
-            if asked is not None:
-                return await self._answer(database, asked, completion, claim_id)  # older task
+            return locked
+        await self._refuse_unasked(completion)
+        return None
+
+    async def _refuse_unasked(self, completion: _Completion) -> None:
         text = await self._explain_unasked(completion.key)
         status = CompletionStatus.REFUSED if text == _ENDED else CompletionStatus.NOT_OPEN
         await self._reply(completion.message, status, text)
-        return None
 
     async def _forward(self, message: Message) -> None:
         """Broadcast an answer to the replicas, of which one may have its task in memory."""
@@ -126,8 +135,8 @@ class Completions:
             return _NOT_ASKED
         if (database := self._runtime.database) is None:
             return _UNKNOWN
-        found = await self._runtime.retry.until_available(
-            lambda: database.store.lookup([key.task_id])
+        found = await self._runtime.ask_store(
+            database, lambda: database.store.lookup([key.task_id])
         )
         existing = found.get(key.task_id)
         if existing is None or existing.agent != key.agent or existing.is_early_cancel:
@@ -160,8 +169,8 @@ class Completions:
         return _Completion(message, body, key, names, names[1] in options.operator_logins)
 
     async def _find(self, backend: Backend, key: QuestionKey) -> AskedQuestion | None:
-        (asked,) = await self._runtime.retry.until_available(
-            lambda: backend.store.find_questions([key])
+        (asked,) = await self._runtime.ask_store(
+            backend, lambda: backend.store.find_questions([key])
         )
         return asked
 
@@ -184,8 +193,8 @@ class Completions:
             return None
         command = RecordAnswer(claim_id, asked.key, outcome)
         with self._runtime.steps.step(Step.CLAIM, [asked.key.task_id]):
-            (result,) = await self._runtime.retry.until_available(
-                lambda: backend.store.answer([command])
+            (result,) = await self._runtime.ask_store(
+                backend, lambda: backend.store.answer([command])
             )
         match result:
             case TaskLocked():

@@ -114,7 +114,7 @@ class PeerMessages:
         self._completions = Completions(runtime, runner, publisher)
         self._signals = Signals(runtime, runner, publisher)
         self._status_throttle = Throttle(MAX_STATUSES_PER_SECOND, runtime.clock.now)
-        self._recent_progress = RecentProgress(runtime.retry, runtime.clock.monotonic)
+        self._recent_progress = RecentProgress(runtime)
         self._spawn = runtime.background.spawn
         self._postponed = PostponedMessages(self._handle_postponed, runtime, adjust_prefetch)
 
@@ -294,12 +294,17 @@ class PeerMessages:
                     attempt.refused.append(((delivery, claim_id), str(error)))
                 else:
                     responses.append((delivery, replace(failure_claim, id=claim_id), str(error)))
-        responses = await self._drop_unrelated_refusals(responses, attempt)
-        if not responses:
+        try:
+            responses = await self._drop_unrelated_refusals(responses, attempt)
+            if not responses:
+                return
+            results = await self._runner.record_outcomes(
+                attempt.backend, [response_claim for _, response_claim, _ in responses]
+            )
+        except StoreUnavailable:
+            for delivery, claim, _ in responses:
+                await self._postpone((delivery, claim.id), attempt)
             return
-        results = await self._runner.record_outcomes(
-            attempt.backend, [response_claim for _, response_claim, _ in responses]
-        )
         with self._runtime.steps.step(Step.ACK, [each.task_id for _, each, _ in responses]):
             for (delivery, claim, unreadable_reason), result in zip(
                 responses, results, strict=True
@@ -341,8 +346,8 @@ class PeerMessages:
         if not refusals:
             return list(responses)
         call_ids = [(each.task_id, each.sub_task_id) for _, each, _ in refusals]
-        dispatches = await self._runtime.retry.until_available(
-            lambda: attempt.backend.store.find_dispatches(call_ids)
+        dispatches = await self._runtime.ask_store(
+            attempt.backend, lambda: attempt.backend.store.find_dispatches(call_ids)
         )
         unrelated: list[Delivery] = []
         for (delivery, refusal, _), dispatch in zip(refusals, dispatches, strict=True):

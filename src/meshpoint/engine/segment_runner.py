@@ -476,7 +476,11 @@ class SegmentRunner:
     async def record_outcomes(
         self, backend: Backend, claims: Sequence[Claim]
     ) -> list[ClaimResult]:
-        """Record outcomes and resume the tasks whose join they complete."""
+        """Record outcomes and resume the tasks whose join they complete.
+
+        Raises:
+            StoreUnavailable: As for `ReplicaRuntime.ask_store`.
+        """
         with self.tasks.claiming():
             arrivals = await claim.claim_responses(backend, claims, self._runtime)
             self.handle_arrivals(backend, arrivals)

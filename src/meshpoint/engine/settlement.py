@@ -40,7 +40,7 @@ from meshpoint.engine.segment import FinalCheckpoint, RequestedSegment, Segment
 from meshpoint.engine.senders import Relation, Sender, compare_request
 from meshpoint.engine.status_sender import StatusSender
 from meshpoint.engine.unacked import may_run_elsewhere
-from meshpoint.errors import Unavailable
+from meshpoint.errors import StoreUnavailable, Unavailable
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome
@@ -268,7 +268,8 @@ class Settlement:
         if backend.is_shared:
             undeliverable, _ = await self._dispatcher.send(backend, items, overdue=overdue)
             if undeliverable and not self._tasks.is_draining:  # else another replica claims
-                await self._record_outcomes(backend, undeliverable)
+                with suppress(StoreUnavailable):  # the calls stay due
+                    await self._record_outcomes(backend, undeliverable)
             return
         if self._tasks.has_released_all:
             items = list(filter(self._is_still_due, items))
