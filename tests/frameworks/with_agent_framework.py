@@ -40,8 +40,8 @@ def _results(messages: Sequence[Message]) -> list[Result]:
 class ScriptedModel(FunctionInvocationLayer[Any], ChatMiddlewareLayer[Any], BaseChatClient[Any]):
     """A model that follows the script, with and without streaming."""
 
-    def __init__(self, journey: Journey) -> None:
-        super().__init__()
+    def __init__(self, journey: Journey, **options: Any) -> None:
+        super().__init__(**options)
         self._journey = journey
 
     async def _next(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Says:

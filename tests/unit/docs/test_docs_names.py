@@ -41,6 +41,8 @@ FOREIGN = {
     "working_dir",  # Docker Compose
     "consumer_timeout",  # RabbitMQ
     "purge_queue",  # RabbitMQ
+    "include_detailed_errors",  # Agent Framework
+    "max_duration_seconds",  # Agent Framework
     "TestCheapest",  # defined on the page
     "MESHPOINT_PORT",  # an example of what is ignored
 }

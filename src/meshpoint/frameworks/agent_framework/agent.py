@@ -17,13 +17,19 @@ from agent_framework import (
     FunctionInvocationLayer,
     Message,
     MiddlewareFailure,
+    normalize_messages,
 )
-from agent_framework._types import normalize_messages
 from pydantic import BaseModel, JsonValue, TypeAdapter
 from pydantic_core import from_json, to_json
 
 from meshpoint.agents.peer import Addressable
-from meshpoint.errors import AgentFailed, ConfigurationError, IncompatibleState, MeshpointError
+from meshpoint.errors import (
+    AgentFailed,
+    AgentMisbehaved,
+    ConfigurationError,
+    IncompatibleState,
+    MeshpointError,
+)
 from meshpoint.frameworks.agent_framework.requests import RecordRequests
 from meshpoint.frameworks.agent_framework.segment import Segment, Stopped, calls_of
 from meshpoint.frameworks.agent_framework.tools import RecordTools, text_result
@@ -88,22 +94,26 @@ class AgentFrameworkAgent(FrameworkAgent[In, Out]):
         session = self._open_session(ctx, history)
         agent = copy.copy(self.wrapped)
         agent.context_providers = list(agent.context_providers)  # a run adds to them
-        response = None
+        options: Any = {}
+        if history.messages and "turn" not in history.extra and _requires_tool(agent):
+            options = {"tool_choice": "auto"}  # the framework requires a tool in one request only
         try:
             response = await agent.run(
                 segment.messages,
                 session=session,
                 middleware=segment.middleware,
+                options=options,
                 client_kwargs=segment.client_options,
             )
+            if not segment.must_stop:
+                return Done(self._read_output(response))
         except (Stopped, BudgetReached):
-            pass
+            if not segment.must_stop:
+                raise
         except MiddlewareFailure as error:
             if isinstance(error.__cause__, MeshpointError):
                 raise error.__cause__ from None
             raise
-        if not segment.is_stopped and response is not None:
-            return Done(self._read_output(response))
         extra: dict[str, JsonValue] = {"counters": segment.counters}
         if segment.turn:
             extra |= {"turn": len(segment.turn), "results": segment.results}
@@ -175,7 +185,15 @@ class AgentFrameworkAgent(FrameworkAgent[In, Out]):
         return messages
 
     def _read_output(self, response: AgentResponse[Any]) -> Any:
-        """The output: the last text of the agent."""
+        """The output: the last text of the agent.
+
+        Raises:
+            AgentFailed: It does not fit the output's type.
+            AgentMisbehaved: The agent has no answer, because it needs input.
+        """
+        if requests := response.user_input_requests:
+            kinds = sorted({each.type for each in requests})
+            raise AgentMisbehaved(f"a task cannot wait for the input that it needs: {kinds}")
         said = (each.text for each in reversed(response.messages) if each.role == "assistant")
         text = next((each for each in said if each), "")
         if self._is_text:
@@ -184,6 +202,11 @@ class AgentFrameworkAgent(FrameworkAgent[In, Out]):
             return self._output.read(json.loads(text))
         except (ValueError, TypeMismatch) as error:
             raise AgentFailed(f"output of {self.name}: {error}") from error
+
+
+def _requires_tool(agent: Agent[Any]) -> bool:
+    choice: Any = agent.default_options.get("tool_choice")
+    return (choice.get("mode") if isinstance(choice, Mapping) else choice) == "required"
 
 
 def _in_order(segment: Segment) -> list[Any]:
@@ -355,6 +378,10 @@ def _check_client(agent: Agent[Any], key: str) -> None:
     if agent.default_options.get("conversation_id") is not None:
         problem = "the agent continues a conversation that its provider stores"
         raise ConfigurationError(key, problem, "remove conversation_id: the task has the messages")
+    if agent.require_per_service_call_history_persistence:
+        problem = "the agent stores its history after each request"
+        fix = "remove require_per_service_call_history_persistence: the task has the messages"
+        raise ConfigurationError(key, problem, fix)
 
 
 def wrap(found: object, name: str | None) -> AgentFrameworkAgent[str, Any] | None:

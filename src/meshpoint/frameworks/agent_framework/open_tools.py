@@ -44,8 +44,14 @@ class OpenTool(FunctionTool):
         return self._peer
 
     @property
-    def original(self) -> FunctionTool | None:
+    def is_own(self) -> bool:
+        """Whether it stands for a tool of the agent itself."""
+        return self._original is not None
+
+    @property
+    def original(self) -> FunctionTool:
         """The agent's own tool."""
+        assert self._original is not None
         return self._original
 
 

@@ -77,15 +77,19 @@ class RecordRequests(ChatMiddleware):
         own = [
             each.original if isinstance(each, OpenTool) else each
             for each in tools
-            if not isinstance(each, OpenTool) or each.original is not None
+            if not isinstance(each, OpenTool) or each.is_own
         ]
         names = {str(getattr(each, "name", "")) for each in own}
         self._segment.peers.check_names(names)
         offered = await self._segment.peers.offer(task, names.__contains__)
         self._segment.offered = offered
         # A call that has a result may be of a tool or peer that is gone.
-        gone = {call.name or "" for call in calls_of(repeated.messages if repeated else ())}
-        gone = {name for name in gone if name not in names and name not in offered}
+        gone = {
+            call.name or ""
+            for call in calls_of(repeated.messages if repeated else ())
+            if self._segment.has_result(call.call_id or "")
+        }
+        gone -= names | offered.keys()
         tools[:] = [
             *map(open_own, own),
             *map(open_peer, offered.values()),

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from agent_framework import ChatResponse, Content, Message, _tools
 from pydantic import JsonValue
 
-from meshpoint.errors import MeshpointError
+from meshpoint.errors import AgentMisbehaved, MeshpointError
 from meshpoint.frameworks.history import ToolCall
 from meshpoint.frameworks.peers import PeerTool, PeerTools
 
@@ -52,8 +52,7 @@ class Segment:
         results: The recorded results of calls in this turn, by id.
         waits: The calls in this turn that must wait, by id.
         offered: The peers that the model was offered last, by the names of their tools.
-        is_stopped: Whether the run must not send its next request.
-        needs_budget: Whether a person must allow that request.
+        needs_budget: Whether a person must allow the next request.
         middleware: What records the run of an agent.
     """
 
@@ -74,11 +73,16 @@ class Segment:
         self.results: dict[str, JsonValue] = {}
         self.waits: dict[str, ToolCall] = {}
         self.offered: Mapping[str, PeerTool] = peers.known
-        self.is_stopped = self.needs_budget = False
+        self.needs_budget = False
         self.middleware = list[Any]()
         self._repeated, self.settled = list(turn), settled
         self.answers, self.approved = answers, approved
         self.counters, self._loop = dict(counters), dict(counters)
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the run must not send its next request."""
+        return self.needs_budget or bool(self.waits)
 
     @property
     def client_options(self) -> dict[str, Any]:
@@ -100,8 +104,7 @@ class Segment:
         Raises:
             Stopped: There is to be no next request.
         """
-        if self.waits or self.needs_budget:
-            self.is_stopped = True
+        if self.must_stop:
             raise Stopped("the task waits")
         ids = {each.call_id for each in calls_of(self.turn)}
         contents = [
@@ -129,12 +132,18 @@ class Segment:
         """Stop before the next request, because a person must allow it."""
         if not self.turn:
             self._keep_counters()
-        self.is_stopped = self.needs_budget = True
+        self.needs_budget = True
+
+    def has_result(self, call: str) -> bool:
+        """Whether a call of the repeated turn has a result."""
+        return call in self.settled or call in self.answers
 
     def arguments(self, call: str) -> dict[str, Any]:
         """The arguments of a call as the model wrote them."""
-        found = next(each for each in calls_of(self.turn) if each.call_id == call)
-        return dict(found.parse_arguments() or {})
+        found = [each for each in calls_of(self.turn) if each.call_id == call]
+        if not found:
+            raise AgentMisbehaved(f"a middleware has replaced the call {call!r} of the model")
+        return dict(found[0].parse_arguments() or {})
 
 
 def calls_of(messages: Iterable[Message]) -> list[Content]:

@@ -53,19 +53,14 @@ class RecordTools(FunctionMiddleware):
             return
         try:
             await self._call(task, context, call_next)
-        except (BudgetReached, MiddlewareFailure) as error:
-            if isinstance(error, MiddlewareFailure) and not _is_about_budget(error):
-                raise
-            if scope.get():
-                raise MiddlewareFailure(str(error)) from BudgetReached(str(error))
+        except BudgetReached:  # in an agent that is a tool: the next segment repeats the turn
             self._segment.stop_for_budget()
             context.result = ""
         except StepFailed as error:
-            if (
-                error.error_type == AgentMisbehaved.__name__
-            ):  # for its developer, not for the model
-                raise MiddlewareFailure(str(error)) from error
-            raise
+            if error.error_type != AgentMisbehaved.__name__:
+                raise
+            # For its developer, not for the model.
+            raise MiddlewareFailure(str(error)) from error
         except MeshpointError as error:
             raise MiddlewareFailure(str(error)) from error
 
@@ -87,13 +82,14 @@ class RecordTools(FunctionMiddleware):
             if call in segment.answers:
                 segment.results[call] = segment.answers[call]
                 context.result = _read_result(segment.answers[call])
-            elif not isinstance(tool, OpenTool):
-                await self._run(task, context, tool, call_next)
-            elif call in segment.approved and tool.original is not None:
+            elif call in segment.approved:
                 context.arguments = segment.approved[call]
-                await self._run(task, context, tool.original, None)
-            else:
+                own = tool.original if isinstance(tool, OpenTool) else tool
+                await self._run(task, context, own, None)
+            elif isinstance(tool, OpenTool):
                 await self._open(context, tool, call, call_next)
+            else:
+                await self._run(task, context, tool, call_next)
         finally:
             if segment.stream and call not in segment.waits:
                 await show_tool(task, tool.name, "answered")
@@ -112,7 +108,6 @@ class RecordTools(FunctionMiddleware):
                 return
             opened = ToolCall(call, tool.name, ToolCallKind.PEER, arguments, name)
         else:
-            assert tool.original is not None
             await call_next()  # checks the arguments
             arguments = arguments_as_json(
                 tool, dict(context.arguments), self._segment.arguments(call)
@@ -162,11 +157,10 @@ class RecordTools(FunctionMiddleware):
         tool: FunctionTool,
         call_next: Next | None,
     ) -> JsonValue:
-        misfit: Exception | None = None
         has_run = False
 
         async def run() -> JsonValue:
-            nonlocal misfit, has_run
+            nonlocal has_run
             has_run = True
             before = _dump_state(context.session)
             try:
@@ -176,8 +170,7 @@ class RecordTools(FunctionMiddleware):
                 return {**result, "state": changed} if changed else result
             except MiddlewareFailure as error:
                 return {"abort": str(error)}
-            except _Misfit as error:
-                misfit = error
+            except _Misfit:
                 return {"misfit": True}
 
         name = step_name("tool", *scope.get(), tool.name, str(context.metadata["call_id"]))
@@ -187,10 +180,8 @@ class RecordTools(FunctionMiddleware):
             if not scope.get():
                 self._segment.results[str(context.metadata["call_id"])] = {"error": str(error)}
             raise
-        if misfit is not None:
-            raise misfit
-        if "misfit" in recorded:
-            await _invoke(context, tool, call_next)  # raises it again
+        if "misfit" in recorded:  # the framework has an error of its own for it
+            return _dump_result(await _invoke(context, tool, call_next))
         if "state" in recorded and not has_run and context.session is not None:
             changed = {"session_id": "", "state": from_json(to_json(recorded["state"]))}
             context.session.state.update(AgentSession.from_dict(changed).state)
@@ -200,13 +191,9 @@ class RecordTools(FunctionMiddleware):
 def _dump_state(session: AgentSession | None) -> dict[str, JsonValue]:
     if session is None or not session.state:
         return {}
-    # Apart from its lists and mappings, which the tool may change.
+    # A copy: the tool may change what the lists and mappings of the state contain.
     dumped: dict[str, JsonValue] = from_json(to_json(session.to_dict()["state"]))
     return dumped
-
-
-def _is_about_budget(error: MiddlewareFailure) -> bool:
-    return isinstance(error.__cause__, BudgetReached)
 
 
 async def _invoke(
