@@ -398,7 +398,7 @@ async def test_limits_of_the_framework_hold_across_pauses(limit: Any, requests: 
             await call_next()
 
     journey = Watched(insist)
-    client = ScriptedModel(journey, function_invocation_configuration=limit)
+    client = ScriptedModel(journey, **limit)
     root = Agent(client, name="travel", middleware=[Watch()])
     async with TestMesh(durable(root, peers=[weather], stream=False)) as mesh:
         stubs(mesh)

@@ -40,8 +40,9 @@ def _results(messages: Sequence[Message]) -> list[Result]:
 class ScriptedModel(FunctionInvocationLayer[Any], ChatMiddlewareLayer[Any], BaseChatClient[Any]):
     """A model that follows the script, with and without streaming."""
 
-    def __init__(self, journey: Journey, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, journey: Journey, **limits: Any) -> None:
+        configuration: Any = {"max_iterations": 1000, **limits}  # 40 by default
+        super().__init__(function_invocation_configuration=configuration)
         self._journey = journey
 
     async def _next(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Says:
