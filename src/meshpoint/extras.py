@@ -73,7 +73,8 @@ AGENT_FRAMEWORK = Feature(
     {"agent_framework": "agent-framework-core"},
 )
 LANGGRAPH = Feature("LangGraph", "langgraph", {"langchain": "langchain", "langgraph": "langgraph"})
-FRAMEWORKS = (PYDANTIC_AI, GOOGLE_ADK, LANGGRAPH, AGENT_FRAMEWORK)
+STRANDS = Feature("Strands", "strands", {"strands": "strands-agents"})
+FRAMEWORKS = (PYDANTIC_AI, GOOGLE_ADK, LANGGRAPH, AGENT_FRAMEWORK, STRANDS)
 """The agent frameworks that Meshpoint has adapters for."""
 _PYTEST = {"pytest": "pytest", "pytest_asyncio": "pytest-asyncio"}
 CONFORMANCE = Feature("a conformance suite", "testing", _PYTEST)

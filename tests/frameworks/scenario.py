@@ -118,6 +118,7 @@ FRAMEWORKS = {
     "google_adk": "google.adk",
     "langgraph": "langgraph",
     "agent_framework": "agent_framework",
+    "strands": "strands",
 }
 """The module that each framework installs, by the name of its adapter."""
 

@@ -21,6 +21,7 @@ from meshpoint.extras import (
     PYDANTIC_AI,
     RABBITMQ,
     REDIS,
+    STRANDS,
     YAML,
     Feature,
 )
@@ -40,6 +41,7 @@ FEATURES = (
     GOOGLE_ADK,
     LANGGRAPH,
     AGENT_FRAMEWORK,
+    STRANDS,
 )
 FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "core": (),
@@ -52,6 +54,7 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "google-adk": (GOOGLE_ADK, YAML),
     "langgraph": (LANGGRAPH,),
     "agent-framework": (AGENT_FRAMEWORK, YAML),
+    "strands": (STRANDS, YAML),
     "all": (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML),
 }
 """Features that each extra makes usable."""

@@ -156,6 +156,22 @@ def agent_framework_import() -> str:
     return meshpoint.frameworks.agent_framework.__name__
 
 
+def strands() -> str:
+    from strands import Agent
+
+    from meshpoint import Peer
+    from meshpoint.frameworks.strands import durable
+
+    wrapped = durable(Agent, name="travel", peers=[Peer("flights", str, str)])
+    return f"{wrapped!r} in {wrapped.state_format}"
+
+
+def strands_import() -> str:
+    import meshpoint.frameworks.strands
+
+    return meshpoint.frameworks.strands.__name__
+
+
 def run_command(*command: str) -> str:
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode != 0:
@@ -194,6 +210,7 @@ USES: dict[str, Callable[[], str]] = {
     "Google ADK": google_adk,
     "LangGraph": langgraph,
     "Microsoft Agent Framework": agent_framework,
+    "Strands": strands,
 }
 MISSING_EXTRA_CHECKS: dict[str, Callable[[], str]] = {
     **{name: lambda use=use: error_of(use) for name, use in USES.items()},  # type: ignore[misc]  # the default of a lambda
@@ -203,6 +220,7 @@ MISSING_EXTRA_CHECKS: dict[str, Callable[[], str]] = {
     "Google ADK": lambda: error_of(google_adk_import),
     "LangGraph": lambda: error_of(langgraph_import),
     "Microsoft Agent Framework": lambda: error_of(agent_framework_import),
+    "Strands": lambda: error_of(strands_import),
 }
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ FEATURES = [feature_ for feature_ in vars(extras).values() if isinstance(feature
 OPTIONAL = {module for feature in FEATURES for module in feature.libraries} | {"uvloop"}
 WITHOUT_CHECK = {"uvloop"}
 """Installed by an extra, although Meshpoint works without it."""
-FRAMEWORKS = {"agent-framework", "google-adk", "langgraph", "pydantic-ai"}
+FRAMEWORKS = {"agent-framework", "google-adk", "langgraph", "pydantic-ai", "strands"}
 """Extras that `all` leaves out: a replica uses at most one framework."""
 MAIN = "from meshpoint.cli import main; main({arguments})"
 
@@ -99,6 +99,11 @@ def test_the_core_imports_no_optional_library() -> None:
             extras.AGENT_FRAMEWORK,
             "import meshpoint.frameworks.agent_framework",
             "meshpoint.frameworks.agent_framework",
+        ),
+        (
+            extras.STRANDS,
+            "import meshpoint.frameworks.strands",
+            "meshpoint.frameworks.strands",
         ),
         (
             extras.MESH_FIXTURE,

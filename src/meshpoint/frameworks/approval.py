@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel, JsonValue
+from pydantic_core import to_json
 
 from meshpoint.model.questions import MAX_PROMPT_LENGTH, Question
 
@@ -40,6 +42,28 @@ def describe_call(tool: str, arguments: Mapping[str, JsonValue]) -> str:
         each = (json.dumps({name: value}, ensure_ascii=False) for name, value in arguments.items())
         shown = f"{{{', '.join(_cut(text[1:-1], room) for text in each)}}}"
     return _cut(f"Run {tool} with {shown}?", _MAX_SHOWN_LENGTH + 1_000)
+
+
+def prompt_text(value: Any) -> str:
+    """The prompt that shows a value of a framework to a person."""
+    text = value if isinstance(value, str) else to_json(value, fallback=str).decode()
+    return _cut(text, _MAX_SHOWN_LENGTH)
+
+
+def validate_arguments(schema: Any, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """The arguments as `schema` reads them, for a person.
+
+    Arguments that do not fit, or that JSON cannot represent, are returned as the model wrote them.
+    """
+    if isinstance(schema, type) and issubclass(schema, BaseModel):
+        try:
+            read = schema.model_validate(arguments)
+            shown = read.model_dump(mode="json", round_trip=True)
+            if schema.model_validate(shown) == read:
+                return shown
+        except Exception:  # the types of a tool may raise any; the tool itself will refuse them
+            return arguments
+    return arguments
 
 
 def _cut(text: str, length: int) -> str:

@@ -12,11 +12,12 @@ from langgraph.channels import DeltaChannel
 from langgraph.graph.state import CompiledStateGraph
 from langgraph.prebuilt import ToolNode
 from langgraph.types import Command, Interrupt
-from pydantic import BaseModel, JsonValue, TypeAdapter
+from pydantic import JsonValue, TypeAdapter
 from typing_extensions import TypeVar
 
 from meshpoint.agents.peer import Addressable
 from meshpoint.errors import ConfigurationError, PeerFailed
+from meshpoint.frameworks.approval import validate_arguments
 from meshpoint.frameworks.base import (
     Answer,
     FrameworkAgent,
@@ -229,7 +230,8 @@ class _Waiting:
 
     def _approve(self, interrupt: Interrupt[Any], tool: str, arguments: Any) -> None:
         call_id = f"{interrupt.id}-{len(self.calls)}"
-        shown = _validated(self._tools.get(tool), arguments)
+        schema = getattr(self._tools.get(tool), "tool_call_schema", None)
+        shown = validate_arguments(schema, arguments)
         self.calls.append(ToolCall(call_id, tool, ToolCallKind.APPROVAL, shown))
 
     def _wait(self, interrupt: Interrupt[Any], name: str, wait: Waitable[Any]) -> None:
@@ -274,20 +276,6 @@ def _decide(answer: Answer) -> dict[str, str]:
     """The decision for LangChain's middleware."""
     approved, message = is_approved(answer)
     return {"type": "approve"} if approved else {"type": "reject", "message": message}
-
-
-def _validated(tool: Any, arguments: dict[str, Any]) -> dict[str, JsonValue]:
-    """The validated arguments, or the model's arguments if JSON cannot represent them."""
-    schema = getattr(tool, "tool_call_schema", None)
-    if isinstance(schema, type) and issubclass(schema, BaseModel):
-        try:
-            read = schema.model_validate(arguments)
-            shown = read.model_dump(mode="json", round_trip=True)
-            if schema.model_validate(shown) == read:
-                return shown
-        except Exception:  # the types of a tool may raise any; the tool itself will refuse them
-            return arguments
-    return arguments
 
 
 def _graphs(graph: CompiledStateGraph[Any, Any, Any, Any]) -> list[Any]:
