@@ -63,10 +63,10 @@ outages: $(STAMPS)/dev
 	@MESHPOINT_OUTAGE_SECONDS=60 $(BIN)/python -m pytest tests/acceptance/test_outages.py $(ARGS)
 
 deploys: $(STAMPS)/dev
-	@MESHPOINT_DEPLOYS=1 $(BIN)/python -m pytest tests/acceptance/test_deploy_matrix.py tests/acceptance/test_earlier_releases.py $(ARGS)
+	@MESHPOINT_ALL_BACKENDS=1 MESHPOINT_DEPLOYS=1 $(BIN)/python -m pytest tests/acceptance/test_deploy_matrix.py tests/acceptance/test_earlier_releases.py $(ARGS)
 
 frameworks: $(STAMPS)/dev
-	@MESHPOINT_FRAMEWORKS=1 $(BIN)/python -m pytest tests/acceptance/test_frameworks.py tests/frameworks $(ARGS)
+	@MESHPOINT_ALL_BACKENDS=1 MESHPOINT_FRAMEWORKS=1 $(BIN)/python -m pytest tests/acceptance/test_frameworks.py tests/frameworks $(ARGS)
 
 bench: $(STAMPS)/benchmarks $(STAMPS)/rivals
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)

@@ -12,19 +12,20 @@ _ALL_BACKENDS = bool(os.environ.get("MESHPOINT_ALL_BACKENDS"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run each case of a test with many cases on one backend, half of them on either.
+    """Run each case on one backend, half of the cases of a module on either.
 
     With `MESHPOINT_ALL_BACKENDS`, every case runs on both.
     """
     if _ALL_BACKENDS:
         return
-    cases_by_test: dict[str, dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    cases_by_module: dict[Path, dict[str, list[pytest.Item]]]
+    cases_by_module = defaultdict(lambda: defaultdict(list))
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             case = item.nodeid.replace("embedded", "").replace("production", "")
-            cases_by_test[case.partition("[")[0]][case].append(item)
+            cases_by_module[item.path][case].append(item)
     left_out: set[pytest.Item] = set()
-    for cases in cases_by_test.values():
+    for cases in cases_by_module.values():
         pairs = [pair for pair in cases.values() if len(pair) == 2]
         if len(pairs) > 1:
             # Neighbouring cases, such as before and after a step, do not share a backend, and

@@ -9,7 +9,7 @@ import pytest
 from .run import simulate
 
 _FIRST = int(os.environ.get("SIMULATION_FIRST", "0"))
-_SEEDS = range(_FIRST, _FIRST + int(os.environ.get("SIMULATION_SEEDS", "40")))
+_SEEDS = range(_FIRST, _FIRST + int(os.environ.get("SIMULATION_SEEDS", "25")))
 
 
 @pytest.mark.parametrize("seed", _SEEDS)

@@ -127,11 +127,11 @@ def test_masking_is_idempotent(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["a" * 200_000, "password" * 25_000, "token=" * 30_000, "://" * 60_000,
-     "-----BEGIN PRIVATE KEY-----" * 100_000, 'token="' * 30_000, 'token=\\"' * 25_000,
+     "-----BEGIN PRIVATE KEY-----" * 30_000, 'token="' * 30_000, 'token=\\"' * 25_000,
      "eyJaaaaa." * 20_000, "token " * 30_000, "password\n" * 20_000,
-     "cookie:" + " " * 1_000_000, "authorization=" + "\t" * 1_000_000, "cookie" + " " * 1_000_000,
-     "cookie:" + "\xa0" * 1_000_000, "cookie:\v" * 100_000, "password=" + " " * 1_000_000 + ",",
-     "password\n" + "input_value=" * 300_000, "bearer" + " " * 1_000_000],
+     "cookie:" + " " * 300_000, "authorization=" + "\t" * 300_000, "cookie" + " " * 300_000,
+     "cookie:" + "\xa0" * 300_000, "cookie:\v" * 100_000, "password=" + " " * 300_000 + ",",
+     "password\n" + "input_value=" * 100_000, "bearer" + " " * 300_000],
     ids=lambda text: repr(text[:20]),
 )  # fmt: skip
 @pytest.mark.timeout(120)
