@@ -239,6 +239,22 @@ async def test_the_session_of_a_task_keeps_its_state(at: Any) -> None:
     assert remembered == ["Rome"]
 
 
+@pytest.mark.filterwarnings("ignore:AgentSession state value:RuntimeWarning")
+async def test_a_state_that_cannot_be_stored_fails_the_task() -> None:
+    @tool
+    def remember(ctx: FunctionInvocationContext) -> str:
+        assert ctx.session is not None
+        ctx.session.state["lock"] = asyncio.Lock()
+        return "done"
+
+    journey = Journey(uses(Use("remember", {}, "1")))
+    async with TestMesh(durable(agent_of(journey, tools=[remember]), stream=False)) as mesh:
+        outcome = await (await mesh.send(travel, "Rome?")).outcome()
+    assert isinstance(outcome, Failed)
+    assert "the state of the session cannot be stored" in outcome.message
+    assert journey.model_calls == [1]
+
+
 async def test_context_providers_keep_their_state_and_leave_no_message() -> None:
     runs = list[int]()
 

@@ -31,7 +31,12 @@ from meshpoint.errors import (
     MeshpointError,
 )
 from meshpoint.frameworks.agent_framework.requests import RecordRequests
-from meshpoint.frameworks.agent_framework.segment import Segment, Stopped, calls_of
+from meshpoint.frameworks.agent_framework.segment import (
+    Segment,
+    Stopped,
+    calls_of,
+    dump_session,
+)
 from meshpoint.frameworks.agent_framework.tools import RecordTools, text_result
 from meshpoint.frameworks.base import (
     Answer,
@@ -118,7 +123,7 @@ class AgentFrameworkAgent(FrameworkAgent[In, Out]):
         if segment.turn:
             extra |= {"turn": len(segment.turn), "results": segment.results}
         if session.state:
-            extra["session"] = session.to_dict()
+            extra["session"] = dump_session(session)
         calls = [] if segment.needs_budget else _in_order(segment)
         return Turn(_dump(segment.messages), calls, segment.offered, extra)
 
@@ -163,8 +168,16 @@ class AgentFrameworkAgent(FrameworkAgent[In, Out]):
         return segment
 
     def _open_session(self, ctx: TaskExecutionContext, history: History) -> AgentSession:
+        """The session of the last pause, or a new one.
+
+        Raises:
+            IncompatibleState: The session cannot be read.
+        """
         if (stored := history.extra.get("session")) is not None:
-            return AgentSession.from_dict(from_json(to_json(stored)))
+            try:
+                return AgentSession.from_dict(from_json(to_json(stored)))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise self.refuse_history(history, f"cannot read it: {error}") from error
         session = AgentSession(session_id=str(ctx.task_id))
         if self._state is not None and not history.messages:
             session.state.update(self._state(ctx))

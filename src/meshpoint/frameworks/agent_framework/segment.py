@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
-from agent_framework import ChatResponse, Content, Message, _tools
+from agent_framework import AgentSession, ChatResponse, Content, Message, _tools
 from pydantic import JsonValue
+from pydantic_core import from_json, to_json
 
 from meshpoint.errors import AgentMisbehaved, MeshpointError
 from meshpoint.frameworks.history import ToolCall
@@ -144,6 +145,20 @@ class Segment:
         if not found:
             raise AgentMisbehaved(f"a middleware has replaced the call {call!r} of the model")
         return dict(found[0].parse_arguments() or {})
+
+
+def dump_session(session: AgentSession) -> dict[str, Any]:
+    """A copy of a session as JSON.
+
+    Raises:
+        AgentMisbehaved: A value in its state is not JSON, and not of a registered type.
+    """
+    try:
+        dumped: dict[str, Any] = from_json(to_json(session.to_dict()))
+    except (TypeError, ValueError) as error:
+        problem = f"the state of the session cannot be stored: {error}"
+        raise AgentMisbehaved(problem) from error
+    return dumped
 
 
 def calls_of(messages: Iterable[Message]) -> list[Content]:

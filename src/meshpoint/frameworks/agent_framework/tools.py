@@ -22,7 +22,7 @@ from pydantic_core import from_json, to_json
 
 from meshpoint.errors import AgentMisbehaved, InvalidInput, MeshpointError, StepFailed
 from meshpoint.frameworks.agent_framework.open_tools import OpenTool, arguments_as_json
-from meshpoint.frameworks.agent_framework.segment import Next, Segment, scope
+from meshpoint.frameworks.agent_framework.segment import Next, Segment, dump_session, scope
 from meshpoint.frameworks.budget import BudgetReached
 from meshpoint.frameworks.history import ToolCall, ToolCallKind
 from meshpoint.frameworks.progress import show_tool
@@ -189,11 +189,10 @@ class RecordTools(FunctionMiddleware):
 
 
 def _dump_state(session: AgentSession | None) -> dict[str, JsonValue]:
-    if session is None or not session.state:
-        return {}
-    # A copy: the tool may change what the lists and mappings of the state contain.
-    dumped: dict[str, JsonValue] = from_json(to_json(session.to_dict()["state"]))
-    return dumped
+    state: dict[str, JsonValue] = {}
+    if session is not None and session.state:
+        state = dump_session(session)["state"]
+    return state
 
 
 async def _invoke(
