@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +20,12 @@ from meshpoint.cli import agents
 from meshpoint.model.events import Event, Step
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
 
+IMPORTED_AT = datetime.now(UTC)
 BROKER = ("--broker", "amqp://nowhere/", "--namespace", "demo")
 
 
 def a_replica(number: int, version: str, app_version: str | None = "2026.11") -> AgentReplica:
-    started_at = datetime.now(UTC) - timedelta(hours=5 * number)
+    started_at = IMPORTED_AT - timedelta(hours=5 * number)
     return AgentReplica(
         f"01941f29-7c00-7000-8000-00000000000{number}", started_at, version, app_version
     )
@@ -48,8 +50,17 @@ ECHO = FoundAgent(AgentCard(name="echo", version="1"), (a_replica(4, "1"),))
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[FoundAgent]:
-    """The agents that answer."""
-    answers = [ECHO, FLIGHTS]
+    """The agents that answer, whose replicas started hours before the test."""
+    since_import = datetime.now(UTC) - IMPORTED_AT
+    answers = [
+        replace(
+            agent,
+            replicas=tuple(
+                replace(each, started_at=each.started_at + since_import) for each in agent.replicas
+            ),
+        )
+        for agent in (ECHO, FLIGHTS)
+    ]
 
     async def find(mesh: Any, names: list[str], wait: float) -> list[FoundAgent]:
         return [each for each in answers if not names or each.card.name in names]
