@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import effects
-from agents import (
+from analysts import (
     Analysis,
     Compared,
     FinancialReport,

@@ -74,7 +74,8 @@ AGENT_FRAMEWORK = Feature(
 )
 LANGGRAPH = Feature("LangGraph", "langgraph", {"langchain": "langchain", "langgraph": "langgraph"})
 STRANDS = Feature("Strands", "strands", {"strands": "strands-agents"})
-FRAMEWORKS = (PYDANTIC_AI, GOOGLE_ADK, LANGGRAPH, AGENT_FRAMEWORK, STRANDS)
+OPENAI_AGENTS = Feature("the OpenAI Agents SDK", "openai-agents", {"agents.run": "openai-agents"})
+FRAMEWORKS = (PYDANTIC_AI, GOOGLE_ADK, LANGGRAPH, AGENT_FRAMEWORK, STRANDS, OPENAI_AGENTS)
 """The agent frameworks that Meshpoint has adapters for."""
 _PYTEST = {"pytest": "pytest", "pytest_asyncio": "pytest-asyncio"}
 CONFORMANCE = Feature("a conformance suite", "testing", _PYTEST)

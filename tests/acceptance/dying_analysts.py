@@ -18,7 +18,7 @@ from meshpoint import FunctionAgent, TaskExecutionContext
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stock_analysis"
 sys.path.insert(0, str(EXAMPLE))
-import agents  # noqa: E402
+import analysts  # noqa: E402
 import effects  # noqa: E402
 import sources  # noqa: E402
 
@@ -32,7 +32,7 @@ class DiaryRequest(BaseModel):
     The process dies inside subtask `at`, when its code begins for the `time`-th time.
     """
 
-    analysis: agents.Analysis
+    analysis: analysts.Analysis
     diary: Path
     at: str | None = None
     time: int = 1
@@ -55,7 +55,7 @@ class Diary:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def with_diary(analyst: FunctionAgent[agents.Analysis, Any]) -> FunctionAgent[DiaryRequest, Any]:
+def with_diary(analyst: FunctionAgent[analysts.Analysis, Any]) -> FunctionAgent[DiaryRequest, Any]:
     """The same agent with a diary; one per process, which runs one task at a time."""
 
     async def analyse(ctx: TaskExecutionContext, request: DiaryRequest) -> Any:
@@ -65,7 +65,7 @@ def with_diary(analyst: FunctionAgent[agents.Analysis, Any]) -> FunctionAgent[Di
     return FunctionAgent(analyse, analyst.name, version=analyst.version, plan=analyst.plan)
 
 
-financial_analyst = with_diary(agents.financial_analyst)
-strategy_analyst = with_diary(agents.strategy_analyst)
-valuation_agent = with_diary(agents.valuation_agent)
-company_data = agents.company_data
+financial_analyst = with_diary(analysts.financial_analyst)
+strategy_analyst = with_diary(analysts.strategy_analyst)
+valuation_agent = with_diary(analysts.valuation_agent)
+company_data = analysts.company_data

@@ -117,6 +117,7 @@ FRAMEWORKS = {
     "pydantic_ai": "pydantic_ai",
     "google_adk": "google.adk",
     "langgraph": "langgraph",
+    "openai_agents": "agents",
     "agent_framework": "agent_framework",
     "strands": "strands",
 }

@@ -21,7 +21,14 @@ FEATURES = [feature_ for feature_ in vars(extras).values() if isinstance(feature
 OPTIONAL = {module for feature in FEATURES for module in feature.libraries} | {"uvloop"}
 WITHOUT_CHECK = {"uvloop"}
 """Installed by an extra, although Meshpoint works without it."""
-FRAMEWORKS = {"agent-framework", "google-adk", "langgraph", "pydantic-ai", "strands"}
+FRAMEWORKS = {
+    "agent-framework",
+    "google-adk",
+    "langgraph",
+    "openai-agents",
+    "pydantic-ai",
+    "strands",
+}
 """Extras that `all` leaves out: a replica uses at most one framework."""
 MAIN = "from meshpoint.cli import main; main({arguments})"
 
@@ -94,6 +101,11 @@ def test_the_core_imports_no_optional_library() -> None:
             extras.LANGGRAPH,
             "import meshpoint.frameworks.langgraph",
             "meshpoint.frameworks.langgraph",
+        ),
+        (
+            extras.OPENAI_AGENTS,
+            "import meshpoint.frameworks.openai_agents",
+            "meshpoint.frameworks.openai_agents",
         ),
         (
             extras.AGENT_FRAMEWORK,
