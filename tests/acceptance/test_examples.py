@@ -34,8 +34,8 @@ Rome:
 WITH_README = ("stock_analysis", "strategy_research", "market_screen")
 """Folders whose script of the same name prints what their README shows."""
 RUN_ON_REPLICAS = ("replicas",)
-TESTED_ELSEWHERE = ("incident_analyst",)
-"""`tests/application` runs it and kills its processes."""
+TESTED_ELSEWHERE = ("incident_analyst", "travel_assistant")
+"""`tests/application` and `tests/frameworks` run them and kill their processes."""
 
 
 def test_every_example_is_tested() -> None:

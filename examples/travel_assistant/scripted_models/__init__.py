@@ -1,0 +1,1 @@
+"""Models that follow the script of `trips`: one for each framework."""
