@@ -35,6 +35,7 @@ FRAMEWORKS = {
     "google_adk": "Google ADK",
     "agent_framework": "Microsoft Agent Framework",
     "strands": "Strands",
+    "openai_agents": "the OpenAI Agents SDK",
 }
 """The name of each framework, by the name of its adapter."""
 CALLS = ("model", "flights", "hotels", "book")

@@ -62,7 +62,7 @@ def next_turn(results: Mapping[str, str]) -> list[ToolCall] | str:
 
 
 def record(call: str) -> None:
-    """Add a line to the ledger, if there is one."""
+    """Add a line to the ledger, if `LEDGER` is set."""
     if path := os.environ.get(LEDGER):
         with Path(path).open("a", encoding="utf-8") as ledger:
             ledger.write(f"{os.getpid()} {call}\n")

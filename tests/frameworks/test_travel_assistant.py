@@ -48,7 +48,7 @@ async def test_each_assistant_plans_the_trip(
     pytest.importorskip(FRAMEWORKS[framework])
     monkeypatch.setenv("TRAVEL_LEDGER", str(tmp_path / "ledger"))
     served = load([example / config], env={"FRAMEWORK": framework}).agents
-    agents = [load_agent(each.entrypoint, each.name) for each in served]
+    agents = [load_agent(str(each.entrypoint), each.name) for each in served]
     async with local_mesh(*agents, peers=served[0].peers) as mesh:
         task = await mesh.send("travel", request_)
         async for update in task.updates():
