@@ -12,19 +12,31 @@ pytest.importorskip("strands")
 
 from pydantic import BaseModel
 from scenario import TOOLS, Journey, Quote, Result, Says, Script, Use, flights, weather
-from strands import Agent, ToolContext, tool
+from strands import Agent, ModelRetryStrategy, ToolContext, tool
 from strands.agent.conversation_manager import SlidingWindowConversationManager
 from strands.hooks import BeforeToolCallEvent
+from strands.multiagent import GraphBuilder
 from strands.tools.executors import SequentialToolExecutor
-from strands.types.exceptions import ContextWindowOverflowException
+from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 from strands.vended_interventions.hitl import HumanInTheLoop
 from with_strands import FRAMEWORK, ScriptedModel
 
-from meshpoint import ConfigurationError, Failed, Ok, Outcomes, Paused, Peer, QuestionUpdate
+from meshpoint import (
+    ConfigurationError,
+    Failed,
+    Ok,
+    Outcomes,
+    Paused,
+    Peer,
+    QuestionUpdate,
+    agent,
+)
 from meshpoint import TaskExecutionContext as Context
 from meshpoint.frameworks import APPROVAL, Approval
 from meshpoint.frameworks.strands import durable
-from meshpoint.model.ids import TaskId
+from meshpoint.local import local_mesh
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.operations import Operations
 from meshpoint.testing import TestMesh
 
 ASK = Use("weather", {"request": "Rome"}, "call-w")
@@ -211,6 +223,43 @@ async def test_an_agent_itself_runs_one_task_at_a_time() -> None:
     assert [each["content"] for each in agent.messages] == [[{"text": "hello"}], [{"text": "hi"}]]
 
 
+async def test_one_agent_may_be_wrapped_twice() -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+    journey = Journey(call_then_tell(ASK))
+
+    async def wait() -> None:
+        asked.set()
+        await answer.wait()
+
+    journey.pause = wait
+    agent = Agent(ScriptedModel(journey), callback_handler=None)
+    names = ("first", "second")
+    async with TestMesh(*(durable(agent, name=each, peers=[weather]) for each in names)) as mesh:
+        mesh.stub(weather).returns("sunny")
+        first = await mesh.send(Peer("first", str, str), "Rome")
+        await asked.wait()
+        second = await mesh.send(Peer("second", str, str), "Oslo")
+        answer.set()
+        assert [(await each.result()).strip() for each in (first, second)] == ["sunny", "sunny"]
+    assert agent.messages == []
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+async def test_a_function_must_build_each_agent(is_nested: bool) -> None:
+    """Else a task would see the conversation of another one."""
+    journey = Journey(lambda answers, results: Says(f"{answers} answers before"))
+    shared = Agent(ScriptedModel(journey), name="shared", callback_handler=None)
+
+    def build() -> Agent:
+        return Agent(ScriptedModel(journey), tools=[shared]) if is_nested else shared
+
+    async with TestMesh(durable(build, name="travel")) as mesh:
+        assert (await mesh.call(travel, "Rome")).strip() == "0 answers before"
+        outcome = await (await mesh.send(travel, "Oslo")).outcome()
+    assert isinstance(outcome, Failed)
+    assert "'shared' has the conversation of another run" in outcome.message
+
+
 class Plan(BaseModel):
     city: str
     price: int
@@ -275,8 +324,28 @@ def test_what_is_not_supported_is_refused() -> None:
     for wrong, problem in ((Agent(ScriptedModel(journey)), "no name"), (3, "not an agent")):
         with pytest.raises(ConfigurationError, match=problem):
             durable(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="no limit is called 'requests'"):
-        durable(FRAMEWORK.raw(journey), limits={"requests": 3})  # type: ignore[call-overload]
+    limits: Any
+    for limits, problem in (
+        ({"requests": 3}, "no limit is called 'requests'"),
+        ({"turns": "3"}, "the limit of turns is '3'"),
+        ({"turns": 0}, "the limit of turns is 0"),
+        (3, "limits is 3"),
+    ):
+        with pytest.raises(ConfigurationError, match=problem):
+            durable(FRAMEWORK.raw(journey), limits=limits)
+
+
+def test_what_is_no_single_agent_is_refused() -> None:
+    scout = Agent(ScriptedModel(Journey(call_then_tell(ASK))), name="scout")
+    graph = GraphBuilder()
+    graph.add_node(scout, "scout")
+    graph.set_max_node_executions(3)
+    with pytest.raises(ConfigurationError, match="a Graph is not an agent of Strands"):
+        durable(graph.build(), name="graph")  # type: ignore[arg-type]
+    tools: list[Any] = [scout.as_tool(preserve_context=True)]
+    planner = Agent(ScriptedModel(Journey(call_then_tell(ASK))), name="travel", tools=tools)
+    with pytest.raises(ConfigurationError, match="'scout' in tools= has preserve_context=True"):
+        durable(planner)
 
 
 async def test_a_tool_and_a_peer_of_one_name_are_refused() -> None:
@@ -289,3 +358,88 @@ async def test_a_tool_and_a_peer_of_one_name_are_refused() -> None:
         outcome = await (await mesh.send(travel, "Rome")).outcome()
     assert isinstance(outcome, Failed)
     assert "a tool and a peer called 'weather'" in outcome.message
+
+
+async def test_a_busy_model_is_asked_again_when_the_task_resumes(database_url: str) -> None:
+    is_busy = True
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if answers and is_busy:
+            raise ModelThrottledException("slow down")
+        return call_then_tell(ASK)(answers, results)
+
+    @agent("weather")
+    async def serve(ctx: Context, city: str) -> str:
+        return "sunny"
+
+    journey, task_id = Journey(script), TaskId(new_id())
+    built = wrap(journey, retry_strategy=ModelRetryStrategy(max_attempts=2, initial_delay=0))
+    async with (
+        local_mesh(built, serve, db_url=database_url, namespace="strands") as mesh,
+        Operations(database_url, namespace="strands") as operations,
+    ):
+        failed = await (await mesh.send(travel, "Rome", task_id=task_id)).outcome()
+        assert isinstance(failed, Failed)
+        assert "slow down" in failed.message
+        is_busy = False
+        await operations.resume(task_id)
+        resumed = await operations.wait(task_id)
+    assert isinstance(resumed, Ok)
+    assert str(resumed.value).strip() == "sunny"
+    assert journey.model_calls == [1, 2, 2, 2]
+
+
+async def test_a_crash_repeats_no_request_to_a_busy_model() -> None:
+    busy = iter([True, True])
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if next(busy, False):
+            raise ModelThrottledException("slow down")
+        return call_then_tell(ASK)(answers, results)
+
+    journey = Journey(script)
+    built = wrap(journey, retry_strategy=ModelRetryStrategy(initial_delay=0))
+    async with TestMesh(built) as mesh:
+        mesh.stub(weather).returns("sunny")
+        mesh.crash(after="record", times=4)
+        assert (await mesh.call(travel, "Rome")).strip() == "sunny"
+    assert journey.model_calls == [1, 1, 1, 2]
+
+
+class Odd(BaseException):
+    """No `Exception`."""
+
+
+async def test_no_error_of_a_tool_loses_its_result() -> None:
+    @tool
+    async def fail() -> str:
+        """Fails."""
+        raise Odd("too odd")
+
+    async with TestMesh(wrap(Journey(call_then_tell(Use("fail", {}, "1"), ASK)), fail)) as mesh:
+        mesh.stub(weather).returns("sunny")
+        result = await mesh.call(travel, "Rome")
+    assert "Odd: too odd | sunny" in result
+
+
+@pytest.mark.parametrize("arguments", [[17], 17, list(range(5000))])
+async def test_an_approval_of_arguments_that_are_no_object(arguments: Any) -> None:
+    journey = Journey(call_then_tell(Use("book", arguments, "1")), TOOLS)
+    async with TestMesh(durable(FRAMEWORK.raw(journey))) as mesh:
+        task = await mesh.send(travel, "Rome")
+        prompts = await answer_questions(mesh, task, {APPROVAL.name: {"approved": True}})
+        assert "Validation failed" in await task.result()
+    assert str(arguments)[:20] in (prompts[0] or "")
+    assert journey.tool_calls == {}
+
+
+async def test_any_reason_of_an_interrupt_is_shown() -> None:
+    @tool(context=True)
+    def seat(tool_context: ToolContext) -> str:
+        """Chooses a seat."""
+        return str(tool_context.interrupt("seat", reason={"plane": ...}))
+
+    async with TestMesh(wrap(Journey(call_then_tell(Use("seat", {}, "1"))), seat)) as mesh:
+        task = await mesh.send(travel, "Rome")
+        assert await answer_questions(mesh, task, {"seat": 0}) == ['{"plane":"Ellipsis"}']
+        assert (await task.result()).strip() == "0"

@@ -8,13 +8,14 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import asdict
 from importlib.metadata import version as installed_version
 from typing import Any, ClassVar, TypeVar, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from strands import Agent
 from strands.agent.agent_result import AgentResult
 from strands.handlers.callback_handler import PrintingCallbackHandler, null_callback_handler
 from strands.interrupt import Interrupt
+from strands.multiagent.base import MultiAgentBase
 from strands.types.agent import Limits
 from strands.types.content import ContentBlock
 from strands.types.exceptions import EventLoopException, SnapshotException
@@ -68,11 +69,7 @@ class StrandsAgent(FrameworkAgent[In, Out]):
         self._output_model = None if self._is_text else options["output"]
         self.wrapped, self._stream, self._invocation_state = wrapped, stream, invocation_state
         self._limits: Limits = limits or {}
-        if unknown := self._limits.keys() - Limits.__annotations__:
-            names = ", ".join(Limits.__annotations__)
-            raise ConfigurationError(self._key, f"no limit is called {min(unknown)!r}", names)
-        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
-        self._locks = WeakKeyDictionary()
+        self._check_limits()
         if isinstance(wrapped, Agent):
             self._check_agent(wrapped)
             self._blank = wrapped.take_snapshot(preset="session")
@@ -82,6 +79,18 @@ class StrandsAgent(FrameworkAgent[In, Out]):
         """The installed version of Strands."""
         return _VERSION
 
+    def _check_limits(self) -> None:
+        if not isinstance(self._limits, Mapping):
+            problem = f"limits is {self._limits!r}"
+            raise ConfigurationError(self._key, problem, 'write limits={"turns": 30}')
+        if unknown := self._limits.keys() - Limits.__annotations__:
+            names = ", ".join(Limits.__annotations__)
+            raise ConfigurationError(self._key, f"no limit is called {min(unknown)!r}", names)
+        for name, limit in self._limits.items():
+            if type(limit) is not int or limit < 1:
+                problem = f"the limit of {name} is {limit!r}"
+                raise ConfigurationError(self._key, problem, "write a positive integer")
+
     def _check_agent(self, agent: object) -> None:
         if not isinstance(agent, Agent):
             problem = f"a {type(agent).__name__} is not an agent of Strands"
@@ -89,6 +98,10 @@ class StrandsAgent(FrameworkAgent[In, Out]):
         for attribute, problem, fix in _UNSUPPORTED:
             if getattr(agent, attribute, None):
                 raise ConfigurationError(self._key, problem, fix)
+        for tool in agent.tool_registry.registry.values():
+            if getattr(tool, "_preserve_context", False):
+                problem = f"the agent {tool.tool_name!r} in tools= has preserve_context=True"
+                raise ConfigurationError(self._key, problem, "remove it")
         if agent.model.stateful:
             problem = "its model keeps the conversation at the provider"
             raise ConfigurationError(self._key, problem, "let the model be stateless")
@@ -96,12 +109,20 @@ class StrandsAgent(FrameworkAgent[In, Out]):
             problem = "the agent has a structured_output_model"
             raise ConfigurationError(self._key, problem, "write output=")
 
+    def _check_new(self, agent: Agent) -> None:
+        """Check that no other run has had the agent, or an agent that is its tool."""
+        agents = _find_agents(agent)
+        if used := [each.name for each in agents if each in _used]:
+            problem = f"the agent {used[0]!r} has the conversation of another run"
+            raise ConfigurationError(self._key, problem, "build each agent in the function")
+        _used.update(agents)
+
     @asynccontextmanager
     async def _open_agent(self) -> AsyncIterator[Agent]:
         """An agent that no other run uses."""
         if isinstance(self.wrapped, Agent):
-            lock = self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
-            async with lock:
+            locks = _locks.setdefault(self.wrapped, WeakKeyDictionary())
+            async with locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
                 before = self.wrapped.take_snapshot(preset="session")
                 self.wrapped.load_snapshot(self._blank)
                 try:
@@ -112,6 +133,7 @@ class StrandsAgent(FrameworkAgent[In, Out]):
             return
         agent = self.wrapped()
         self._check_agent(agent)
+        self._check_new(agent)
         try:
             with _silence(agent):
                 yield agent
@@ -205,6 +227,26 @@ class StrandsAgent(FrameworkAgent[In, Out]):
         if result.structured_output is None:
             raise AgentFailed(f"the model has returned no structured output: {result.stop_reason}")
         return result.structured_output
+
+
+_locks: WeakKeyDictionary[Agent, WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]]
+_locks = WeakKeyDictionary()
+"""Two wrapped agents may share an agent of Strands."""
+_used: WeakSet[Agent] = WeakSet()
+"""The agents that functions have built."""
+
+
+def _find_agents(agent: Agent) -> list[Agent]:
+    """The agent, and the agents that are its tools, and theirs."""
+    found, left = list[Agent](), [agent]
+    while left:
+        each = left.pop()
+        if each not in found:
+            found.append(each)
+            tools = each.tool_registry.registry.values()
+            nested = (getattr(tool, "agent", None) for tool in tools)
+            left += [one for one in nested if isinstance(one, Agent)]
+    return found
 
 
 _UNSUPPORTED = (
@@ -360,7 +402,7 @@ def durable(
         ConfigurationError: It is not an agent or a function, it has no name, it keeps its
             conversation elsewhere, or a peer cannot be a tool.
     """
-    if not callable(agent):
+    if not callable(agent) or isinstance(agent, MultiAgentBase):
         problem = f"a {type(agent).__name__} is not an agent of Strands"
         raise ConfigurationError("durable", problem, "pass a function that returns Agent(…)")
     chosen = name or (agent.name if isinstance(agent, Agent) else _NO_NAME)

@@ -43,6 +43,7 @@ from meshpoint.frameworks.peers import PeerTool, PeerTools
 from meshpoint.frameworks.progress import show_text, show_tool
 from meshpoint.frameworks.steps import record_step, recording_context, step_name
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.error_text import exception_message, type_name
 from meshpoint.model.usage import Tokens
 
 PEER = "meshpoint:peer"
@@ -161,16 +162,15 @@ class Recorder:
         if is_root:
             check_budget()
             self.spent.check(self._limits)
-            await self.offer(task)
-            specs = [*context.tool_specs, *map(_spec_of, self.offered.values())]
-            context = context.replace(tool_specs=specs)
-        events: list[TypedEvent] = []
+        events, has_run, asked = list[TypedEvent](), False, context
 
         async def request() -> JsonValue:
+            nonlocal has_run
+            has_run = True
             if not is_root:
                 check_budget()  # in the step, so that it does not wait for a person
             try:
-                async with aclosing(call_next(context)) as running:
+                async with aclosing(call_next(asked)) as running:
                     async for event in running:
                         events.append(event)
                         if is_root and self._stream and isinstance(event.get("data"), str):
@@ -178,11 +178,20 @@ class Recorder:
             except (ContextWindowOverflowException, ModelThrottledException) as error:
                 events.clear()
                 return {"error": type(error).__name__, "message": str(error)}
-            return self._dump_response(task, context, events)
+            return self._dump_response(task, asked, events)
 
-        recorded: Any = await record_step(task, step_name("model", *scope), request)
-        if (error := recorded.get("error")) is not None:
-            raise _HANDLED[error](recorded["message"])
+        while True:
+            if is_root:
+                await self.offer(task)
+                specs = [*context.tool_specs, *map(_spec_of, self.offered.values())]
+                asked = context.replace(tool_specs=specs)
+            recorded: Any = await record_step(task, step_name("model", *scope), request)
+            error = recorded.get("error")
+            if error is None:
+                break
+            if has_run or error != ModelThrottledException.__name__:
+                raise _HANDLED[error](recorded["message"])
+            # The model was busy in an earlier run: use the next answer, or ask again.
         stop_reason, message, usage, metrics = decode_bytes_values(recorded["stop"])
         if is_root:
             self.spent.add(usage)
@@ -458,20 +467,24 @@ async def _run_tool(
                     events.append(event)
     except InterruptException as raised:
         interrupt = raised.interrupt
+    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # Strands would ask the model without a result of the call
+        raise RuntimeError(f"{type_name(error)}: {exception_message(error)}") from error
     after = context.agent.state.get()
     state: dict[str, JsonValue] = {
         "set": {key: value for key, value in after.items() if before.get(key, ...) != value},
         "deleted": [key for key in before if key not in after],
     }
     if interrupt is not None:
-        dumped: JsonValue = to_jsonable_python(asdict(interrupt))
+        dumped: JsonValue = to_jsonable_python(asdict(interrupt), fallback=str)
         return {"state": state, "interrupt": dumped}
     assert result is not None
-    error = None if result.exception is None else str(result.exception)
+    failed = None if result.exception is None else str(result.exception)
     return {
         "state": state,
         "result": to_jsonable_python(encode_bytes_values(result.tool_result)),
-        "error": error,
+        "error": failed,
     }
 
 

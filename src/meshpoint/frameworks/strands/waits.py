@@ -46,7 +46,9 @@ class OpenCalls:
         if use is not None and interrupt.name == PEER and not is_nested:
             peer = self._recorder.offered[use["name"]].peer.name
             call = ToolCall(use["toolUseId"], use["name"], ToolCallKind.PEER, use["input"], peer)
-        elif use is not None and asks_approval and not is_nested:
+        elif (
+            asks_approval and not is_nested and use is not None and isinstance(use["input"], dict)
+        ):
             tool = self._recorder.root.tool_registry.registry.get(use["name"])
             schema = getattr(getattr(tool, "_metadata", None), "input_model", None)
             shown = validate_arguments(schema, use["input"])
