@@ -16,18 +16,18 @@ from meshpoint.local import local_mesh
 GUIDES = Path(__file__).parents[2] / "docs" / "how-to"
 
 
-def read_script(framework: str) -> tuple[str, str]:
+def read_script(name: str) -> tuple[str, str]:
     """The script of a guide, and what it prints."""
-    guide = (GUIDES / f"{framework.replace('_', '-')}.md").read_text(encoding="utf-8")
+    guide = (GUIDES / f"{name.replace('_', '-')}.md").read_text(encoding="utf-8")
     pattern = r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$"
     ((code, printed),) = re.findall(pattern, guide, flags=re.DOTALL | re.MULTILINE)
     return code, printed
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_the_script_prints_what_the_guide_shows(framework: str, tmp_path: Path) -> None:
-    pytest.importorskip(FRAMEWORKS[framework])
-    code, printed = read_script(framework)
+@pytest.mark.parametrize("guide", [*FRAMEWORKS, "conversations"])
+def test_the_script_prints_what_the_guide_shows(guide: str, tmp_path: Path) -> None:
+    pytest.importorskip(FRAMEWORKS.get(guide, "pydantic_ai"))
+    code, printed = read_script(guide)
     (tmp_path / "pasted.py").write_text(code, encoding="utf-8")
     command = [sys.executable, "-W", "error", "pasted.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -100,13 +100,15 @@ class Request:
 
     def create_context(self, report: StatusReporter) -> TaskExecutionContext:
         """The context of the first segment."""
-        return TaskExecutionContext(
+        context = TaskExecutionContext(
             task_id=self.task_id,
             a2a_context=self.a2a_context,
             security_context=self.security_context,
             trace_context=self.trace_context,
             report=report,
         )
+        context._runtime.login = self.message.user_id
+        return context
 
 
 def parse_requester(message: Message) -> Requester:

@@ -20,6 +20,7 @@ from meshpoint.errors import (
 )
 from meshpoint.frameworks.approval import APPROVAL, Approval, describe_call
 from meshpoint.frameworks.budget import BUDGET, Budget, Exceeded, SegmentBudget, use_budget
+from meshpoint.frameworks.conversation import ConversationLog
 from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn, lost_part
 from meshpoint.frameworks.peers import PeerTool, PeerTools
 from meshpoint.frameworks.steps import SwallowedErrors
@@ -32,6 +33,7 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
 from meshpoint.model.questions import Question
 from meshpoint.model.waitable import Waitable
 from meshpoint.ports.agent import Plan
+from meshpoint.ports.conversations import Conversations
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -190,6 +192,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         description: str | None,
         budget: Budget | None = None,
         lifespan: MakeLifespan | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
         key = f"durable({name!r})"
         if on_peer_failure not in ("tell_model", "fail"):
@@ -209,6 +212,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         self.tools = PeerTools(peers, use_setting=True)
         self.waits = ToolWaits(self.tools, on_peer_failure)
         self.budget, self._lifespan = budget, lifespan
+        self._conversations = ConversationLog(conversations, self.state_format)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, version={self.version!r})"
@@ -262,7 +266,9 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         Args:
             ctx: The context of the task.
             prompt: What the task begins with. `None` if it resumes.
-            history: What the last pause has stored. Empty if there was none.
+            history: What the last pause has stored. Before the first one, only the messages of the
+                conversation that the task continues, if any. Before it returns `Done`, an adapter
+                with `conversations` calls `history.end`.
             answers: One for each of `history.calls`, in call order. Without calls, the next
                 request to the model is due.
 
@@ -288,7 +294,9 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         prompt = received if self._prompt is None else self._prompt(received)
         if (subtasks := ctx._runtime.subtasks) is not None:
             await subtasks.ensure_operation()  # a failed task can then resume at its last pause
-        return await self._run(ctx, prompt, History(), ())
+        history = History()
+        await self._conversations.start(ctx, history)
+        return await self._run(ctx, prompt, history, ())
 
     async def resume(
         self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes
@@ -307,6 +315,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         received = [*outcomes.values()]
         if [call.kind for call in history.calls] == [ToolCallKind.BUDGET]:
             _extend_budget(history, history.calls[0], received[0])
+        await self._conversations.restore(ctx, history)
         answers = self.waits.read_all(history.calls, received)
         return await self._run(ctx, None, history, answers)
 
@@ -325,6 +334,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         if spent is not None and spent.reached is not None:
             return self._ask_for_more(ctx, history, turn, spent, spent.reached)
         if isinstance(turn, Done):
+            await self._conversations.end(ctx, history, turn, self.library)
             return turn
         if not turn.calls:
             raise AgentMisbehaved(f"{self.framework}: a turn without calls")

@@ -7,8 +7,8 @@ example to shorten them, the pause writes all of them and starts the log again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar, TypeAlias
 
@@ -84,11 +84,39 @@ class Turn:
     waits: Mapping[str, Waitable[Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class ConversationStart:
+    """Where a task has entered its conversation: after its turns `first` to `last`, if any.
+
+    Attributes:
+        login: The verified login of the task's requester, which is part of the key.
+        first: The first turn that the task has seen.
+        last: The last one. 0 if there was none.
+        last_task: The task that has added the last one.
+        is_rewritten: The framework has changed messages of these turns, so the task's own history
+            has all messages.
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    login: str | None
+    first: int = 1
+    last: int = 0
+    last_task: str = ""
+    is_rewritten: bool = False
+
+    @property
+    def count(self) -> int:
+        """The number of turns."""
+        return self.last - self.first + 1
+
+
 @dataclass(slots=True)
 class _Entry:
     """One pause: `messages` follow the first `kept` ones.
 
-    `library` is the framework's version, and `budget_times` is as in `History`.
+    `library` is the framework's version. `budget_times` and `conversation` are as in `History`;
+    only a pause that writes all messages has the latter.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
@@ -99,6 +127,7 @@ class _Entry:
     extra: dict[str, JsonValue]
     kept: int = 0
     budget_times: int = 1
+    conversation: ConversationStart | None = None
 
 
 _ENTRY: TypeAdapter[_Entry] = TypeAdapter(_Entry)
@@ -112,11 +141,12 @@ class History:
     """The history of a task as its last pause left it.
 
     Attributes:
-        messages: All messages.
+        messages: All messages, including the conversation that the task continues.
         calls: The tool calls that it waits for.
-        extra: As in `Turn`.
+        extra: As in `Turn`. Empty before the first pause.
         libraries: The versions of the framework that wrote it.
         budget_times: How often the task may use its budget.
+        conversation: Where the task has entered its conversation. `None` if it belongs to none.
     """
 
     def __init__(self) -> None:
@@ -125,6 +155,9 @@ class History:
         self.extra: dict[str, JsonValue] = {}
         self.libraries: set[str] = set()
         self.budget_times = 1
+        self.conversation: ConversationStart | None = None
+        self._earlier = 0  # messages of the conversation, which are not stored with the task
+        self._list_final: Callable[[], Sequence[Message]] | None = None
         self._state, self._has_log = b"", False
 
     @classmethod
@@ -147,25 +180,60 @@ class History:
         last = entries[-1]
         history.calls, history.extra = last.calls, last.extra
         history.budget_times = last.budget_times
+        history.conversation = entries[0].conversation
         return history
+
+    def prepend(self, messages: Sequence[Message], libraries: Collection[str]) -> None:
+        """Put the messages of the conversation in front. Versions `libraries` wrote them."""
+        self.messages[:0] = messages
+        self._earlier = len(messages)
+        self.libraries.update(libraries)
+
+    def end(self, list_messages: Callable[[], Sequence[Message]]) -> None:
+        """Keep what the task ends with, for its conversation.
+
+        Args:
+            list_messages: Returns all messages. Called only if the task belongs to a conversation.
+        """
+        self._list_final = list_messages
+
+    def added(self) -> tuple[list[Message], bool]:
+        """What the task adds to its conversation.
+
+        Returns the messages, and whether they also replace those with which it has started,
+        because the framework has changed some of these.
+        """
+        assert self._list_final is not None, "the adapter has not called History.end"
+        messages = list(self._list_final())
+        is_rewritten = self._has_rewritten(messages)
+        return messages[0 if is_rewritten else self._earlier :], is_rewritten
+
+    def _has_rewritten(self, messages: Sequence[Message]) -> bool:
+        start, earlier = self.conversation, self._earlier
+        if start is not None and start.is_rewritten:
+            return True
+        return list(messages[:earlier]) != self.messages[:earlier]
 
     def pause(self, turn: Turn, calls: Sequence[Call], library: str) -> Paused:
         """Build the pause that waits for `calls`, and writes what `turn` has added."""
-        known, messages = len(self.messages), list(turn.messages)
-        entry = _Entry(library, messages, list(turn.calls), turn.extra)
-        entry.budget_times = self.budget_times
+        known, messages, earlier = len(self.messages), list(turn.messages), self._earlier
+        start = self.conversation
+        if start is not None and self._has_rewritten(messages):
+            start, earlier = replace(start, is_rewritten=True), 0
+        whole = _Entry(library, messages[earlier:], list(turn.calls), turn.extra)
+        whole.budget_times, whole.conversation = self.budget_times, start
         # A framework may add the results of peers to the messages with the results of its tools.
         kept = known
         while kept and messages[:kept] != self.messages[:kept] and known - kept < _MAX_REWRITTEN:
             kept -= 1
-        if not (self._state and kept) or messages[:kept] != self.messages[:kept]:
-            return Paused(calls, _dump(entry))
-        entry.messages, entry.kept = messages[kept:], kept
+        is_kept = messages[:kept] == self.messages[:kept] and start == self.conversation
+        if not (self._state and kept > earlier and is_kept):
+            return Paused(calls, _dump(whole))
+        entry = replace(whole, messages=messages[kept:], kept=kept - earlier, conversation=None)
         added = _dump(entry)
         if self._has_log or len(self._state) + len(added) > _SMALL_BYTES:
             return Paused(calls, self._state, append=added)
-        entry.messages, entry.kept = messages, 0
-        return Paused(calls, _dump(entry))
+        return Paused(calls, _dump(whole))
 
 
 def lost_part(stored: Any, read: Any, path: str = "messages") -> str | None:

@@ -195,6 +195,7 @@ class ContextRuntime:
         wait_hint: The error of code that must not wait. `None` for the general one.
         max_fan_out: Maximum calls of one pause. `None` outside a replica.
         resources: What the agent's lifespan has yielded in this replica, or `None`.
+        login: The login of the requester that the broker has verified. Set in the first segment.
         offers: The peers that were last offered to a model, by the subtask and the step that
             recorded them.
     """
@@ -211,6 +212,7 @@ class ContextRuntime:
     wait_hint: str | None = None
     max_fan_out: int | None = None
     resources: Any = None
+    login: str | None = None
     offers: dict[tuple[str | None, str], tuple[AgentCard, ...]] = field(default_factory=dict)
 
     @property

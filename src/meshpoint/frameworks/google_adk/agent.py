@@ -53,6 +53,7 @@ from meshpoint.model.calls import Done
 from meshpoint.model.context import Context, TaskExecutionContext
 from meshpoint.model.declared_type import TypeMismatch, first_problem, loggable_cause
 from meshpoint.model.outcomes import Failed
+from meshpoint.ports.conversations import Conversations
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -121,7 +122,7 @@ class GoogleADKAgent(FrameworkAgent[In, Out]):
         start: dict[str, Any] = {}
         if answers:
             events, start["new_message"] = _answer(events, answers, recorder)
-        elif events:  # the budget has stopped the last request to the model
+        elif history.extra:  # the budget has stopped the last request to the model
             start["invocation_id"] = events[-1].invocation_id
         else:
             start["new_message"] = _user_message(prompt)
@@ -135,6 +136,7 @@ class GoogleADKAgent(FrameworkAgent[In, Out]):
         added = session.events[len(history.messages) :]
         waiting = OpenCalls(session.events)
         if not (waiting.calls or is_stopped):
+            history.end(lambda: [*history.messages, *map(dump_event, added)])
             return Done(self._read_output(added))
         if len({event.branch for event in waiting.turns}) > 1:
             raise AgentMisbehaved(
@@ -319,6 +321,7 @@ def durable(
     artifact_service: BaseArtifactService | None = None,
     memory_service: BaseMemoryService | None = None,
     credential_service: BaseCredentialService | None = None,
+    conversations: Conversations | None = None,
 ) -> GoogleADKAgent[str, str]: ...
 @overload
 def durable(
@@ -338,6 +341,7 @@ def durable(
     artifact_service: BaseArtifactService | None = None,
     memory_service: BaseMemoryService | None = None,
     credential_service: BaseCredentialService | None = None,
+    conversations: Conversations | None = None,
 ) -> GoogleADKAgent[str, Out]: ...
 @overload
 def durable(
@@ -358,6 +362,7 @@ def durable(
     artifact_service: BaseArtifactService | None = None,
     memory_service: BaseMemoryService | None = None,
     credential_service: BaseCredentialService | None = None,
+    conversations: Conversations | None = None,
 ) -> GoogleADKAgent[In, str]: ...
 @overload
 def durable(
@@ -379,6 +384,7 @@ def durable(
     artifact_service: BaseArtifactService | None = None,
     memory_service: BaseMemoryService | None = None,
     credential_service: BaseCredentialService | None = None,
+    conversations: Conversations | None = None,
 ) -> GoogleADKAgent[In, Out]: ...
 def durable(
     agent: BaseAgent | App,
@@ -399,6 +405,7 @@ def durable(
     artifact_service: BaseArtifactService | None = None,
     memory_service: BaseMemoryService | None = None,
     credential_service: BaseCredentialService | None = None,
+    conversations: Conversations | None = None,
 ) -> GoogleADKAgent[Any, Any]:
     """Make an agent or an app of ADK an agent of the mesh.
 
@@ -438,6 +445,9 @@ def durable(
         artifact_service: Where the agent's artifacts are.
         memory_service: Where the agent's memories are.
         credential_service: Where the credentials of its tools are.
+        conversations: Where conversations are stored. The session of a task with a `context_id`
+            then begins with the events and the state of earlier ones of its requester and user.
+            Default: each task has a new session.
 
     Raises:
         ConfigurationError: It is not an agent or an app, the output's type is missing, or a peer
@@ -478,6 +488,7 @@ def durable(
             "memory_service": memory_service,
             "credential_service": credential_service,
         },
+        conversations=conversations,
     )
 
 

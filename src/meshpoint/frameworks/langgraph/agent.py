@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version as installed_version
 from typing import Any, ClassVar, overload
 
-from langchain_core.messages import AIMessageChunk, HumanMessage
+from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage
 from langchain_core.runnables import RunnableConfig
 from langgraph.channels import DeltaChannel
 from langgraph.graph.state import CompiledStateGraph
@@ -50,6 +50,7 @@ from meshpoint.model.calls import Done
 from meshpoint.model.context import Context, TaskExecutionContext
 from meshpoint.model.outcomes import Failed, encode_outcome
 from meshpoint.model.waitable import Waitable
+from meshpoint.ports.conversations import Conversations
 
 In = TypeVar("In")
 Out = TypeVar("Out", default=Any)
@@ -89,6 +90,9 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
         if delta := next(deltas, None):
             problem = f"channel {delta!r} is a DeltaChannel, which needs a history of checkpoints"
             raise ConfigurationError(key, problem, "use another channel")
+        if options.get("conversations") is not None and MESSAGES not in wrapped.channels:
+            fix = f"add a channel {MESSAGES!r}, or leave conversations= out"
+            raise ConfigurationError(key, "the graph has no messages to continue", fix)
         self.wrapped, self._result, self._context, self._stream = wrapped, result, context, stream
         self._own_tools = dict(_find_tools(wrapped))
         if (self.tools.known or self.tools.patterns) and CHANNEL not in channels:
@@ -113,6 +117,8 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
         else:
             checkpoints = Checkpoints()
             argument = {MESSAGES: [HumanMessage(prompt)]} if isinstance(prompt, str) else prompt
+            if earlier := self._read_messages(history):
+                argument = {**argument, MESSAGES: [*earlier, *argument.get(MESSAGES, ())]}
         tokens = current_checkpoints.set(checkpoints), run_state.set(run)
         try:
             config: RunnableConfig = {
@@ -122,6 +128,7 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
             values = await self._run_graph(ctx, argument, config)
             snapshot = await self._graph.aget_state(config)
             if not snapshot.next:
+                history.end(lambda: list(map(encode_message, checkpoints.messages())))
                 return Done(self._read_result(values))
             waiting = _Waiting(ctx, run, self._own_tools)
             for each in snapshot.interrupts:
@@ -171,13 +178,24 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
         Raises:
             IncompatibleState: These versions cannot read them, or would lose a part.
         """
+        messages = self._read_messages(history)
         try:
-            messages = decode_messages(history.messages)
-            checkpoints = Checkpoints.load(history.extra["checkpoints"], messages)
+            return Checkpoints.load(history.extra["checkpoints"], messages)
         except Exception as error:  # of any type, depending on what is stored
             raise self.refuse_history(history, f"cannot read it: {error}") from error
+
+    def _read_messages(self, history: History) -> list[BaseMessage]:
+        """Read the messages so far.
+
+        Raises:
+            IncompatibleState: As for `_read_checkpoints`.
+        """
+        try:
+            messages = decode_messages(history.messages)
+        except Exception as error:
+            raise self.refuse_history(history, f"cannot read it: {error}") from error
         self.check_complete(history, lambda: [encode_message(each) for each in messages])
-        return checkpoints
+        return messages
 
 
 class _Waiting:
@@ -306,6 +324,7 @@ def durable(
     budget: Budget | None = None,
     lifespan: MakeLifespan | None = None,
     description: str | None = None,
+    conversations: Conversations | None = None,
 ) -> LangGraphAgent[str, Out]: ...
 @overload
 def durable(
@@ -325,6 +344,7 @@ def durable(
     budget: Budget | None = None,
     lifespan: MakeLifespan | None = None,
     description: str | None = None,
+    conversations: Conversations | None = None,
 ) -> LangGraphAgent[In, Out]: ...
 def durable(
     graph: CompiledStateGraph[Any, Any, Any, Any],
@@ -343,6 +363,7 @@ def durable(
     budget: Budget | None = None,
     lifespan: MakeLifespan | None = None,
     description: str | None = None,
+    conversations: Conversations | None = None,
 ) -> LangGraphAgent[Any, Any]:
     """Make an agent or a graph of LangGraph an agent of the mesh.
 
@@ -384,6 +405,9 @@ def durable(
         lifespan: Returns an async context manager, which each replica enters before its first
             task. What it yields is `ctx.resources`.
         description: What the agent does, for its callers.
+        conversations: Where conversations are stored. A task with a `context_id` then begins with
+            the messages of earlier ones of its requester and user, but with no other state.
+            Default: each task sees only its own.
 
     Raises:
         ConfigurationError: The graph is not compiled or has no name, no agent in it offers peers,
@@ -410,6 +434,7 @@ def durable(
         on_peer_failure=on_peer_failure,
         budget=budget,
         lifespan=lifespan,
+        conversations=conversations,
     )
 
 

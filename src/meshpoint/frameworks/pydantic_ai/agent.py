@@ -26,6 +26,7 @@ from meshpoint.frameworks.pydantic_ai.toolset import deferred_results, find_call
 from meshpoint.model.calls import Done
 from meshpoint.model.context import Context, TaskExecutionContext
 from meshpoint.model.declared_type import first_problem, loggable_cause
+from meshpoint.ports.conversations import Conversations
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -111,6 +112,7 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
                 return _stop(run.request)
             messages, output = result.all_messages(), result.output
             if not isinstance(output, DeferredToolRequests):
+                history.end(lambda: _dump(messages))
                 return Done(output)
             calls = find_calls(output, messages, run)
         extra = _extra(result.usage, result.conversation.conversation_id)
@@ -129,9 +131,11 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
             problem = f"cannot read it: {first_problem(error)}"
             raise self.refuse_history(history, problem) from loggable_cause(error)
         self.check_complete(history, lambda: _dump(messages))
-        return Conversation(
-            messages=messages, usage=usage, conversation_id=str(history.extra["conversation"])
-        )
+        conversation = Conversation(messages=messages, usage=usage)
+        found = history.extra.get("conversation") or messages[-1].conversation_id
+        if found is not None:
+            conversation.conversation_id = str(found)
+        return conversation
 
 
 def _stop(request: RunContext[Any]) -> Turn:
@@ -165,6 +169,7 @@ def durable(
     budget: Budget | None = None,
     lifespan: MakeLifespan | None = None,
     models: Mapping[str, Model] | None = None,
+    conversations: Conversations | None = None,
 ) -> PydanticAIAgent[str, Out]: ...
 @overload
 def durable(
@@ -183,6 +188,7 @@ def durable(
     budget: Budget | None = None,
     lifespan: MakeLifespan | None = None,
     models: Mapping[str, Model] | None = None,
+    conversations: Conversations | None = None,
 ) -> PydanticAIAgent[In, Out]: ...
 def durable(
     agent: AbstractAgent[Any, Any],
@@ -200,6 +206,7 @@ def durable(
     budget: Budget | None = None,
     lifespan: MakeLifespan | None = None,
     models: Mapping[str, Model] | None = None,
+    conversations: Conversations | None = None,
 ) -> PydanticAIAgent[Any, Any]:
     """Make an agent of Pydantic AI an agent of the mesh.
 
@@ -238,6 +245,9 @@ def durable(
             task. What it yields is `ctx.resources`.
         models: Model objects other than the agent's own, by names of your choice, for example the
             models of a `ModelFallback`. Models given as strings need not be listed.
+        conversations: Where conversations are stored. A task with a `context_id` then sees the
+            messages of earlier ones of its requester and user. Default: each task sees only its
+            own.
 
     Raises:
         ConfigurationError: It is not an agent, or has no name or no model, a toolset has no id, or
@@ -265,6 +275,7 @@ def durable(
         budget=budget,
         lifespan=lifespan,
         models=models,
+        conversations=conversations,
     )
 
 
