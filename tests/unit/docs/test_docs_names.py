@@ -43,6 +43,8 @@ FOREIGN = {
     "purge_queue",  # RabbitMQ
     "include_detailed_errors",  # Agent Framework
     "max_duration_seconds",  # Agent Framework
+    "ShellTool",  # OpenAI Agents SDK
+    "ComputerTool",  # OpenAI Agents SDK
     "TestCheapest",  # defined on the page
     "MESHPOINT_PORT",  # an example of what is ignored
 }
