@@ -44,7 +44,7 @@ travel = Peer("travel", str, str)
 
 
 def call_then_tell(*uses: Use) -> Script:
-    """A script that calls tools once, then tells their results."""
+    """A script that calls tools once, then repeats their results."""
 
     def script(answers: int, results: Sequence[Result]) -> Says:
         return Says(" | ".join(each.text for each in results)) if answers else Says(uses=uses)
@@ -53,7 +53,7 @@ def call_then_tell(*uses: Use) -> Script:
 
 
 def wrap(journey: Journey, *tools: Any, name: str = "travel", **options: Any) -> Any:
-    """An agent with `tools`; `options` are those of Strands."""
+    """An agent with `tools`; `options` are passed to Strands."""
     return durable(
         lambda: Agent(ScriptedModel(journey), tools=[*tools], **options),
         name=name,

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class ConversationLog:
-    """The conversations of one agent. `store` is `None` if it has none."""
+    """The conversations of one agent. `store` is `None` without any."""
 
     def __init__(self, store: Conversations | None, agent: str) -> None:
         self._store, self._agent = store, agent

@@ -110,7 +110,7 @@ class PeerTools:
         self._use_setting = use_setting
 
     def check_names(self, own: Collection[str]) -> None:
-        """Check that no typed peer has the name of one of the agent's own tools.
+        """Check that no typed peer has the name of a tool of the agent.
 
         Raises:
             ConfigurationError: One has.

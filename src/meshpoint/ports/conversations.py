@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 @dataclass(frozen=True, slots=True)
 class ConversationKey:
-    """What tells one conversation from another.
+    """Identifies a conversation.
 
     Attributes:
         agent: Name and version of the agent, and its framework.
@@ -53,7 +53,7 @@ class Conversations(Protocol):
     async def load(
         self, key: ConversationKey, numbers: tuple[int, int] | None = None
     ) -> list[ConversationTurn]:
-        """Return turns of a conversation in their order. A new conversation has none.
+        """Return turns of a conversation in their order. None for a new conversation.
 
         Args:
             key: The conversation.

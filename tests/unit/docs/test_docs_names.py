@@ -45,6 +45,8 @@ FOREIGN = {
     "max_duration_seconds",  # Agent Framework
     "ShellTool",  # OpenAI Agents SDK
     "ComputerTool",  # OpenAI Agents SDK
+    "mcp_servers",  # OpenAI Agents SDK
+    "OPENAI_AGENTS_DISABLE_TRACING",  # OpenAI Agents SDK
     "TestCheapest",  # defined on the page
     "MESHPOINT_PORT",  # an example of what is ignored
 }

@@ -79,7 +79,7 @@ class SqlConversations:
     messages are stored as they are, not encrypted.
 
     Args:
-        url: The database, such as postgresql://user@host/name. It may be the one of the tasks.
+        url: The database, such as postgresql://user@host/name. It may be the tasks' database.
         max_turns: How many turns a task sees at most; a turn is what one task has added. The store
             keeps as many again for tasks that have started before, and deletes older ones.
 

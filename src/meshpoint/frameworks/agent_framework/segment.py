@@ -103,7 +103,7 @@ class Segment:
         """Add the results of the turn, which are among the messages of the next request.
 
         Raises:
-            Stopped: There is to be no next request.
+            Stopped: No request may follow.
         """
         if self.must_stop:
             raise Stopped("the task waits")

@@ -125,7 +125,7 @@ class RecordTools(FunctionMiddleware):
         tool: FunctionTool,
         call_next: Next | None,
     ) -> None:
-        """Run one of the agent's own tools. `call_next` is `None` for one that was approved."""
+        """Run a tool of the agent. `call_next` is `None` if the call was approved."""
         call = str(context.metadata["call_id"])
         recorded: JsonValue
         if (agent := _find_agent(tool)) is not None:

@@ -149,7 +149,7 @@ def is_plain(tool: object) -> bool:
 
 
 def walk(agent: Agent[Any], *, into_tools: bool = False) -> Iterator[Agent[Any]]:
-    """An agent and those it hands over to, and on request those that are tools."""
+    """An agent and its handoffs and, on request, its agents as tools."""
     seen, found = set[int](), [agent]
     while found:
         agent = found.pop()
@@ -548,7 +548,7 @@ def _set_ids(response: ModelResponse, used: Collection[str]) -> None:
 
 
 def _sort_results(items: Any) -> Any:
-    """Put the results of each turn into call order. The SDK adds those of approved calls last."""
+    """Put the results of each turn into call order: the SDK adds those after approvals last."""
     if not isinstance(items, list):
         return items
     ordered, results = list[Any](), list[Any]()

@@ -104,7 +104,7 @@ def _open_calls(dumped: dict[str, Any]) -> set[str | None]:
 
 
 def _is_open(item: dict[str, Any], open_calls: set[str | None]) -> bool:
-    """Whether an item is no approval, or one that the run still waits for."""
+    """Whether an item is no approval, or an approval that the run still waits for."""
     return item["type"] != _APPROVAL or item["raw_item"].get("call_id") in open_calls
 
 
