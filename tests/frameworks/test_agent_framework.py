@@ -18,6 +18,7 @@ from agent_framework import (
     BaseChatClient,
     ChatContext,
     ChatMiddleware,
+    ChatResponse,
     ContextProvider,
     FunctionInvocationContext,
     FunctionMiddleware,
@@ -239,6 +240,51 @@ async def test_the_session_of_a_task_keeps_its_state(at: Any) -> None:
     assert remembered == ["Rome"]
 
 
+async def test_parallel_tools_change_the_state_in_the_order_of_their_ends() -> None:
+    """Also when their records are repeated, which is in the order of the calls."""
+    is_changed = asyncio.Event()
+
+    @tool
+    async def slow(ctx: FunctionInvocationContext) -> None:
+        await is_changed.wait()
+        assert ctx.session is not None
+        ctx.session.state["last"] = "slow"
+
+    @tool
+    async def quick(ctx: FunctionInvocationContext) -> None:
+        assert ctx.session is not None
+        ctx.session.state["last"] = "quick"
+        asyncio.get_running_loop().call_soon(is_changed.set)
+
+    @tool
+    def recall(ctx: FunctionInvocationContext) -> str:
+        assert ctx.session is not None
+        return str(ctx.session.state["last"])
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        turns = [(Use("slow", {}, "1"), Use("quick", {}, "2")), (Use("recall", {}, "3"),)]
+        return Says(uses=turns[answers]) if answers < 2 else Says(results[-1].text)
+
+    root = agent_of(Journey(script), tools=[slow, quick, recall])
+    async with TestMesh(durable(root, stream=False)) as mesh:
+        mesh.crash(after="record", times=3)
+        assert await mesh.call(travel, "Rome?") == "slow"
+
+
+async def test_tasks_do_not_share_the_state_that_they_begin_with() -> None:
+    @tool
+    def note(ctx: FunctionInvocationContext) -> str:
+        assert ctx.session is not None
+        noted = ctx.session.state["noted"]
+        noted.append(1)
+        return str(len(noted))
+
+    start: dict[str, Any] = {"noted": []}
+    root = agent_of(Journey(uses(Use("note", {}, "1"))), tools=[note])
+    async with TestMesh(durable(root, stream=False, state=lambda ctx: start)) as mesh:
+        assert [await mesh.call(travel, each) for each in "ab"] == ["note=1", "note=1"]
+
+
 @pytest.mark.filterwarnings("ignore:AgentSession state value:RuntimeWarning")
 async def test_a_state_that_cannot_be_stored_fails_the_task() -> None:
     @tool
@@ -339,6 +385,27 @@ async def test_an_approved_tool_gets_what_the_question_has_shown() -> None:
     assert (read.number.get_secret_value(), read.days, limit) == ("42", 3, 1.5)
 
 
+@pytest.mark.parametrize("limit", ["Infinity", "NaN"])
+async def test_an_approved_tool_gets_a_number_that_is_not_json(limit: str) -> None:
+    """Not `None`, which may mean that there is no limit."""
+    paid = list[Any]()
+
+    @tool(approval_mode="always_require")
+    def pay(limit: float | None = None) -> str:
+        paid.append(limit)
+        return "paid"
+
+    journey = Journey(uses(Use("pay", {"limit": float(limit)}, "call-p")))
+    async with TestMesh(durable(agent_of(journey, tools=[pay]), stream=False)) as mesh:
+        task = await mesh.send(travel, "Rome?")
+        async for update in task.updates():
+            if isinstance(update, QuestionUpdate):
+                assert update.prompt == f'Run pay with {{"limit": {limit}}}?'
+                await task.complete(APPROVAL, Approval(approved=True))
+        assert await task.result() == "pay=paid"
+    assert [str(each) for each in paid] == [str(float(limit))]
+
+
 async def test_misfitting_arguments_need_no_approval() -> None:
     @tool(approval_mode="always_require")
     def book(offer: int) -> str:
@@ -375,6 +442,45 @@ async def test_a_failed_tool_of_a_turn_with_a_peer_runs_once() -> None:
         mesh.crash(after="record", times=2)
         assert await mesh.call(travel, "?") == "book=Error: Function failed. | weather=sunny"
     assert ran == ["book"]
+
+
+async def test_a_failed_tool_that_is_not_recorded_is_over_at_the_pause() -> None:
+    ran = list[int]()
+
+    @tool(additional_properties={"meshpoint": False})
+    def look() -> str:
+        ran.append(1)
+        raise ValueError("nothing")
+
+    root = agent_of(Journey(uses(Use("look", {}, "1"), WEATHER)), tools=[look])
+    async with TestMesh(durable(root, peers=[weather], stream=False)) as mesh:
+        stubs(mesh)
+        assert await mesh.call(travel, "?") == "look=Error: Function failed. | weather=sunny"
+    assert ran == [1]
+
+
+async def test_a_failed_agent_of_a_turn_with_a_peer_runs_once() -> None:
+    """Its model and its tools would be paid twice."""
+
+    def overloaded(answers: int, results: Sequence[Result]) -> Says:
+        if answers:
+            raise ValueError("overloaded")
+        return Says(uses=(Use("visas", {"country": "Italy"}, "v"),))
+
+    below, ran = Journey(overloaded), list[str]()
+
+    @tool(name="visas")
+    def own_visas(country: str) -> str:
+        ran.append(country)
+        return "none"
+
+    guide = agent_of(below, "guide", description="Knows rules.", tools=[own_visas])
+    root = agent_of(Journey(uses(ASK_GUIDE, WEATHER)), tools=[guide.as_tool()])
+    async with TestMesh(durable(root, peers=[weather], stream=False)) as mesh:
+        stubs(mesh)
+        assert await mesh.call(travel, "?") == "guide=Error: Function failed. | weather=sunny"
+    assert below.model_calls == [1, 2]
+    assert ran == ["Italy"]
 
 
 async def test_a_tool_that_is_not_recorded_runs_again() -> None:
@@ -461,6 +567,31 @@ async def test_middleware_that_ends_the_run_does_so_after_the_pause() -> None:
         assert await mesh.call(travel, "Rome?") == "I ask."
         assert mesh.stub(weather).requests == ["Rome"]
     assert journey.model_calls == [1]
+
+
+async def test_middleware_that_answers_for_a_failed_request_does_not_see_a_pause() -> None:
+    """The framework would store the messages in the session, so the model would get them twice."""
+    seen = list[int]()
+
+    class Apologizes(ChatMiddleware):
+        async def process(self, context: ChatContext, call_next: Any) -> None:
+            seen.append(len(context.messages))
+            try:
+                await call_next()
+            except Exception:
+                context.result = ChatResponse(messages=Message("assistant", ["sorry"]))
+
+    root = agent_of(Journey(in_turn(WEATHER)), middleware=[Apologizes()])
+    budget = Budget(requests=1, when_exceeded="ask")
+    async with TestMesh(durable(root, peers=[weather], stream=False, budget=budget)) as mesh:
+        stubs(mesh)
+        task = await mesh.send(travel, "Rome?")
+        async for update in task.updates():
+            if isinstance(update, QuestionUpdate):
+                await task.complete(BUDGET, Approval(approved=True))
+        assert await task.result() == "weather=sunny"
+    # The turn, its pause, its repetition, the end of the budget, and the last request.
+    assert seen == [1, 3, 1, 3, 3]
 
 
 async def test_middleware_that_aborts_the_run_fails_the_task() -> None:

@@ -243,6 +243,22 @@ async def test_an_app_keeps_its_plugins_and_the_session_its_state() -> None:
     assert {"remember", "weather"} == set(seen)
 
 
+async def test_tasks_do_not_share_the_state_that_they_begin_with() -> None:
+    start: dict[str, Any] = {"noted": []}
+
+    def note(tool_context: ToolContext) -> str:
+        noted = tool_context.state["noted"]
+        noted.append(1)
+        return str(len(noted))
+
+    def say(request: LlmRequest) -> list[types.Part]:
+        return [text(results_of(request)[0].text)] if answers(request) else [call("note")]
+
+    root = LlmAgent(name="travel", model=spoken(say), tools=[note])
+    async with TestMesh(durable(root, stream=False, state=lambda ctx: start)) as mesh:
+        assert [await mesh.call(travel, each) for each in "ab"] == ["1", "1"]
+
+
 async def test_a_long_running_tool_asks_a_question() -> None:
     def sign(document: str) -> None:
         """Has a document signed."""

@@ -209,6 +209,38 @@ async def test_the_state_of_an_agent_survives(point: Any) -> None:
         assert (await mesh.call(travel, "Rome")).strip() == "Rome"
 
 
+async def test_parallel_tools_change_the_state_in_the_order_of_their_ends() -> None:
+    """Also when their records are repeated, which is in the order of the calls."""
+    is_changed = asyncio.Event()
+
+    @tool(context=True)
+    async def slow(tool_context: ToolContext) -> str:
+        """Changes the state last."""
+        await is_changed.wait()
+        tool_context.agent.state.set("last", "slow")
+        return "done"
+
+    @tool(context=True)
+    async def quick(tool_context: ToolContext) -> str:
+        """Changes the state first."""
+        tool_context.agent.state.set("last", "quick")
+        asyncio.get_running_loop().call_soon(is_changed.set)
+        return "done"
+
+    @tool(context=True)
+    async def recall(tool_context: ToolContext) -> str:
+        """Recalls the last change."""
+        return str(tool_context.agent.state.get("last"))
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        turns = [(Use("slow", {}, "1"), Use("quick", {}, "2")), (Use("recall", {}, "3"),)]
+        return Says(uses=turns[answers]) if answers < 2 else Says(results[-1].text)
+
+    async with TestMesh(wrap(Journey(script), slow, quick, recall)) as mesh:
+        mesh.crash(after="record", times=3)
+        assert (await mesh.call(travel, "Rome")).strip() == "slow"
+
+
 async def test_an_agent_itself_runs_one_task_at_a_time() -> None:
     """It keeps the conversation that it had by itself."""
     journey = Journey(call_then_tell(ASK))

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, TypeAlias
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from meshpoint.errors import IncompatibleState
 from meshpoint.frameworks.peers import PeerTool
@@ -134,7 +135,11 @@ _ENTRY: TypeAdapter[_Entry] = TypeAdapter(_Entry)
 
 
 def _dump(entry: _Entry) -> bytes:
-    return _ENTRY.dump_json(entry, exclude_defaults=True)
+    # `dump_json` would make NaN and infinite numbers null: an approved call would have others.
+    small = replace(entry, messages=[], extra={})
+    fields = _ENTRY.dump_python(small, mode="json", exclude_defaults=True)
+    fields |= {"messages": entry.messages, "extra": entry.extra}
+    return to_json(fields, inf_nan_mode="constants")
 
 
 class History:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from hashlib import blake2b
+from math import inf, nextafter
+from time import time
 from typing import Any
 
 from pydantic import JsonValue
@@ -59,6 +61,31 @@ def step_name(*parts: str) -> str:
         return name
     digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     return f"{parts[0]} {digest}"
+
+
+class StateChanges:
+    """The changes that the tools of one segment make to states.
+
+    Tools of one turn run in parallel, so their records may be repeated in another order than the
+    tools have ended.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._latest: dict[tuple[int, str], float] = {}
+
+    def add(self, state: object, names: Iterable[str]) -> float:
+        """The time of a change to `names` in `state`, to be recorded with it."""
+        self._last = max(time(), nextafter(self._last, inf))
+        self._latest |= {(id(state), name): self._last for name in names}
+        return self._last
+
+    def repeat(self, state: object, names: Iterable[str], changed_at: float) -> set[str]:
+        """The names in a recorded change that no later change has replaced."""
+        self._last = max(self._last, changed_at)
+        latest = {name for name in names if changed_at >= self._latest.get((id(state), name), 0)}
+        self._latest |= {(id(state), name): changed_at for name in latest}
+        return latest
 
 
 class SwallowedErrors:

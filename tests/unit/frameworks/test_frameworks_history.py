@@ -51,6 +51,15 @@ def test_a_last_message_that_grows_is_written_again_alone() -> None:
     assert third.messages == [long, "tool, peer", "b"]
 
 
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan"])
+def test_a_number_that_json_cannot_represent_is_kept(number: str) -> None:
+    """A person may have approved it."""
+    call = ToolCall("id-1", "pay", ToolCallKind.APPROVAL, {"limits": [float(number)]})
+    paused = History().pause(Turn(["a"], [call]), CALLS, "1.0")
+    (read,) = History.read(paused.state, ()).calls
+    assert str(read.arguments["limits"]) == f"[{number}]"
+
+
 @pytest.mark.parametrize("messages", [["summary"], ["other", "b", "c"], []])
 def test_a_changed_history_starts_the_log_again(messages: list[str]) -> None:
     long = "x" * 3000

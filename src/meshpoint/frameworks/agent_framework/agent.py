@@ -46,7 +46,7 @@ from meshpoint.frameworks.base import (
     failure_text,
     is_approved,
 )
-from meshpoint.frameworks.budget import Budget, BudgetReached
+from meshpoint.frameworks.budget import Budget
 from meshpoint.frameworks.history import History, ToolCallKind, Turn
 from meshpoint.model.calls import Done
 from meshpoint.model.context import Context, TaskExecutionContext
@@ -112,9 +112,8 @@ class AgentFrameworkAgent(FrameworkAgent[In, Out]):
             )
             if not segment.must_stop:
                 return Done(self._read_output(response))
-        except (Stopped, BudgetReached):
-            if not segment.must_stop:
-                raise
+        except Stopped:
+            pass
         except MiddlewareFailure as error:
             if isinstance(error.__cause__, MeshpointError):
                 raise error.__cause__ from None
@@ -180,7 +179,7 @@ class AgentFrameworkAgent(FrameworkAgent[In, Out]):
                 raise self.refuse_history(history, f"cannot read it: {error}") from error
         session = AgentSession(session_id=str(ctx.task_id))
         if self._state is not None and not history.messages:
-            session.state.update(self._state(ctx))
+            session.state.update(copy.deepcopy(dict(self._state(ctx))))
         return session
 
     def _read_messages(self, history: History) -> list[Message]:

@@ -16,7 +16,13 @@ from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
 from meshpoint.frameworks.agent_framework.open_tools import OpenTool, open_own, open_peer
-from meshpoint.frameworks.agent_framework.segment import Next, Segment, calls_of, scope
+from meshpoint.frameworks.agent_framework.segment import (
+    Next,
+    Segment,
+    Stopped,
+    calls_of,
+    scope,
+)
 from meshpoint.frameworks.budget import BudgetReached, check_budget, count_request
 from meshpoint.frameworks.progress import show_text
 from meshpoint.frameworks.steps import record_step, recording_context, step_name
@@ -34,7 +40,7 @@ class RecordRequests(ChatMiddleware):
         """Send a request, or return its recorded response.
 
         Raises:
-            BudgetExceeded, BudgetReached: See `check_budget`.
+            BudgetExceeded: See `check_budget`.
             ConfigurationError: A typed peer has the name of another tool.
             Stopped: The task must wait.
         """
@@ -60,9 +66,9 @@ class RecordRequests(ChatMiddleware):
         if repeated is None:
             try:
                 check_budget()
-            except BudgetReached:
+            except BudgetReached as error:
                 segment.stop_for_budget()
-                raise
+                raise Stopped("a person must allow the request") from error
         await self._offer(task, context, repeated)
         response = repeated or await self._record(task, context, call_next)
         segment.begin_turn(response)

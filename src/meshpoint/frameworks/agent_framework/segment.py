@@ -10,9 +10,10 @@ from agent_framework import AgentSession, ChatResponse, Content, Message, _tools
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
-from meshpoint.errors import AgentMisbehaved, MeshpointError
+from meshpoint.errors import AgentMisbehaved
 from meshpoint.frameworks.history import ToolCall
 from meshpoint.frameworks.peers import PeerTool, PeerTools
+from meshpoint.frameworks.steps import StateChanges
 
 Next: TypeAlias = Callable[[], Awaitable[None]]
 """What a middleware calls to continue."""
@@ -24,8 +25,11 @@ scope: ContextVar[tuple[str, ...]] = ContextVar("meshpoint_agent_framework_scope
 """The calls of agents as tools that the running code is part of."""
 
 
-class Stopped(MeshpointError):
-    """Stops the framework, because the task must wait."""
+class Stopped(BaseException):
+    """Stops the framework, because the task must wait.
+
+    It is no `Exception`, so that no middleware makes it an answer.
+    """
 
 
 class Segment:
@@ -55,6 +59,7 @@ class Segment:
         offered: The peers that the model was offered last, by the names of their tools.
         needs_budget: Whether a person must allow the next request.
         middleware: What records the run of an agent.
+        changes: The changes of tools to the states of sessions.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Segment:
         self._repeated, self.settled = list(turn), settled
         self.answers, self.approved = answers, approved
         self.counters, self._loop = dict(counters), dict(counters)
+        self.changes = StateChanges()
 
     @property
     def must_stop(self) -> bool:

@@ -13,7 +13,9 @@ from agent_framework import (
     FunctionInvocationContext,
     FunctionMiddleware,
     FunctionTool,
+    MiddlewareException,
     MiddlewareFailure,
+    UserInputRequiredException,
     _tools,
 )
 from agent_framework.exceptions import ToolExecutionException
@@ -57,7 +59,7 @@ class RecordTools(FunctionMiddleware):
             self._segment.stop_for_budget()
             context.result = ""
         except StepFailed as error:
-            if error.error_type != AgentMisbehaved.__name__:
+            if _is_result(error):
                 raise
             # For its developer, not for the model.
             raise MiddlewareFailure(str(error)) from error
@@ -128,12 +130,17 @@ class RecordTools(FunctionMiddleware):
         """Run a tool of the agent. `call_next` is `None` if the call was approved."""
         call = str(context.metadata["call_id"])
         recorded: JsonValue
-        if (agent := _find_agent(tool)) is not None:
-            recorded = await self._run_agent(context, tool, agent, call)
-        elif (tool.additional_properties or {}).get(METADATA_KEY) is False:
-            recorded = _dump_result(await _invoke(context, tool, call_next))
-        else:
-            recorded = await self._record(task, context, tool, call_next)
+        try:
+            if (agent := _find_agent(tool)) is not None:
+                recorded = await self._run_agent(context, tool, agent, call)
+            elif (tool.additional_properties or {}).get(METADATA_KEY) is False:
+                recorded = _dump_result(await _invoke(context, tool, call_next))
+            else:
+                recorded = await self._record(task, context, tool, call_next)
+        except Exception as error:
+            if not scope.get() and _is_result(error):
+                self._segment.results[call] = {"error": str(error)}
+            raise
         if not scope.get():
             self._segment.results[call] = recorded
         context.result = _read_result(recorded)
@@ -167,25 +174,34 @@ class RecordTools(FunctionMiddleware):
                 result = _dump_result(await _invoke(context, tool, call_next))
                 after = _dump_state(context.session)
                 changed = {each: after[each] for each in after if after[each] != before.get(each)}
-                return {**result, "state": changed} if changed else result
+                if not changed:
+                    return result
+                changed_at = self._segment.changes.add(context.session, changed)
+                return {**result, "state": changed, "changed_at": changed_at}
             except MiddlewareFailure as error:
                 return {"abort": str(error)}
             except _Misfit:
                 return {"misfit": True}
 
         name = step_name("tool", *scope.get(), tool.name, str(context.metadata["call_id"]))
-        try:
-            recorded: Any = await record_step(task, name, run)
-        except StepFailed as error:
-            if not scope.get():
-                self._segment.results[str(context.metadata["call_id"])] = {"error": str(error)}
-            raise
+        recorded: Any = await record_step(task, name, run)
         if "misfit" in recorded:  # the framework has an error of its own for it
             return _dump_result(await _invoke(context, tool, call_next))
         if "state" in recorded and not has_run and context.session is not None:
-            changed = {"session_id": "", "state": from_json(to_json(recorded["state"]))}
-            context.session.state.update(AgentSession.from_dict(changed).state)
-        return {name: value for name, value in recorded.items() if name != "state"}
+            state = from_json(to_json(recorded["state"]))
+            changed_at = recorded.get("changed_at", 0)
+            names = self._segment.changes.repeat(context.session, state, changed_at)
+            latest = {"session_id": "", "state": {name: state[name] for name in names}}
+            context.session.state.update(AgentSession.from_dict(latest).state)
+        return {key: recorded[key] for key in recorded if key not in ("state", "changed_at")}
+
+
+def _is_result(error: Exception) -> bool:
+    """Whether the framework makes the error of a tool a result for the model."""
+    if isinstance(error, StepFailed):
+        return error.error_type != AgentMisbehaved.__name__
+    ends_run = (MeshpointError, MiddlewareException, UserInputRequiredException)
+    return not isinstance(error, ends_run) and not isinstance(error, _Misfit)
 
 
 def _dump_state(session: AgentSession | None) -> dict[str, JsonValue]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,7 +127,8 @@ class GoogleADKAgent(FrameworkAgent[In, Out]):
             start["invocation_id"] = events[-1].invocation_id
         else:
             start["new_message"] = _user_message(prompt)
-            start["state_delta"] = None if self._state is None else dict(self._state(ctx))
+            if self._state is not None:
+                start["state_delta"] = copy.deepcopy(dict(self._state(ctx)))
         session = self._open_session(ctx, events)
         is_stopped = False
         try:

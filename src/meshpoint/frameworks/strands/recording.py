@@ -41,7 +41,12 @@ from meshpoint.errors import AgentFailed, InvalidInput, MeshpointError
 from meshpoint.frameworks.budget import check_budget, count_request
 from meshpoint.frameworks.peers import PeerTool, PeerTools
 from meshpoint.frameworks.progress import show_text, show_tool
-from meshpoint.frameworks.steps import record_step, recording_context, step_name
+from meshpoint.frameworks.steps import (
+    StateChanges,
+    record_step,
+    recording_context,
+    step_name,
+)
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.error_text import exception_message, type_name
 from meshpoint.model.usage import Tokens
@@ -114,6 +119,7 @@ class Recorder:
         self._used_ids, self._offering, self._has_offered = set(used_ids), asyncio.Lock(), False
         self._scopes: dict[int, tuple[str, ...]] = {id(root): ()}
         self._error: MeshpointError | None = None
+        self._changes = StateChanges()
         self.offered: Mapping[str, PeerTool] = peers.known
         self.nested: set[str] = set()
         self.answers: dict[str, ToolResult] = {}
@@ -275,7 +281,7 @@ class Recorder:
             async def run() -> JsonValue:
                 nonlocal has_run
                 has_run = True
-                return await _run_tool(context, call_next, events)
+                return await _run_tool(context, call_next, events, self._changes)
 
             name = step_name("tool", *scope[:-1], call["name"], scope[-1])
             try:
@@ -286,7 +292,7 @@ class Recorder:
                 self._error = error
                 raise
             if not has_run:
-                _repeat_state(context.agent.state, recorded["state"])
+                _repeat_state(context.agent.state, recorded["state"], self._changes)
             if (interrupt := recorded.get("interrupt")) is not None:
                 raise InterruptException(Interrupt(**interrupt))
             for event in events:
@@ -449,7 +455,10 @@ def tool_uses(message: Any) -> list[ToolUse]:
 
 
 async def _run_tool(
-    context: ExecuteToolContext, call_next: _ToolNext, events: list[TypedEvent]
+    context: ExecuteToolContext,
+    call_next: _ToolNext,
+    events: list[TypedEvent],
+    changes: StateChanges,
 ) -> JsonValue:
     """Run a tool. What it yields before its result goes to `events`.
 
@@ -472,10 +481,12 @@ async def _run_tool(
     except BaseException as error:  # Strands would ask the model without a result of the call
         raise RuntimeError(f"{type_name(error)}: {exception_message(error)}") from error
     after = context.agent.state.get()
-    state: dict[str, JsonValue] = {
+    state: dict[str, Any] = {
         "set": {key: value for key, value in after.items() if before.get(key, ...) != value},
         "deleted": [key for key in before if key not in after],
     }
+    names = [*state["set"], *state["deleted"]]
+    state["changed_at"] = changes.add(context.agent.state, names) if names else 0
     if interrupt is not None:
         dumped: JsonValue = to_jsonable_python(asdict(interrupt), fallback=str)
         return {"state": state, "interrupt": dumped}
@@ -488,11 +499,13 @@ async def _run_tool(
     }
 
 
-def _repeat_state(state: Any, recorded: Mapping[str, Any]) -> None:
-    for key, value in recorded["set"].items():
-        state.set(key, value)
-    for key in recorded["deleted"]:
-        state.delete(key)
+def _repeat_state(state: Any, recorded: Mapping[str, Any], changes: StateChanges) -> None:
+    names = [*recorded["set"], *recorded["deleted"]]
+    for key in changes.repeat(state, names, recorded.get("changed_at", 0)):
+        if key in recorded["set"]:
+            state.set(key, recorded["set"][key])
+        else:
+            state.delete(key)
 
 
 def _read_redaction(recorded: Mapping[str, Any]) -> list[TypedEvent]:
