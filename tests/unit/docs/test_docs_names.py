@@ -47,6 +47,7 @@ FOREIGN = {
     "ComputerTool",  # OpenAI Agents SDK
     "mcp_servers",  # OpenAI Agents SDK
     "OPENAI_AGENTS_DISABLE_TRACING",  # OpenAI Agents SDK
+    "tracing_disabled",  # OpenAI Agents SDK
     "TestCheapest",  # defined on the page
     "MESHPOINT_PORT",  # an example of what is ignored
 }
