@@ -695,6 +695,22 @@ def test_an_agent_that_cannot_be_durable_is_refused() -> None:
             durable(each)
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"version": 1}, "version is 1"),
+        ({"prompt": "Plan it."}, "prompt is 'Plan it.'"),
+        ({"budget": 30}, "budget is 30"),
+        ({"lifespan": 30}, "lifespan is 30"),
+        ({"peers": weather}, "is not a list"),
+        ({"peers": None}, "None is not a list"),
+    ],
+)
+def test_a_wrong_option_is_refused(options: Any, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        durable(agent_of(Journey(uses())), **options)
+
+
 async def test_a_tool_with_the_name_of_a_peer_is_refused() -> None:
     @tool(name="weather")
     def own(request: str) -> str:

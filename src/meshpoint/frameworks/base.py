@@ -201,6 +201,14 @@ class FrameworkAgent(ABC, Generic[In, Out]):
             )
         if not version:
             raise ConfigurationError(key, "version is empty", 'write version="1"')
+        if not isinstance(version, str):
+            raise ConfigurationError(key, f"version is {version!r}", 'write version="1"')
+        if not (prompt is None or callable(prompt)):
+            raise ConfigurationError(key, f"prompt is {prompt!r}", "write prompt=lambda trip: …")
+        if not (budget is None or isinstance(budget, Budget)):
+            raise ConfigurationError(key, f"budget is {budget!r}", "write Budget(requests=30)")
+        if not (lifespan is None or callable(lifespan)):
+            raise ConfigurationError(key, f"lifespan is {lifespan!r}", "pass the function")
         if prompt is None and input is not str:
             raise ConfigurationError(key, "input= needs prompt=", "write prompt=lambda trip: …")
         self.name = str(validate_agent_name(name))

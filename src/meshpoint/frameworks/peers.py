@@ -101,6 +101,8 @@ class PeerTools:
     def __init__(
         self, peers: Sequence[Addressable[Any, Any] | str], *, use_setting: bool = False
     ) -> None:
+        if not isinstance(peers, Sequence):
+            raise ConfigurationError("peers", f"{peers!r} is not a list", "write peers=[…]")
         typed = [each for each in peers if not isinstance(each, str)]
         names = (
             peers if isinstance(peers, str) else [each for each in peers if isinstance(each, str)]
