@@ -73,6 +73,7 @@ _BRANCHES = {
     ("engine.request_answers", "_settle_from_current_row", "existing is None"): _CONCURRENT_CHANGE,
     ("engine.attaches", "attach_sender", "AttachEnded"): _CONCURRENT_CHANGE,
     ("engine.attaches", "_show_open_questions", "is None"): _CONCURRENT_CHANGE,
+    ("engine.responses", "handle_responses", "except StoreUnavailable"): _UNAVAILABLE,
     ("engine.responses", "handle_completions", "except StoreUnavailable"): _UNAVAILABLE,
     ("engine.responses", "handle_signals", "except StoreUnavailable"): _UNAVAILABLE,
     ("engine.responses", "handle_reads", "except StoreUnavailable"): _UNAVAILABLE,
@@ -94,7 +95,7 @@ _ANYWHERE = {"except NON_DEFECT_ERRORS": _UNAVAILABLE}
 
 _TIMING_DEPENDENT = {
     ("engine.parsing", "with_requester"): "return replace(",
-    ("engine.responses", "handle_responses"): "TaskLocked",
+    ("engine.responses", "_settle_responses"): "TaskLocked",
     ("engine.responses", "_request_fingerprint"): "",
     ("engine.responses", "_drop_unrelated_refusals"): "dispatch is not None",
     ("engine.responses", "_build_forwarded_statuses"): "not target.followers",

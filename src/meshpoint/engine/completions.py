@@ -98,23 +98,18 @@ class Completions:
             # Before the look-up, because the database may be unavailable.
             if claim_id not in self._forwarded:
                 await self._forward(completion.message)
+            self._forwarded.discard(claim_id)
             if database is None:
                 return None
-            self._forwarded.add(claim_id)
             try:
-                locked = None
                 asked = await self._find(database, completion.key)
-                if asked is not None:  # of a task that began before checkpointing was off
-                    locked = await self._answer(database, asked, completion, claim_id)
-                else:
-                    await self._refuse_unasked(completion)
+                if asked is not None:
+                    return await self._answer(database, asked, completion, claim_id)  # older task
+                await self._refuse_unasked(completion)
             except StoreUnavailable:
-                raise  # again later, without another broadcast
-            except BaseException:
-                self._forwarded.discard(claim_id)
+                self._forwarded.add(claim_id)
                 raise
-            self._forwarded.discard(claim_id)
-            return locked
+            return None
         await self._refuse_unasked(completion)
         return None
 

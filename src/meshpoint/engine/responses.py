@@ -55,6 +55,7 @@ from meshpoint.model.transitions import (
     CancelStale,
     CancelTooLate,
     Claim,
+    ClaimResult,
     ProgressRecorded,
     TaskLocked,
     WrongSender,
@@ -304,7 +305,15 @@ class PeerMessages:
         except StoreUnavailable:
             for delivery, claim, _ in responses:
                 await self._postpone((delivery, claim.id), attempt)
-            return
+        else:
+            await self._settle_responses(responses, results, attempt)
+
+    async def _settle_responses(
+        self,
+        responses: Sequence[_ParsedResponse],
+        results: Sequence[ClaimResult],
+        attempt: _Attempt,
+    ) -> None:
         with self._runtime.steps.step(Step.ACK, [each.task_id for _, each, _ in responses]):
             for (delivery, claim, unreadable_reason), result in zip(
                 responses, results, strict=True
