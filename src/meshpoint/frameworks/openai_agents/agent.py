@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version as installed_version
 from typing import Any, ClassVar, overload
 
@@ -18,6 +18,7 @@ from agents import (
     ToolApprovalItem,
     TResponseInputItem,
 )
+from agents.lifecycle import RunHooksBase
 from agents.result import RunResult
 from agents.run import DEFAULT_MAX_TURNS
 from pydantic import JsonValue, TypeAdapter
@@ -81,6 +82,7 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
         **options: Any,
     ) -> None:
         super().__init__(name, **options)
+        _check_options(self.name, context, run_config, hooks, max_turns)
         self.wrapped, self._context, self._hooks = wrapped, context, hooks
         self._max_turns, self._stream = max_turns, stream
         config = run_config or RunConfig()
@@ -103,7 +105,7 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
             self.tools,
             self._stream,
             {answer.call.id: answer for answer in answers},
-            _used_ids(history.messages),
+            {*_used_ids([*history.messages, history.extra])},
             frozenset(id(each) for each in walk(self.wrapped)),
             self.tools.known,
             self.budget is not None and self.budget.when_exceeded == "ask",
@@ -181,10 +183,16 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
         return state
 
 
-def _used_ids(messages: Sequence[JsonValue]) -> set[str]:
-    """The ids of the calls in the items of a run."""
-    items: list[Any] = [*messages[1:]]
-    return {each["raw_item"]["call_id"] for each in items if each["raw_item"].get("call_id")}
+def _used_ids(stored: JsonValue) -> Iterator[str]:
+    """The ids of the calls in a stored run, also of agents as tools that wait."""
+    if isinstance(stored, list):
+        for each in stored:
+            yield from _used_ids(each)
+    elif isinstance(stored, dict):
+        if isinstance(call := stored.get("call_id"), str):
+            yield call
+        for each in stored.values():
+            yield from _used_ids(each)
 
 
 def _call_id(index: int, interruption: ToolApprovalItem) -> str:
@@ -219,6 +227,27 @@ def _tool_call(run: Run, index: int, interruption: ToolApprovalItem) -> ToolCall
         return ToolCall(call_id, name, ToolCallKind.PEER, arguments, peer.peer.name)
     shown = validate(_find_tool(run, interruption), interruption.arguments)
     return ToolCall(call_id, name, ToolCallKind.APPROVAL, shown)
+
+
+def _check_options(
+    name: str, context: Any, run_config: object, hooks: object, max_turns: object
+) -> None:
+    """Refuse options that the SDK would fail on in the first task.
+
+    Raises:
+        ConfigurationError: One is wrong.
+    """
+    key = f"durable({name!r})"
+    if not (context is None or callable(context)):
+        problem = f"context is a {type(context).__name__}"
+        raise ConfigurationError(key, problem, "write context=lambda ctx: …")
+    if not (run_config is None or isinstance(run_config, RunConfig)):
+        raise ConfigurationError(key, f"run_config is {run_config!r}", "write RunConfig(…)")
+    if not (hooks is None or isinstance(hooks, RunHooksBase)):
+        raise ConfigurationError(key, f"hooks is {hooks!r}", "pass an object of RunHooks")
+    is_number = isinstance(max_turns, int) and not isinstance(max_turns, bool)
+    if not (max_turns is None or (is_number and max_turns > 0)):  # type: ignore[operator]
+        raise ConfigurationError(key, f"max_turns is {max_turns!r}", "write max_turns=10")
 
 
 @overload

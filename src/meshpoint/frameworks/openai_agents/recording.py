@@ -10,7 +10,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Collection,
     Iterable,
     Iterator,
     Mapping,
@@ -35,6 +34,7 @@ from agents import (
     ToolOutputImage,
     ToolOutputText,
     Usage,
+    UserError,
 )
 from agents.function_schema import function_schema
 from agents.models import get_default_model_settings
@@ -209,7 +209,6 @@ def _stop(run: Run) -> ModelResponse:
     )
     response = ModelResponse(output=[call], usage=Usage(), response_id=None)
     _set_ids(response, run.used_ids)
-    run.used_ids.add(call.call_id)
     return response
 
 
@@ -301,7 +300,7 @@ def _recorded_tool(tool: FunctionTool, run: Run) -> FunctionTool:
         if tool._is_agent_tool:  # its own requests and tools are steps
             token = _scope.set((*_scope.get(), call))
             try:
-                return await tool.on_invoke_tool(context, arguments)
+                return await call_tool(context, arguments)
             finally:
                 _scope.reset(token)
         if (answer := run.answers.get(call)) is not None:  # what the question has shown
@@ -347,8 +346,7 @@ def _with_own_errors(tool: FunctionTool) -> Callable[[ToolContext[Any], str], Aw
         try:
             return await raising.on_invoke_tool(context, arguments)
         except Exception as error:
-            is_failure = isinstance(error, AgentFailed) and not isinstance(error, AgentMisbehaved)
-            if isinstance(error, MeshpointError) and not is_failure:
+            if _must_settle(error):
                 raise
             shown = await maybe_invoke_function_tool_failure_error_function(
                 function_tool=tool, context=context, error=error
@@ -358,6 +356,15 @@ def _with_own_errors(tool: FunctionTool) -> Callable[[ToolContext[Any], str], Aw
             return shown
 
     return call_tool
+
+
+def _must_settle(error: Exception) -> bool:
+    """Whether an error settles the task. The agent's next request stops for the budget."""
+    if isinstance(error, UserError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # of a tool of an agent as a tool
+    if isinstance(error, AgentMisbehaved):
+        return True
+    return isinstance(error, MeshpointError) and not isinstance(error, AgentFailed | BudgetReached)
 
 
 def _dump_output(output: Any) -> JsonValue:
@@ -534,17 +541,19 @@ def _ids(items: Iterable[Any]) -> Iterator[str]:
     return (each.call_id for each in items if isinstance(each, ResponseFunctionToolCall))
 
 
-def _set_ids(response: ModelResponse, used: Collection[str]) -> None:
-    """Give new ids to calls without an id, and to calls that repeat an id in `used` or here."""
-    taken = set(used)
+def _set_ids(response: ModelResponse, used: set[str]) -> None:
+    """Give new ids to calls without an id, and to calls that repeat an id, and add all to `used`.
+
+    Models of agents as tools may answer at the same time.
+    """
     for index, item in enumerate(response.output):
         if not isinstance(item, ResponseFunctionToolCall):
             continue
-        if not item.call_id or item.call_id in taken:
+        if not item.call_id or item.call_id in used:
             item.call_id = f"{item.call_id or 'call'}-{index}"
-            while item.call_id in taken:
+            while item.call_id in used:
                 item.call_id += "-"
-        taken.add(item.call_id)
+        used.add(item.call_id)
 
 
 def _sort_results(items: Any) -> Any:
