@@ -42,7 +42,7 @@ async def test_mutated_messages_do_not_affect_valid_requests_on_rabbitmq(
         min_branch_hits=1,
     )
     report = await run(config, own_rabbit, own_postgres)
-    print(*report.connections, sep="\n")
+    print(*report.connections, *report.unreached, sep="\n")
     assert report.good, (
         SEED,
         report.faults,
