@@ -81,8 +81,8 @@ _BRANCHES = {
     ("engine.responses", "_handle_commands", "return"): _UNAVAILABLE,
     ("engine.responses", "handle_denials", "except PoisonMessage"): _BY_A_REPLICA,
     ("engine.unknown_tasks", "_find_request", "except Unavailable"): _UNAVAILABLE,
-    ("engine.completions", "_record", "except StoreUnavailable"): _UNAVAILABLE,
-    ("engine.completions", "_record", "raise"): _UNAVAILABLE,
+    ("engine.completions", "complete", "except StoreUnavailable"): _UNAVAILABLE,
+    ("engine.completions", "complete", "raise"): _UNAVAILABLE,
     (
         "engine.completions",
         "_record",

@@ -78,6 +78,9 @@ class Completions:
         except PoisonMessage as error:
             await self._reply(message, CompletionStatus.REFUSED, str(error))
             raise
+        except StoreUnavailable:
+            self._forwarded.add(claim_id)
+            raise
 
     async def _record(
         self, completion: _Completion, claim_id: RunId, *, shared: bool
@@ -101,22 +104,13 @@ class Completions:
             self._forwarded.discard(claim_id)
             if database is None:
                 return None
-            try:
-                asked = await self._find(database, completion.key)
-                if asked is not None:
-                    return await self._answer(database, asked, completion, claim_id)  # older task
-                await self._refuse_unasked(completion)
-            except StoreUnavailable:
-                self._forwarded.add(claim_id)
-                raise
-            return None
-        await self._refuse_unasked(completion)
-        return None
-
-    async def _refuse_unasked(self, completion: _Completion) -> None:
+            asked = await self._find(database, completion.key)
+            if asked is not None:
+                return await self._answer(database, asked, completion, claim_id)  # older task
         text = await self._explain_unasked(completion.key)
         status = CompletionStatus.REFUSED if text == _ENDED else CompletionStatus.NOT_OPEN
         await self._reply(completion.message, status, text)
+        return None
 
     async def _forward(self, message: Message) -> None:
         """Broadcast an answer to the replicas, of which one may have its task in memory."""
