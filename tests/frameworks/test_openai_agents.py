@@ -80,7 +80,7 @@ def stubs(mesh: TestMesh) -> None:
 
 
 async def decide(task: Any, mesh: TestMesh, decisions: dict[str, bool]) -> list[str]:
-    """Approve the questions whose prompts have one of the texts, and return all prompts."""
+    """Approve the questions whose prompts contain any of the texts, and return all prompts."""
     prompts = list[str]()
     async for update in task.updates():
         if isinstance(update, QuestionUpdate):
@@ -178,7 +178,7 @@ async def test_nested_history_of_a_handoff() -> None:
 
 
 async def test_agents_of_one_name_keep_their_tools() -> None:
-    """Two agents called `expert`: the task resumes in the one that has waited."""
+    """Two agents are called `expert`: the task resumes in the agent that has waited."""
     booked, first, second = list[int](), list[int](), list[int]()
     book = Use("book", {"offer": 17}, "call-b")
     experts = [
