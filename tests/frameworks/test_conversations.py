@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 from pydantic import JsonValue
-from scenario import Framework, Journey, Result, Says, Trip, Use, load_framework, weather
+from scenario import (
+    FRAMEWORKS,
+    Framework,
+    Journey,
+    Result,
+    Says,
+    Trip,
+    Use,
+    load_framework,
+    weather,
+)
 
 from meshpoint import (
     ConfigurationError,
@@ -38,7 +48,7 @@ LONG = bool(os.environ.get("MESHPOINT_FRAMEWORKS"))
 """Whether `make frameworks` runs the tests."""
 
 
-@pytest.fixture(params=["pydantic_ai", "langgraph", "google_adk"])
+@pytest.fixture(params=FRAMEWORKS)
 def framework(request: pytest.FixtureRequest) -> Framework:
     return load_framework(request.param)
 
@@ -252,10 +262,11 @@ async def test_turns_that_would_lose_a_part_are_refused(framework: Framework) ->
     await start(agent, store)
     ((key, (turn,)),) = store.turns.items()
     state = json.dumps({"messages": turn.messages}).encode()
-    messages = json.loads(framework.add_field(state))["messages"]
-    store.turns[key] = [ConversationTurn(1, "a", "9.9", messages)]
-    with pytest.raises(IncompatibleState, match=r"written by .*9\.9; .* would lose"):
-        await start(agent, store)
+    if agent.framework != "openai-agents":  # this SDK sends such a field to the model
+        messages = json.loads(framework.add_field(state))["messages"]
+        store.turns[key] = [ConversationTurn(1, "a", "9.9", messages)]
+        with pytest.raises(IncompatibleState, match=r"written by .*9\.9; .*later_?[fF]ield"):
+            await start(agent, store)
     store.turns[key] = [ConversationTurn(1, "a", "9.9", [{"kind": "unknown"}])]
     with pytest.raises(IncompatibleState, match=r"written by .*9\.9; "):
         await start(agent, store)

@@ -48,14 +48,19 @@ def _is(item: Any, kind: str) -> bool:
 
 
 def _answers(items: Any) -> int:
-    """The model's answers in a request: each is followed by results."""
+    """The model's answers in a request: each is followed by results, or is a text alone."""
     if isinstance(items, str):
         return 0
-    outputs = [_is(each, "function_call_output") for each in items]
-    return sum(
-        is_output and not (index + 1 < len(outputs) and outputs[index + 1])
-        for index, is_output in enumerate(outputs)
+    pairs = [*zip(items, [*items[1:], {}], strict=True)]
+    with_calls: int = sum(
+        _is(each, "function_call_output") and not _is(following, "function_call_output")
+        for each, following in pairs
     )
+    texts: int = sum(
+        each.get("role") == "assistant" and not _is(following, "function_call")
+        for each, following in pairs
+    )
+    return with_calls + texts
 
 
 class ScriptedModel(Model):

@@ -52,6 +52,7 @@ from meshpoint.model.calls import Done
 from meshpoint.model.context import Context, TaskExecutionContext
 from meshpoint.model.declared_type import TypeMismatch
 from meshpoint.model.outcomes import Failed
+from meshpoint.ports.conversations import Conversations
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -94,13 +95,15 @@ class AgentFrameworkAgent(FrameworkAgent[In, Out]):
         self, ctx: TaskExecutionContext, prompt: Any, history: History, answers: Sequence[Answer]
     ) -> Done[Out] | Turn:
         """Run the agent until it has answered, or waits; see `FrameworkAgent`."""
-        messages = self._read_messages(history) or normalize_messages(prompt)
+        messages = self._read_messages(history)
+        if not history.extra:
+            messages += normalize_messages(prompt)
         segment = self._open_segment(messages, history, answers)
         session = self._open_session(ctx, history)
         agent = copy.copy(self.wrapped)
         agent.context_providers = list(agent.context_providers)  # a run adds to them
         options: Any = {}
-        if history.messages and "turn" not in history.extra and _requires_tool(agent):
+        if history.extra and "turn" not in history.extra and _requires_tool(agent):
             options = {"tool_choice": "auto"}  # the framework requires a tool in one request only
         try:
             response = await agent.run(
@@ -111,6 +114,8 @@ class AgentFrameworkAgent(FrameworkAgent[In, Out]):
                 client_kwargs=segment.client_options,
             )
             if not segment.must_stop:
+                segment.end_turn(response.messages)
+                history.end(lambda: _dump(segment.messages))
                 return Done(self._read_output(response))
         except Stopped:
             pass
@@ -178,7 +183,7 @@ class AgentFrameworkAgent(FrameworkAgent[In, Out]):
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise self.refuse_history(history, f"cannot read it: {error}") from error
         session = AgentSession(session_id=str(ctx.task_id))
-        if self._state is not None and not history.messages:
+        if self._state is not None and not history.extra:
             session.state.update(copy.deepcopy(dict(self._state(ctx))))
         return session
 
@@ -247,6 +252,7 @@ def durable(
     lifespan: MakeLifespan | None = None,
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
+    conversations: Conversations | None = None,
 ) -> AgentFrameworkAgent[str, str]: ...
 @overload
 def durable(
@@ -262,6 +268,7 @@ def durable(
     lifespan: MakeLifespan | None = None,
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
+    conversations: Conversations | None = None,
 ) -> AgentFrameworkAgent[str, Out]: ...
 @overload
 def durable(
@@ -278,6 +285,7 @@ def durable(
     lifespan: MakeLifespan | None = None,
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
+    conversations: Conversations | None = None,
 ) -> AgentFrameworkAgent[In, str]: ...
 @overload
 def durable(
@@ -295,6 +303,7 @@ def durable(
     lifespan: MakeLifespan | None = None,
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
+    conversations: Conversations | None = None,
 ) -> AgentFrameworkAgent[In, Out]: ...
 def durable(
     agent: Agent[Any],
@@ -311,6 +320,7 @@ def durable(
     lifespan: MakeLifespan | None = None,
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
+    conversations: Conversations | None = None,
 ) -> AgentFrameworkAgent[Any, Any]:
     """Make an agent of Microsoft Agent Framework an agent of the mesh.
 
@@ -345,6 +355,9 @@ def durable(
             support streaming.
         on_peer_failure: "tell_model" makes a peer's failure an error of its tool; "fail" makes it
             a failure of the task.
+        conversations: Where conversations are stored. A task with a `context_id` then begins with
+            the messages of earlier ones of its requester and user, but with a new session.
+            Default: each task sees only its own.
 
     Raises:
         ConfigurationError: It is not an agent, or has no name, its client cannot be recorded, the
@@ -374,6 +387,7 @@ def durable(
         lifespan=lifespan,
         stream=stream,
         on_peer_failure=on_peer_failure,
+        conversations=conversations,
     )
 
 

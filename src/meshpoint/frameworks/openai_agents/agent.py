@@ -10,6 +10,7 @@ from agents import (
     Agent,
     AgentOutputSchemaBase,
     FunctionTool,
+    ItemHelpers,
     RunConfig,
     RunContextWrapper,
     RunHooks,
@@ -46,11 +47,18 @@ from meshpoint.frameworks.openai_agents.recording import (
     validate,
     walk,
 )
-from meshpoint.frameworks.openai_agents.state import dump_messages, dump_state, load_state
+from meshpoint.frameworks.openai_agents.state import (
+    dump_items,
+    dump_state,
+    load_state,
+    read_earlier,
+    with_distinct_calls,
+)
 from meshpoint.frameworks.peers import PeerTool
 from meshpoint.frameworks.progress import show_tool
 from meshpoint.model.calls import Done
 from meshpoint.model.context import Context, TaskExecutionContext
+from meshpoint.ports.conversations import Conversations
 
 In = TypeVar("In")
 Out = TypeVar("Out", default=Any)
@@ -101,11 +109,12 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
         """Run the agent until it has an output, or waits; see `FrameworkAgent`."""
         for agent in walk(self.wrapped, into_tools=True):
             install(agent)
+        earlier = self._read_earlier(history)
         run = Run(
             self.tools,
             self._stream,
             {answer.call.id: answer for answer in answers},
-            {*_used_ids([*history.messages, history.extra])},
+            {*_used_ids([*history.messages, *with_distinct_calls(earlier), history.extra])},
             frozenset(id(each) for each in walk(self.wrapped)),
             self.tools.known,
             self.budget is not None and self.budget.when_exceeded == "ask",
@@ -115,9 +124,10 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
             state = await self._open_state(ctx, prompt, history, answers)
             result = await self._run_until_all_fit(run, state)
             if not result.interruptions:
+                history.end(lambda: dump_items(result, earlier))
                 return Done(result.final_output)
             if result.interruptions[0].name == STOP:
-                messages, extra = dump_state(result.to_state())
+                messages, extra = dump_state(result.to_state(), earlier)
                 if isinstance(turns := extra["max_turns"], int):
                     extra["max_turns"] = turns + 1  # the stop has used one
                 return Turn(messages, [], extra=extra)
@@ -127,7 +137,7 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
             if self._stream:
                 for call in calls:
                     await show_tool(ctx, call.tool, "called")
-            messages, extra = dump_state(result.to_state())
+            messages, extra = dump_state(result.to_state(), earlier)
             return Turn(messages, calls, run.offered, extra)
         finally:
             current_run.reset(token)
@@ -158,14 +168,17 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
             IncompatibleState: This version of the SDK cannot read it, or would lose a part.
         """
         context = None if self._context is None else self._context(ctx)
-        if not history.messages:
+        if not history.extra:
+            if history.messages:
+                earlier = with_distinct_calls(history.messages)
+                prompt = [*earlier, *ItemHelpers.input_to_new_input_list(prompt)]
             wrapper = RunContextWrapper(context=context)
             return RunState(wrapper, prompt, self.wrapped, self._max_turns)
         try:
             state = await load_state(self.wrapped, history.messages, history.extra, context)
         except Exception as error:  # of any type, depending on what is stored
             raise self.refuse_history(history, f"cannot read it: {error}") from error
-        self.check_complete(history, lambda: dump_messages(state))
+        self.check_complete(history, lambda: dump_state(state, read_earlier(history))[0])
         waiting = state.get_interruptions()
         if waiting and waiting[0].name == STOP:  # a person has allowed more requests
             state.approve(waiting[0])
@@ -181,6 +194,18 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
                     continue
             state.approve(interruption)
         return state
+
+    def _read_earlier(self, history: History) -> list[JsonValue]:
+        """Read the items of earlier tasks. The SDK sends fields that it does not know.
+
+        Raises:
+            IncompatibleState: One is no item.
+        """
+        earlier = read_earlier(history)
+        for each in earlier:
+            if not (isinstance(each, dict) and each.keys() & {"type", "role"}):
+                raise self.refuse_history(history, "cannot read an item of an earlier task")
+        return earlier
 
 
 def _used_ids(stored: JsonValue) -> Iterator[str]:
@@ -268,6 +293,7 @@ def durable(
     budget: Budget | None = None,
     lifespan: MakeLifespan | None = None,
     description: str | None = None,
+    conversations: Conversations | None = None,
 ) -> OpenAIAgentsAgent[str, Out]: ...
 @overload
 def durable(
@@ -289,6 +315,7 @@ def durable(
     budget: Budget | None = None,
     lifespan: MakeLifespan | None = None,
     description: str | None = None,
+    conversations: Conversations | None = None,
 ) -> OpenAIAgentsAgent[In, Out]: ...
 def durable(
     agent: Agent[Any],
@@ -309,6 +336,7 @@ def durable(
     budget: Budget | None = None,
     lifespan: MakeLifespan | None = None,
     description: str | None = None,
+    conversations: Conversations | None = None,
 ) -> OpenAIAgentsAgent[Any, Any]:
     """Make an agent of the OpenAI Agents SDK an agent of the mesh.
 
@@ -349,6 +377,9 @@ def durable(
         lifespan: Returns an async context manager, which each replica enters before its first
             task. What it yields is `ctx.resources`.
         description: What the agent does, for its callers. Default: its `handoff_description`.
+        conversations: Where conversations are stored. A task with a `context_id` then begins with
+            the items of earlier ones of its requester and user, also if another agent has ended
+            these after a handoff. Default: each task sees only its own.
 
     Raises:
         ConfigurationError: It is not an agent, or a peer cannot be a tool.
@@ -373,6 +404,7 @@ def durable(
         on_peer_failure=on_peer_failure,
         budget=budget,
         lifespan=lifespan,
+        conversations=conversations,
     )
 
 

@@ -212,7 +212,7 @@ def _stop(run: Run) -> ModelResponse:
     return response
 
 
-def _without_stops(items: Any) -> Any:
+def without_stops(items: Any) -> Any:
     """The input of a model without calls of `STOP`, and without their results."""
     if not isinstance(items, list):
         return items
@@ -436,7 +436,7 @@ class RecordingModel(Model):
         settings = self._complete(agent, model_settings)
         request = (
             system_instructions,
-            _sort_results(_without_stops(input)),
+            _sort_results(without_stops(input)),
             settings,
             [each for each in tools if each.name != STOP],
             output_schema,

@@ -11,11 +11,17 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from agents import Agent, RunState
+from agents import Agent, RunContextWrapper, RunState
+from agents.result import RunResult
 from pydantic import JsonValue
+
+from meshpoint.frameworks.history import History
+from meshpoint.frameworks.openai_agents.recording import without_stops
 
 _ITEM, _RAW = "$item", "$raw"
 """Keys of references to an item, and to what the model has sent or received for it."""
+_EARLIER = "earlier_items"
+"""Key of the number of items of earlier tasks."""
 _APPROVAL = "tool_approval_item"
 _LEFT_OUT: dict[str, Any] = {
     "pending_input": [],
@@ -36,11 +42,27 @@ _LEFT_OUT: dict[str, Any] = {
 """Values that are not stored. Most runs have no others."""
 
 
-def dump_state(state: RunState[Any]) -> tuple[list[JsonValue], dict[str, JsonValue]]:
-    """The messages of a run, and what else it needs to continue."""
+def read_earlier(history: History) -> list[JsonValue]:
+    """The items of earlier tasks, which precede the input of this one in the messages."""
+    if not history.extra:
+        return [*history.messages]
+    return history.messages[: int(str(history.extra.get(_EARLIER, 0)))]
+
+
+def dump_state(
+    state: RunState[Any], earlier: Sequence[JsonValue] = ()
+) -> tuple[list[JsonValue], dict[str, JsonValue]]:
+    """The messages of a run, and what else it needs to continue.
+
+    The messages are `earlier`, the items of earlier tasks, unless the run has changed them; its
+    own input; and its own items.
+    """
     dumped: dict[str, Any] = state.to_json(context_serializer=lambda context: {})
     items = dumped.pop("session_items")
-    messages = [{"input": dumped.pop("original_input")}, *items]
+    start, count = dumped.pop("original_input"), len(earlier)
+    if not count or start[:count] != with_distinct_calls(earlier):
+        count = 0
+    messages = [*earlier[:count], {"input": start[count:]}, *items]
     open_calls = _open_calls(dumped)
     if dumped["generated_items"] == _open_items(items, open_calls):
         del dumped["generated_items"], dumped["generated_session_item_indexes"]
@@ -59,6 +81,8 @@ def dump_state(state: RunState[Any]) -> tuple[list[JsonValue], dict[str, JsonVal
     for key, value in _LEFT_OUT.items():
         if key in dumped and dumped[key] == value:
             del dumped[key]
+    if count:
+        dumped[_EARLIER] = count
     return messages, _refer(dumped, _references(items))
 
 
@@ -73,9 +97,11 @@ async def load_state(
     Raises:
         Exception: This version of the SDK cannot read it.
     """
-    first: Any = messages[0]
-    items: list[Any] = [*messages[1:]]
+    count = int(str(extra.get(_EARLIER, 0)))
+    first: Any = messages[count]
+    items: list[Any] = [*messages[count + 1 :]]
     dumped: Any = {**_LEFT_OUT, **_resolve(extra, items)}
+    dumped.pop(_EARLIER, None)
     if "generated_items" not in dumped:
         open_calls = _open_calls(dumped)
         dumped["generated_items"] = _open_items(items, open_calls)
@@ -83,6 +109,8 @@ async def load_state(
             index for index, item in enumerate(items) if _is_open(item, open_calls)
         ]
     responses = dumped["model_responses"]
+    if count:
+        first = {"input": [*with_distinct_calls(messages[:count]), *first["input"]]}
     dumped |= {
         "original_input": first["input"],
         "session_items": items,
@@ -92,9 +120,36 @@ async def load_state(
     return state
 
 
-def dump_messages(state: RunState[Any]) -> list[Any]:
-    """The messages alone."""
-    return dump_state(state)[0]
+def dump_items(result: RunResult, earlier: Sequence[JsonValue]) -> list[JsonValue]:
+    """All items of a run that has ended, as the input of the next one.
+
+    They begin with `earlier`, the items of earlier tasks, unless the run has changed them.
+    """
+    state: RunState[Any] = RunState(
+        RunContextWrapper(context=None),
+        without_stops(result.to_input_list()),
+        result.last_agent,
+    )
+    items: list[JsonValue] = state.to_json()["original_input"]  # as `dump_state` would have them
+    count = len(earlier)
+    return [*earlier, *items[count:]] if items[:count] == with_distinct_calls(earlier) else items
+
+
+def with_distinct_calls(items: Sequence[JsonValue]) -> list[Any]:
+    """Give calls that repeat the id of an earlier one a new id, also in their results.
+
+    Two tasks at the same time may choose the same id. The SDK would keep the last call only.
+    """
+    ids, used, distinct = dict[str, str](), set[str](), list[Any]()
+    for index, item in enumerate(items):
+        each: Any = item
+        if isinstance(call := each.get("call_id"), str):
+            if not str(each.get("type")).endswith("_output"):
+                ids[call] = f"{call}-{index}" if call in used else call
+                used.add(ids[call])
+            each = {**each, "call_id": ids.get(call, call)}
+        distinct.append(each)
+    return distinct
 
 
 def _open_calls(dumped: dict[str, Any]) -> set[str | None]:

@@ -32,6 +32,7 @@ from meshpoint.frameworks.strands.waits import OpenCalls, give_answers, sort_int
 from meshpoint.model.calls import Done
 from meshpoint.model.context import Context, TaskExecutionContext
 from meshpoint.model.declared_type import first_problem, loggable_cause
+from meshpoint.ports.conversations import Conversations
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -163,6 +164,8 @@ class StrandsAgent(FrameworkAgent[In, Out]):
                 with recorder.use():
                     result, interrupts = await self._run_agent(ctx, agent, prompt)
                 if result.stop_reason != "interrupt":
+                    messages = conversation.dump_last()
+                    history.end(lambda: messages)
                     return Done(self._read_output(result))
                 for use, interrupt in sort_interrupts(agent, interrupts):
                     waiting.add(use, interrupt)
@@ -284,6 +287,7 @@ def durable(
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
     description: str | None = None,
+    conversations: Conversations | None = None,
 ) -> StrandsAgent[str, str]: ...
 @overload
 def durable(
@@ -301,6 +305,7 @@ def durable(
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
     description: str | None = None,
+    conversations: Conversations | None = None,
 ) -> StrandsAgent[str, OutModel]: ...
 @overload
 def durable(
@@ -319,6 +324,7 @@ def durable(
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
     description: str | None = None,
+    conversations: Conversations | None = None,
 ) -> StrandsAgent[In, str]: ...
 @overload
 def durable(
@@ -338,6 +344,7 @@ def durable(
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
     description: str | None = None,
+    conversations: Conversations | None = None,
 ) -> StrandsAgent[In, OutModel]: ...
 def durable(
     agent: Agent | Callable[[], Agent],
@@ -356,6 +363,7 @@ def durable(
     stream: bool = True,
     on_peer_failure: OnPeerFailure = "tell_model",
     description: str | None = None,
+    conversations: Conversations | None = None,
 ) -> StrandsAgent[Any, Any]:
     """Make an agent of Strands an agent of the mesh.
 
@@ -397,6 +405,9 @@ def durable(
         on_peer_failure: "tell_model" makes a peer's failure an error of its tool; "fail" makes it
             a failure of the task.
         description: What the agent does, for its callers. Default: the agent's.
+        conversations: Where conversations are stored. A task with a `context_id` then begins with
+            the messages of earlier ones of its requester and user, but with no other state.
+            Default: each task sees only its own.
 
     Raises:
         ConfigurationError: It is not an agent or a function, it has no name, it keeps its
@@ -426,6 +437,7 @@ def durable(
         lifespan=lifespan,
         stream=stream,
         on_peer_failure=on_peer_failure,
+        conversations=conversations,
     )
 
 

@@ -30,11 +30,15 @@ class Conversation:
         self._removed = agent.conversation_manager.removed_message_count
 
     def load(self) -> None:
-        """Give the agent what the last pause has stored.
+        """Give the agent what the last pause has stored, or the messages of earlier tasks.
 
         Raises:
             Exception: Strands cannot load it.
         """
+        if not self._history.extra:
+            self.read_again()
+            self._agent.messages = decode_bytes_values(self._before)
+            return
         stored: dict[str, Any] = decode_bytes_values(dict(self._history.extra))
         messages: list[Any] = decode_bytes_values(self._before)
         data = {**stored["data"], "messages": messages}
@@ -72,6 +76,11 @@ class Conversation:
         if interrupts is not None:
             extra["interrupts"] = interrupts
         return messages, extra
+
+    def dump_last(self) -> list[Message]:
+        """The messages that the agent has now, with which the next task continues."""
+        messages: list[Message] = _encode(self._agent.messages)
+        return messages
 
     def _add(self, now: list[Message]) -> list[Message]:
         """All messages of the task, or only the agent's if it has changed earlier ones."""
