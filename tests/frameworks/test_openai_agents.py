@@ -167,7 +167,8 @@ async def test_a_filter_of_a_handoff_changes_what_the_next_agent_sees() -> None:
 
 async def test_nested_history_of_a_handoff() -> None:
     desk, expert, root = handed([ASK], nest_handoff_history=True)
-    expert.script = calls([ASK])
+    # not `calls`, which takes the summary of the history for an answer
+    expert.script = lambda _, results: Says(results[-1].text) if results else Says(uses=(ASK,))
     desk.script = calls([ASK], [Use("transfer_to_expert", {}, "call-h")])
     async with TestMesh(wrap(root, output=str)) as mesh:
         stubs(mesh)
