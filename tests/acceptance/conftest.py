@@ -11,6 +11,7 @@ from .mesh import Backends, Mesh
 _ALL_BACKENDS = bool(os.environ.get("MESHPOINT_ALL_BACKENDS"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before the tests are shared among the workers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run each case on one backend, half of the cases of a module on either.
 
