@@ -30,7 +30,7 @@ from meshpoint import Failed, FailureKind, Ok, TaskExecutionContext, TaskHandle,
 from meshpoint.local import local_mesh
 from meshpoint.model.ids import TaskId, new_id
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 600.0
 """Seconds for the whole run."""
 REDIS_TIMEOUT_SECONDS = 2.0
 """Seconds that Redis has to answer a PING."""

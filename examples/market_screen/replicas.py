@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_START_TIMEOUT = 120.0
+_START_TIMEOUT = 600.0
 """Seconds that a replica has to start, or to end."""
 
 

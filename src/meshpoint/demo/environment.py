@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -61,8 +61,10 @@ def demo_environment(broker_url: str | None, db_url: str | None) -> Iterator[Dem
                 location,
             )
         finally:
-            if broker_url or db_url:
-                asyncio.run(_clean_up(mesh, root))
+            if db_url:
+                asyncio.run(_clean_up(_delete_tasks(mesh, root), mesh.namespace))
+            if broker_url:
+                asyncio.run(_clean_up(delete_queues(mesh), mesh.namespace))
 
 
 def _mesh_settings(broker_url: str) -> MeshSettings:
@@ -131,20 +133,20 @@ def _ensure_schema(store: StoreSettings) -> None:
         )
 
 
-async def _clean_up(mesh: MeshSettings, root: AgentSettings) -> None:
-    """Delete what the run created on servers. Failures are only logged: nothing else uses it."""
-    tasks = wiring.delete_tasks(
-        root.store_settings(),
-        mesh.namespace,
-        AgentName(root.name),
-        timedelta(seconds=_CLEANUP_TIMEOUT),
+async def _clean_up(deletion: Awaitable[None], namespace: str) -> None:
+    """Await the deletion. A failure is only logged: nothing else uses what is left."""
+    try:
+        async with asyncio.timeout(_CLEANUP_TIMEOUT):
+            await deletion
+    except Exception as error:  # the run is over, and its ledger remains valid
+        _log.warning("the demo could not clean up namespace %s: %s", namespace, error)
+
+
+def _delete_tasks(mesh: MeshSettings, root: AgentSettings) -> Awaitable[None]:
+    timeout = timedelta(seconds=_CLEANUP_TIMEOUT)
+    return wiring.delete_tasks(
+        root.store_settings(), mesh.namespace, AgentName(root.name), timeout
     )
-    for cleanup in (tasks, delete_queues(mesh)):
-        try:
-            async with asyncio.timeout(_CLEANUP_TIMEOUT):
-                await cleanup
-        except Exception as error:  # the run is over, and its ledger remains valid
-            _log.warning("the demo could not clean up namespace %s: %s", mesh.namespace, error)
 
 
 async def delete_queues(mesh: MeshSettings) -> None:
