@@ -71,6 +71,16 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
             max_length=mesh.max_queue_length,
             private_ttl=mesh.private_queue_ttl,
         )
+    if scheme.startswith("postgresql"):
+        from meshpoint.adapters.postgres_queue import PostgresBroker
+
+        return PostgresBroker(
+            mesh.broker_url,
+            namespace=mesh.namespace,
+            delivery_limit=mesh.delivery_limit,
+            max_length=mesh.max_queue_length,
+            private_ttl=mesh.private_queue_ttl,
+        )
     from meshpoint.adapters.rabbitmq import RabbitMqBroker
 
     return RabbitMqBroker(
@@ -296,11 +306,19 @@ async def delete_tasks(
 
 
 async def delete_queues(mesh: MeshSettings, agents: Sequence[AgentName]) -> None:
-    """Delete the shared queues of agents that no replica serves any more, and the exchange.
+    """Delete the queues of agents that no replica serves any more; on RabbitMQ, the shared ones.
 
-    Only RabbitMQ has any: other queues are in a file or in the process.
+    Does nothing for queues in a file or in the process.
     """
-    if urlsplit(mesh.broker_url).scheme not in {"amqp", "amqps"}:
+    scheme = urlsplit(mesh.broker_url).scheme
+    if scheme.startswith("postgresql"):
+        from meshpoint.adapters.postgres_queue import inspection
+
+        await inspection.delete_queues(
+            mesh.broker_url, mesh.namespace, agents, mesh.publish_timeout
+        )
+        return
+    if scheme not in {"amqp", "amqps"}:
         return
     from meshpoint.adapters.rabbitmq import topology
 
@@ -407,6 +425,10 @@ def inspect_broker(mesh: MeshSettings, timeout: timedelta) -> BrokerInspection |
     if scheme == "sqlite":
         file = mesh.broker_url.removeprefix("sqlite:///")
         return SqliteInspection(file, namespace=mesh.namespace, timeout=timeout)
+    if scheme.startswith("postgresql"):
+        from meshpoint.adapters.postgres_queue.inspection import PostgresQueueInspection
+
+        return PostgresQueueInspection(mesh.broker_url, namespace=mesh.namespace, timeout=timeout)
     from meshpoint.adapters.rabbitmq.inspection import RabbitInspection
     from meshpoint.adapters.rabbitmq.topology import Topology
 

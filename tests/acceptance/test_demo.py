@@ -85,6 +85,22 @@ async def test_demo_on_servers_creates_the_tables_and_leaves_no_rows_or_queues(
 
 
 @pytest.mark.servers
+async def test_postgres_is_the_only_server(
+    environment: dict[str, str], empty_postgres_url: str
+) -> None:
+    ledger, _ = run_demo(
+        environment, 20, "--broker", empty_postgres_url, "--db", empty_postgres_url
+    )
+    check_ledger(ledger, 20)
+    connection = await asyncpg.connect(empty_postgres_url)
+    try:
+        for table in ("meshpoint_queue", "meshpoint_queue_message", "agent_paused_tasks"):
+            assert await connection.fetchval(f"SELECT count(*) FROM {table}") == 0, table
+    finally:
+        await connection.close()
+
+
+@pytest.mark.servers
 async def test_the_demo_deletes_its_queues(amqp_url: str, namespace: str) -> None:
     mesh = MeshSettings(namespace=namespace, broker_url=amqp_url)
     broker = RabbitMqBroker(amqp_url, namespace=mesh.namespace, private_ttl=mesh.private_queue_ttl)

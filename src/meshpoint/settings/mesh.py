@@ -40,8 +40,8 @@ class MeshSettings(Section):
     )
     broker_url: str = Field(
         default=EMBEDDED_URL,
-        description="amqp:// or amqps:// URL for RabbitMQ, sqlite:/// on one host, "
-        "memory:// for tests",
+        description="amqp:// or amqps:// URL for RabbitMQ, postgresql:// for queues in a "
+        "database, sqlite:/// on one host, memory:// for tests",
     )
     database_url: str | None = Field(
         default=None,

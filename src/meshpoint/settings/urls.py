@@ -9,10 +9,13 @@ from meshpoint import extras
 from meshpoint.errors import ConfigurationError
 
 _DATABASE_FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
-_BROKER_FIX = "use amqp://user:password@host/ (RabbitMQ), or sqlite:///meshpoint.db on one host"
+_BROKER_FIX = (
+    "use amqp://user:password@host/ (RabbitMQ), postgresql://user@host/name, or"
+    " sqlite:///meshpoint.db on one host"
+)
 _MAX_URL_LENGTH = 4096  # characters
 _DATABASE_SCHEMES = ("postgresql", "postgresql+asyncpg", "sqlite", "sqlite+aiosqlite")
-_BROKER_SCHEMES = ("amqp", "amqps", "sqlite", "memory")
+_BROKER_SCHEMES = ("amqp", "amqps", "postgresql", "postgresql+asyncpg", "sqlite", "memory")
 _UNSUPPORTED_NAMES = {
     "mysql": "MySQL",
     "mariadb": "MariaDB",

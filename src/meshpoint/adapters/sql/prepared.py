@@ -49,6 +49,7 @@ class PreparedConnection:
         self._lock = asyncio.Lock()
         self._connection: AsyncConnection | None = None
         self._driver: Any = None
+        self.losses = 0  # connections given up so far
 
     async def read(self, statement: str, *values: Any) -> Sequence[Any]:
         """Return the rows of a statement that writes nothing.
@@ -128,6 +129,7 @@ class PreparedConnection:
     async def _discard(self) -> None:
         connection, self._connection, self._driver = self._connection, None, None
         if connection is not None:
+            self.losses += 1
             with suppress(*driver_errors()):
                 await connection.invalidate()
                 await connection.close()

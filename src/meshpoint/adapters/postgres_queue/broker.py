@@ -1,0 +1,594 @@
+"""The broker on PostgreSQL: durable queues in tables that the processes of a mesh share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from meshpoint.adapters.postgres_queue import statements as sql
+from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
+from meshpoint.adapters.postgres_queue.content import (
+    MAX_BODY_BYTES,
+    Content,
+    from_row,
+    to_content,
+)
+from meshpoint.adapters.postgres_queue.notifications import Listener, Notifier
+from meshpoint.adapters.postgres_queue.schema import ensure_tables
+from meshpoint.adapters.postgres_queue.session import (
+    Entry,
+    QueueLimits,
+    QueueSession,
+    Settlement,
+)
+from meshpoint.adapters.sql.engine import engine_for
+from meshpoint.errors import BrokerUnavailable, ConfigurationError, PoisonMessage, Unavailable
+from meshpoint.model.error_text import make_storable
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
+from meshpoint.model.messages import (
+    Address,
+    Message,
+    Topic,
+    dead_letter_queue,
+    is_sendable,
+    nested_queue,
+    private_queue,
+    request_shard,
+    response_queue,
+    truncate_reason,
+)
+from meshpoint.ports.broker import OnDelivery, PublishResult, RequestSearch
+
+_log = logging.getLogger(__name__)
+
+_CONNECTIONS = 6
+_COMMAND_TIMEOUT = timedelta(seconds=10)
+_BEATS_PER_LEASE = 5
+_BEATS_PER_SWEEP = 20
+"""Heartbeats between two searches for messages of holders that no longer exist."""
+_VACUUM_AFTER = 2000
+"""Settled messages after which this process removes dead rows."""
+
+
+class PostgresBroker:
+    """A `Broker` on PostgreSQL.
+
+    Args:
+        url: The database, in which tables are created. It may also contain the task tables.
+        namespace: Separates meshes that share a database.
+        lease: How long the process may be stopped before its unacked messages are requeued.
+        delivery_limit: A message requeued after this many deliveries becomes a dead letter.
+        private_ttl: How long a private queue outlives its broker.
+        poll_interval: Maximum delay of a message whose notification is lost.
+        max_length: Maximum messages in a request queue before it refuses more; `None` for no
+            limit.
+        private_max_length: The same for the private queues of this namespace.
+        dead_letters_max_length: Maximum dead letters of an agent before the oldest are dropped.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        namespace: str,
+        lease: timedelta = timedelta(seconds=15),
+        delivery_limit: int = 20,
+        private_ttl: timedelta = timedelta(minutes=30),
+        poll_interval: timedelta = timedelta(seconds=1),
+        max_length: int | None = 100_000,
+        private_max_length: int | None = 100_000,
+        dead_letters_max_length: int | None = 10_000,
+    ) -> None:
+        self._url, self._namespace = url, namespace
+        self._lease, self._private_ttl, self._delivery_limit = lease, private_ttl, delivery_limit
+        self._poll_seconds = poll_interval.total_seconds()
+        self._limits = QueueLimits(private_max_length, max_length, dead_letters_max_length)
+        self._engine: AsyncEngine | None = None
+        self._session: QueueSession | None = None
+        self._notifier: Notifier | None = None
+        self._listener: Listener | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._consumers: list[Consumer] = []
+        self._agents: dict[AgentName, int] = {}  # declared agents, and their request queues
+        self._replicas: dict[tuple[AgentName, ReplicaId], set[Topic]] = {}
+        self._woken: set[int] | None = set()  # queues that may have messages; `None` means any
+        self._wake_up = asyncio.Event()
+        self._claim_ended = asyncio.Event()
+        self._settled_count = 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether the last statement succeeded."""
+        return self._session is not None and self._session.available
+
+    @property
+    def can_publish(self) -> bool:
+        """Whether the last statement succeeded."""
+        return self.connected
+
+    def is_consuming(self, address: Address) -> bool:
+        """Whether this process consumes `address`, and the last statement succeeded."""
+        return self.connected and any(
+            each.address == address and not each.cancelled for each in self._consumers
+        )
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Maximum bytes of a body."""
+        return MAX_BODY_BYTES
+
+    async def open(self) -> None:
+        """Connect, create the tables if missing, and start the heartbeat.
+
+        Raises:
+            ConfigurationError: The login may not create them.
+            BrokerUnavailable: The database does not answer.
+        """
+        if self._session is not None:
+            return
+        engine = engine_for(
+            self._url, command_timeout=_COMMAND_TIMEOUT, pool_size=_CONNECTIONS + 1
+        )
+        session = QueueSession(engine, self._lease, self._delivery_limit, self._limits)
+        try:
+            await ensure_tables(engine)
+            await session.register()
+        except BaseException:
+            await session.close()
+            await engine.dispose()
+            raise
+        self._engine, self._session = engine, session
+        self._notifier = Notifier(engine, self._namespace)
+        self._listener = Listener(engine, self._namespace, self._wake)
+        self._tasks = [
+            asyncio.create_task(self._claim_forever(session), name="meshpoint-queue-claim"),
+            asyncio.create_task(self._beat_forever(session), name="meshpoint-queue-heartbeat"),
+        ]
+
+    async def close(self) -> None:
+        """Requeue all unacked messages and disconnect."""
+        session, engine, self._session = self._session, self._engine, None
+        consumers, self._consumers = self._consumers, []
+        if session is None or engine is None:
+            return
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        for consumer in consumers:
+            consumer.cancelled = True
+        unacked = [claim for consumer in consumers for claim in consumer.unacked]
+        try:
+            async with asyncio.timeout(_COMMAND_TIMEOUT.total_seconds()):
+                await asyncio.gather(*(session.settle(Settlement(claim)) for claim in unacked))
+                await session.execute(sql.REMOVE_HOLDER, session.holder)
+        except (TimeoutError, BrokerUnavailable) as error:
+            _log.warning("unacked messages are requeued only when the lease expires: %s", error)
+        if self._notifier is not None and self._listener is not None:
+            self._notifier.notify(claim.queue for claim in unacked)
+            await self._listener.close()
+            await self._notifier.close()
+        await session.close()
+        await engine.dispose()
+
+    async def declare(
+        self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1
+    ) -> None:
+        """Create the queues of `agent` and the private queue of `replica`, if missing.
+
+        The private queue is kept while the broker is open, and for `private_ttl` after that.
+        """
+        session = self._require_open()
+        await self._declare(session, agent, shards)
+        self._agents[agent] = max(shards, self._agents.get(agent, 0))
+        if replica is not None:
+            await self._declare_private(session, agent, replica)
+            self._replicas.setdefault((agent, replica), set())
+
+    async def _declare(self, session: QueueSession, agent: AgentName, shards: int) -> None:
+        requests = [request_shard(agent, number) for number in range(shards)]
+        names = [*requests, nested_queue(agent), response_queue(agent), dead_letter_queue(agent)]
+        await session.execute(
+            sql.DECLARE,
+            [self._queue_name(name) for name in names],
+            self._queue_name(agent),
+            self._queue_name(dead_letter_queue(agent)),
+        )
+
+    async def _declare_private(
+        self, session: QueueSession, agent: AgentName, replica: ReplicaId
+    ) -> None:
+        await session.execute(
+            sql.DECLARE_PRIVATE,
+            self._queue_name(private_queue(agent, replica)),
+            self._queue_name(agent),
+            self._queue_name(dead_letter_queue(agent)),
+            session.holder,
+        )
+
+    async def mark_database(self, agent: AgentName) -> bool:
+        """Set the marker of `agent`. Returns `True` if it was not set before."""
+        rows = await self._require_open().execute(sql.SET_MARKER, self._queue_name(agent))
+        return bool(rows)
+
+    async def has_database_marker(self, agent: AgentName) -> bool:
+        """Whether the marker of `agent` is set."""
+        return bool(await self._require_open().execute(sql.HAS_MARKER, self._queue_name(agent)))
+
+    async def remove_database_marker(self, agent: AgentName) -> None:
+        """Remove the marker of `agent`, if it is set."""
+        await self._require_open().execute(sql.REMOVE_MARKER, self._queue_name(agent))
+
+    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[PublishResult]:
+        """Append each message to its queue if that exists and has room.
+
+        Accepted messages are on disk when this returns.
+        """
+        session = self._require_open()
+        results = [PublishResult.REJECTED] * len(messages)
+        entries = {
+            place: Entry(self._queue_name(address), content)
+            for place, (address, message) in enumerate(messages)
+            if (content := _encode(message)) is not None
+        }
+        published = await session.publish(list(entries.values()))
+        for place, result in zip(entries, published, strict=True):
+            results[place] = result
+        self._announce_messages(session, list(entries.values()), published)
+        return results
+
+    async def broadcast(self, agent: AgentName, message: Message) -> None:
+        """Append `message` to the private queues of `agent` that have room."""
+        await self._fan_out(sql.FIND_REPLICAS, self._queue_name(agent), message)
+
+    async def subscribe(
+        self, agent: AgentName, replica: ReplicaId, topics: Sequence[Topic]
+    ) -> None:
+        """Also deliver `topics` to the private queue of `replica`."""
+        session = self._require_open()
+        await self._subscribe(session, agent, replica, topics)
+        self._replicas.setdefault((agent, replica), set()).update(topics)
+
+    async def _subscribe(
+        self, session: QueueSession, agent: AgentName, replica: ReplicaId, topics: Sequence[Topic]
+    ) -> None:
+        queue = self._queue_name(private_queue(agent, replica))
+        await session.execute(sql.SUBSCRIBE, queue, [self._queue_name(topic) for topic in topics])
+
+    async def announce(self, topic: Topic, message: Message) -> None:
+        """Append `message` to the subscribed queues that have room."""
+        await self._fan_out(sql.FIND_SUBSCRIBED, self._queue_name(topic), message)
+
+    async def _fan_out(self, find: str, key: str, message: Message) -> None:
+        session = self._require_open()
+        content = _encode(message)
+        if content is None:
+            return
+        names = [row.name for row in await session.execute(find, key)]
+        entries = [Entry(name, content) for name in names]
+        self._announce_messages(session, entries, await session.publish(entries))
+
+    def _announce_messages(
+        self, session: QueueSession, entries: Sequence[Entry], results: Sequence[PublishResult]
+    ) -> None:
+        queues = session.known_queues(
+            entry.name
+            for entry, result in zip(entries, results, strict=True)
+            if result is PublishResult.ACCEPTED
+        )
+        if queues:
+            self._wake(queues)
+            if self._notifier is not None:
+                self._notifier.notify(queues)
+
+    async def consume(
+        self, address: Address, prefetch: int, on_delivery: OnDelivery
+    ) -> PostgresSubscription:
+        """Deliver messages of `address` until cancelled, with at most `prefetch` unacked.
+
+        Raises:
+            ConfigurationError: The queue was never declared.
+        """
+        session = self._require_open()
+        name = self._queue_name(address)
+        queue = (await session.find_queues([name])).get(name)
+        if queue is None:
+            raise ConfigurationError(
+                "broker", f"there is no queue {address!r}", "declare its agent first"
+            )
+
+        def deliver(claim: Claim, message: Message) -> None:
+            delivery = PostgresDelivery(self, consumer, claim, message)
+            try:
+                on_delivery(delivery)
+            except Exception:
+                _log.exception("on_delivery failed; message %s stays unacked", message.message_id)
+
+        consumer = Consumer(address, queue.id, prefetch, deliver)
+        self._consumers.append(consumer)
+        self._wake(frozenset({queue.id}))
+        return PostgresSubscription(self, consumer)
+
+    async def depth(self, address: Address) -> int | None:
+        """Number of messages that no consumer holds; `None` if the queue does not exist."""
+        rows = await self._require_open().execute(sql.DEPTH, self._queue_name(address))
+        return rows[0].messages if rows else None
+
+    async def find_request(self, agent: AgentName, task_id: TaskId) -> RequestSearch:
+        """Whether a request queue of `agent` has the task's request, held or not."""
+        values = (task_id, self._queue_name(agent))
+        return RequestSearch(bool(await self._require_open().execute(sql.HAS_REQUEST, *values)))
+
+    def deny_request(self, agent: AgentName, task_id: TaskId) -> Mapping[Address, int]:
+        """Empty: `find_request` sees held requests too."""
+        return {}
+
+    async def settle(self, consumer: Consumer, settlement: Settlement) -> bool:
+        """End a claim, and make room for the next message."""
+        session = self._session
+        if session is None:
+            return False
+        valid = await session.settle(settlement)
+        consumer.unacked.discard(settlement.claim)
+        if consumer.ended:
+            self._consumers = [each for each in self._consumers if each is not consumer]
+        self._settled_count += 1
+        queue = settlement.claim.queue
+        if valid and not settlement.acked:
+            self._forget_hint(queue)
+            if self._notifier is not None:
+                self._notifier.notify({queue})
+        self._wake(None if settlement.dead else frozenset({queue}))
+        return valid
+
+    def resize(self, consumer: Consumer, prefetch: int) -> None:
+        """Change the maximum number of unacked messages of `consumer`."""
+        consumer.prefetch = prefetch
+        self._wake(frozenset({consumer.queue}))
+
+    async def cancel(self, consumer: Consumer) -> None:
+        """Stop claiming for `consumer`. Returns after the last claim."""
+        consumer.cancelled = True
+        await self._claim_ended.wait()
+        self._consumers = [each for each in self._consumers if not each.ended]
+
+    def _wake(self, queues: frozenset[int] | None) -> None:
+        """Claim messages of `queues` soon, or of all queues."""
+        if queues is None or self._woken is None:
+            self._woken = None
+        else:
+            self._woken.update(queues)
+        self._wake_up.set()
+
+    def _forget_hint(self, queue: int) -> None:
+        for consumer in self._consumers:
+            if consumer.queue == queue:
+                consumer.low = 0
+
+    async def _claim_forever(self, session: QueueSession) -> None:
+        self._claim_ended.set()
+        while True:
+            try:
+                async with asyncio.timeout(self._poll_seconds):
+                    await self._wake_up.wait()
+            except TimeoutError:  # finds what was committed late, requeued, or not notified
+                self._woken = None
+                for consumer in self._consumers:
+                    consumer.low = 0
+            self._wake_up.clear()
+            woken, self._woken = self._woken, set()
+            consumers = [
+                each
+                for each in self._consumers
+                if each.room and (woken is None or each.queue in woken)
+            ]
+            if consumers:
+                self._claim_ended.clear()
+                try:
+                    await self._claim(session, consumers)
+                except Unavailable:
+                    self._woken = None  # again at the next poll
+                finally:
+                    self._claim_ended.set()
+
+    async def _claim(self, session: QueueSession, consumers: Sequence[Consumer]) -> None:
+        """Claim and deliver messages, for one consumer of each queue.
+
+        Wakes the loop again for queues that may have more.
+        """
+        by_queue = {consumer.queue: consumer for consumer in reversed(consumers)}
+        rooms = {queue: consumer.room for queue, consumer in by_queue.items()}
+        claimed = await session.claim(list(by_queue.values()))
+        if session.claims_in_doubt:
+            await self._release_unknown(session, [claim for claim, _ in claimed])
+        for claim, _ in claimed:
+            by_queue[claim.queue].unacked.add(claim)
+        for claim, row in claimed:
+            await self._deliver(session, by_queue[claim.queue], claim, row)
+        counts = Counter(claim.queue for claim, _ in claimed)
+        full = frozenset(queue for queue, count in counts.items() if count >= rooms[queue])
+        for queue in counts:
+            consumer = by_queue[queue]
+            consumer.took(min(claim.id for claim, _ in claimed if claim.queue == queue))
+            if consumer in self._consumers:  # another consumer of this process comes first
+                self._consumers.remove(consumer)
+                self._consumers.append(consumer)
+        if full:
+            self._wake(full)
+
+    async def _release_unknown(self, session: QueueSession, claimed: Sequence[Claim]) -> None:
+        """Requeue messages that a claim took although its answer was lost."""
+        known = [*claimed, *(claim for each in self._consumers for claim in each.unacked)]
+        ids = [claim.id for claim in known]
+        await session.execute(sql.RELEASE_UNKNOWN, session.holder, ids)
+        session.claims_in_doubt = False
+        self._woken = None
+
+    async def _deliver(
+        self, session: QueueSession, consumer: Consumer, claim: Claim, row: Any
+    ) -> None:
+        body = row.body if row.body is not None else await session.read_body(claim)
+        if body is None:
+            consumer.unacked.discard(claim)
+            return
+        if consumer.cancelled or self._session is None:
+            await self.settle(consumer, Settlement(claim))
+            return
+        reason = None if row.dead_reason is None else make_storable(row.dead_reason)
+        try:
+            message = from_row(row.properties, body, reason)
+        except PoisonMessage as error:
+            _log.warning("unreadable message %d in %s: %s", claim.id, consumer.address, error)
+            unreadable = Settlement(
+                claim, dead=True, reason=str(error), holder=sql.UNREADABLE_HOLDER
+            )
+            await self.settle(consumer, unreadable)
+        else:
+            consumer.deliver(claim, message)
+
+    async def _beat_forever(self, session: QueueSession) -> None:
+        interval = self._lease.total_seconds() / _BEATS_PER_LEASE
+        beats = 0
+        while True:
+            await asyncio.sleep(interval)
+            try:
+                if not await session.extend_lease():
+                    await self._renew_holder(session)
+                beats += 1
+                await self._maintain(session, sweep=beats % _BEATS_PER_SWEEP == 0)
+            except Unavailable:
+                continue
+            except Exception:
+                _log.exception("queue maintenance failed")
+
+    async def _renew_holder(self, session: QueueSession) -> None:
+        """Continue as a new holder: another process may have requeued our unacked messages."""
+        lost = session.holder
+        await session.register()
+        for consumer in self._consumers:
+            consumer.unacked.clear()
+        await session.execute(sql.REMOVE_HOLDER, lost)
+        await self._redeclare(session)
+        await self._free(session)
+        self._wake(None)
+
+    async def _redeclare(self, session: QueueSession) -> None:
+        """Create what somebody deleted, and find the queues of all consumers again."""
+        for agent, shards in list(self._agents.items()):
+            await self._declare(session, agent, shards)
+        for (agent, replica), topics in list(self._replicas.items()):
+            await self._declare_private(session, agent, replica)
+            await self._subscribe(session, agent, replica, list(topics))
+        names = {self._queue_name(consumer.address): consumer for consumer in self._consumers}
+        found = await session.find_queues(names)
+        for name, queue in found.items():
+            names[name].queue = queue.id
+
+    async def _maintain(self, session: QueueSession, *, sweep: bool) -> None:
+        ((removed,),) = await session.execute(sql.REMOVE_LAPSED_HOLDERS)
+        if removed or sweep:
+            await self._free(session)
+        if sweep:
+            await self._redeclare(session)
+        await session.execute(sql.DROP_UNUSED_QUEUES, self._private_ttl)
+        limit = self._limits.dead_letters
+        if limit is not None:
+            for row in await session.execute(sql.FIND_DEAD_LETTERS, self._queue_name("")):
+                ((dropped,),) = await session.execute(sql.TRIM_DEAD_LETTERS, row.id, limit)
+                if dropped:
+                    _log.warning(
+                        "%s holds more than %d messages: dropped its oldest %d",
+                        *(row.name, limit, dropped),
+                    )
+        if self._settled_count >= _VACUUM_AFTER:
+            self._settled_count = 0
+            await session.vacuum()
+
+    async def _free(self, session: QueueSession) -> None:
+        freed = {row.queue for row in await session.execute(sql.FREE, self._delivery_limit)}
+        if freed:
+            for queue in freed:
+                self._forget_hint(queue)
+            self._wake(frozenset(freed))
+            if self._notifier is not None:
+                self._notifier.notify(freed)
+
+    def _require_open(self) -> QueueSession:
+        if self._session is None:
+            raise BrokerUnavailable("the broker is not open")
+        return self._session
+
+    def _queue_name(self, address: str) -> str:
+        return f"{self._namespace}.{address}"
+
+
+class PostgresSubscription:
+    """A running consumer."""
+
+    def __init__(self, broker: PostgresBroker, consumer: Consumer) -> None:
+        self._broker, self._consumer = broker, consumer
+
+    async def resize(self, prefetch: int) -> None:
+        """Allow up to `prefetch` unacked deliveries at a time."""
+        self._broker.resize(self._consumer, prefetch)
+
+    async def cancel(self) -> None:
+        """Stop receiving messages. Unacked deliveries can still be settled."""
+        await self._broker.cancel(self._consumer)
+
+
+class PostgresDelivery:
+    """One message handed to one consumer."""
+
+    def __init__(
+        self, broker: PostgresBroker, consumer: Consumer, claim: Claim, message: Message
+    ) -> None:
+        self._broker, self._consumer, self._claim = broker, consumer, claim
+        self.message, self.address, self.delivery_count = (
+            message,
+            consumer.address,
+            claim.deliveries,
+        )
+        self._settled = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether this process's lease has expired, so that another consumer may claim it."""
+        return not self._settled and self._claim not in self._consumer.unacked
+
+    async def ack(self) -> bool:
+        """Delete the message. `False` if this process no longer holds it."""
+        return await self._settle(Settlement(self._claim, acked=True))
+
+    async def requeue(self) -> bool:
+        """Make the message ready for any consumer; its next delivery has a higher count."""
+        return await self._settle(Settlement(self._claim))
+
+    async def dead_letter(self, reason: str) -> bool:
+        """Move the message to its agent's dead letters, with `reason` cut at 500 characters."""
+        return await self._settle(
+            Settlement(self._claim, dead=True, reason=make_storable(truncate_reason(reason)))
+        )
+
+    async def _settle(self, settlement: Settlement) -> bool:
+        self._settled = True
+        return await self._broker.settle(self._consumer, settlement)
+
+
+def _encode(message: Message) -> Content | None:
+    """The columns of `message`, or `None` if it cannot be stored."""
+    if not is_sendable(message):
+        _log.warning(
+            "message %r cannot be sent: its envelope is too large", message.message_id[:300]
+        )
+        return None
+    try:
+        return to_content(message)
+    except ValueError as error:
+        _log.warning("message %r cannot be sent: %s", message.message_id[:300], error)
+        return None

@@ -1,0 +1,112 @@
+"""Conversion of messages to the columns of `meshpoint_queue_message` and back."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from meshpoint.errors import PoisonMessage
+from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType
+
+MAX_BODY_BYTES = 128 * 1024 * 1024
+"""Maximum bytes of a body; RabbitMQ's default limit."""
+
+
+class Content(NamedTuple):
+    """A message as it is stored. `request` is the id of the task that a request begins."""
+
+    request: str | None
+    properties: str
+    body: bytes
+
+
+def to_content(message: Message) -> Content:
+    """Encode a sendable message.
+
+    Raises:
+        ValueError: The body is too large.
+    """
+    if len(message.body) > MAX_BODY_BYTES:
+        raise ValueError(f"the body has {len(message.body)} bytes")
+    properties = {
+        "type": message.type.value,
+        "message_id": message.message_id,
+        "correlation_id": message.correlation_id,
+        "app_id": message.app_id,
+    }
+    if message.reply_to:
+        properties["reply_to"] = message.reply_to
+    if message.user_id:
+        properties["user_id"] = message.user_id
+    if message.timestamp:
+        properties["timestamp"] = message.timestamp.isoformat()
+    table = {**properties, "headers": message.headers} if message.headers else properties
+    is_request = message.type is MessageType.REQUEST and "\0" not in message.correlation_id
+    return Content(message.correlation_id if is_request else None, json.dumps(table), message.body)
+
+
+def from_row(properties: str, body: bytes, dead_reason: str | None) -> Message:
+    """Decode a row. `dead_reason` becomes a header.
+
+    Raises:
+        PoisonMessage: A property is missing or of the wrong type. Names it.
+    """
+    try:
+        table = json.loads(properties)
+    except (ValueError, RecursionError) as error:
+        raise PoisonMessage(f"properties: not JSON: {str(error)[:100]}") from error
+    if not isinstance(table, dict):
+        raise PoisonMessage("properties: must be a JSON object")
+    try:
+        type_ = MessageType(str(table.get("type")))
+    except ValueError as error:
+        raise PoisonMessage(f"type: {str(table.get('type'))[:100]!r} is not known") from error
+    headers = _headers(table.get("headers", {}))
+    if dead_reason is not None:
+        headers[Header.DEAD_REASON.value] = dead_reason
+    reply_to = _text(table, "reply_to")
+    return Message(
+        type_,
+        body,
+        message_id=_required(table, "message_id"),
+        correlation_id=_required(table, "correlation_id"),
+        app_id=_required(table, "app_id"),
+        reply_to=Address(reply_to) if reply_to else None,
+        user_id=_text(table, "user_id"),
+        headers=headers,
+        timestamp=_timestamp(table.get("timestamp")),
+    )
+
+
+def _text(table: dict[str, Any], name: str) -> str | None:
+    value = table.get(name)
+    if value is not None and not isinstance(value, str):
+        raise PoisonMessage(f"{name}: must be text, not {type(value).__name__}")
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise PoisonMessage(f"{name}: is not UTF-8") from error
+    return value or None
+
+
+def _required(table: dict[str, Any], name: str) -> str:
+    if (value := _text(table, name)) is None:
+        raise PoisonMessage(f"{name}: is missing")
+    return value
+
+
+def _headers(table: object) -> dict[str, HeaderValue]:
+    """The headers, without values of other types than the wire specification has."""
+    if not isinstance(table, dict):
+        raise PoisonMessage("headers: must be a JSON object")
+    return {key: value for key, value in table.items() if isinstance(value, str | int | float)}
+
+
+def _timestamp(value: object) -> datetime | None:
+    """The time of sending. `None` if unreadable, since nothing depends on it."""
+    try:
+        instant = datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+    return instant.replace(tzinfo=UTC) if instant and instant.tzinfo is None else instant

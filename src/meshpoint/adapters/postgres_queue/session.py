@@ -1,0 +1,289 @@
+"""One process's statements on the queues: publishing, claiming, settling, and its lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from meshpoint.adapters.postgres_queue import statements as sql
+from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
+from meshpoint.adapters.postgres_queue.content import Content
+from meshpoint.adapters.sql.batcher import Batcher
+from meshpoint.adapters.sql.prepared import PreparedConnection
+from meshpoint.errors import BrokerUnavailable, CommitInDoubt, StoreUnavailable
+from meshpoint.model.messages import is_request_queue
+from meshpoint.ports.broker import PublishResult
+
+_log = logging.getLogger(__name__)
+
+_MAX_KNOWN_QUEUES = 10_000
+_MAX_BATCH = 500
+"""Messages of one statement."""
+_INLINE_BODY_BYTES = 64 * 1024
+"""Larger bodies are read one by one, so that a claim needs little memory."""
+_RETRY_SECONDS = 0.1
+
+
+class QueueLimits(NamedTuple):
+    """Maximum messages in a queue. Full queues refuse more; dead-letter queues drop the oldest."""
+
+    private: int | None
+    requests: int | None
+    dead_letters: int | None
+
+
+class Queue(NamedTuple):
+    """A queue that exists, or did when it was last looked up. `limit` is in messages."""
+
+    id: int
+    limit: int | None
+
+
+class Entry(NamedTuple):
+    """A message to be appended to the queue `name`."""
+
+    name: str
+    content: Content
+
+
+class Settlement(NamedTuple):
+    """The end of a claim. A message that is neither acked nor dead is requeued.
+
+    `reason` is that of a dead letter, and `holder` who holds it from then on.
+    """
+
+    claim: Claim
+    acked: bool = False
+    dead: bool = False
+    reason: str | None = None
+    holder: int | None = None
+
+
+class QueueSession:
+    """The statements of one open broker, which is the holder of the messages that it claims.
+
+    Raises, from every method:
+        BrokerUnavailable: The database did not answer.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, lease: timedelta, delivery_limit: int, limits: QueueLimits
+    ) -> None:
+        self._lease, self._delivery_limit, self._limits = lease, delivery_limit, limits
+        self._publishing, self._claiming, self._settling, self._other = self._connections = [
+            PreparedConnection(engine) for _ in range(4)
+        ]
+        self._queues: dict[str, Queue] = {}
+        self._uncounted_room: dict[int, int] = {}  # messages each queue accepts before a recount
+        self._publisher: Batcher[Entry, PublishResult] = Batcher(
+            self._publish, lambda entry: len(entry.content.body), max_items=_MAX_BATCH
+        )
+        self._settler: Batcher[Settlement, bool] = Batcher(self._settle, max_items=_MAX_BATCH)
+        self.holder = 0
+        self.available = True
+        self.claims_in_doubt = False
+        """Whether a claim may have taken messages although its answer was lost."""
+        self._closed = False
+
+    async def close(self) -> None:
+        """Return all connections."""
+        self._closed = True
+        await self._publisher.close()
+        await self._settler.close()
+        for connection in self._connections:
+            await connection.close()
+
+    async def execute(self, statement: str, *values: Any) -> Sequence[Any]:
+        """Run a statement that may be repeated, and return its rows."""
+        try:
+            return await self._run(self._other, statement, *values)
+        except StoreUnavailable as error:
+            raise BrokerUnavailable(str(error)) from error
+
+    async def vacuum(self) -> None:
+        """Remove the dead rows of settled messages."""
+        await self.execute(sql.VACUUM)
+
+    async def register(self) -> None:
+        """Become a new holder."""
+        ((self.holder,),) = await self.execute(sql.REGISTER_HOLDER, self._lease)
+
+    async def extend_lease(self) -> bool:
+        """Show that this process lives. `False` if it is too late."""
+        return bool(await self.execute(sql.HEARTBEAT, self.holder, self._lease))
+
+    async def find_queues(self, names: Iterable[str]) -> dict[str, Queue]:
+        """Look up queues by name. Those that do not exist are missing from the result."""
+        try:
+            return await self._find_queues(list(names))
+        except StoreUnavailable as error:
+            raise BrokerUnavailable(str(error)) from error
+
+    async def _find_queues(self, names: Sequence[str]) -> dict[str, Queue]:
+        rows = await self._run(self._other, sql.FIND_QUEUES, names)
+        found = {row.name: Queue(row.id, self._limit(row.name, row.is_private)) for row in rows}
+        if len(self._queues) + len(found) > _MAX_KNOWN_QUEUES:
+            self._queues.clear()
+            self._uncounted_room.clear()
+        self._queues.update(found)
+        return found
+
+    def known_queues(self, names: Iterable[str]) -> frozenset[int]:
+        """The ids of queues that were looked up before."""
+        return frozenset(self._queues[name].id for name in names if name in self._queues)
+
+    def _limit(self, name: str, is_private: bool) -> int | None:
+        if is_private:
+            return self._limits.private
+        return self._limits.requests if is_request_queue(name) else None
+
+    async def publish(self, entries: Sequence[Entry]) -> list[PublishResult]:
+        """Append each message to its queue if that exists and has room."""
+        try:
+            return await self._publisher.put(entries)
+        except StoreUnavailable as error:
+            raise BrokerUnavailable(str(error)) from error
+
+    async def _publish(self, entries: Sequence[Entry]) -> list[PublishResult]:
+        names = {entry.name for entry in entries}
+        if unknown := names.difference(self._queues):
+            await self._find_queues(list(unknown))
+        queues = {name: self._queues[name] for name in names if name in self._queues}
+        await self._count_room(set(queues.values()))
+        results = [PublishResult.UNROUTABLE] * len(entries)
+        sent = dict[int, Entry]()
+        for place, entry in enumerate(entries):
+            if queue := queues.get(entry.name):
+                if self._takes_room(queue):
+                    sent[place] = entry
+                else:
+                    results[place] = PublishResult.OVERLOADED
+        if not sent:
+            return results
+        contents = [entry.content for entry in sent.values()]
+        rows = await self._run(
+            self._publishing,
+            sql.PUBLISH,
+            [queues[entry.name].id for entry in sent.values()],
+            [content.request for content in contents],
+            [content.properties for content in contents],
+            [content.body for content in contents],
+        )
+        accepted = {queue for (queue,) in rows}
+        for place, entry in sent.items():
+            if queues[entry.name].id in accepted:
+                results[place] = PublishResult.ACCEPTED
+            else:
+                self._queues.pop(entry.name, None)  # deleted
+        return results
+
+    async def _count_room(self, queues: Iterable[Queue]) -> None:
+        """Count the messages of queues whose counted room is used up.
+
+        Messages are not counted each time, so a queue may slightly exceed its limit.
+        """
+        limits = {
+            queue.id: queue.limit
+            for queue in queues
+            if queue.limit is not None and self._uncounted_room.get(queue.id, 0) <= 0
+        }
+        if limits:
+            ids = list(limits)
+            for row in await self._run(self._other, sql.COUNT_READY, ids, list(limits.values())):
+                free = limits[row.id] - row.messages
+                self._uncounted_room[row.id] = 0 if free <= 0 else 1 + free // 8
+
+    def _takes_room(self, queue: Queue) -> bool:
+        if queue.limit is None:
+            return True
+        self._uncounted_room[queue.id] = room = self._uncounted_room.get(queue.id, 0) - 1
+        return room >= 0
+
+    async def claim(self, consumers: Sequence[Consumer]) -> list[tuple[Claim, Any]]:
+        """Claim messages for consumers with room, oldest first. Returns rows with their bodies."""
+        holder, losses = self.holder, self._claiming.losses
+        try:
+            rows = await self._claim(holder, consumers)
+        finally:
+            self.claims_in_doubt = self.claims_in_doubt or self._claiming.losses > losses
+        return sorted(
+            ((Claim(row.queue, row.id, row.deliveries, holder), row) for row in rows),
+            key=lambda pair: pair[0].id,
+        )
+
+    async def _claim(self, holder: int, consumers: Sequence[Consumer]) -> Sequence[Any]:
+        return await self._run(
+            self._claiming,
+            sql.CLAIM,
+            holder,
+            [consumer.queue for consumer in consumers],
+            [consumer.low for consumer in consumers],
+            [consumer.room for consumer in consumers],
+            _INLINE_BODY_BYTES,
+        )
+
+    async def read_body(self, claim: Claim) -> bytes | None:
+        """The body of a claimed message; `None` if the claim is no longer valid."""
+        rows = await self._run(
+            self._claiming, sql.READ_BODY, claim.queue, claim.id, claim.holder, claim.deliveries
+        )
+        return rows[0].body if rows else None
+
+    async def settle(self, settlement: Settlement) -> bool:
+        """End a claim. `False` if it was no longer valid.
+
+        While the database is unavailable, it is repeated until this process is a new holder.
+        """
+        in_doubt = False
+        while True:
+            try:
+                (valid,) = await self._settler.put([settlement])
+                return valid or in_doubt
+            except CommitInDoubt:
+                in_doubt = True
+            except StoreUnavailable as error:
+                if self._closed:
+                    return False
+                _log.debug("a settlement is repeated: %s", error)
+            if settlement.claim.holder != self.holder:
+                return False
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _settle(self, settlements: Sequence[Settlement]) -> list[bool]:
+        settled = set[tuple[int, int]]()
+        kinds: dict[tuple[str, int, int | None], list[Settlement]] = {}
+        for each in settlements:
+            dead = each.dead or (not each.acked and each.claim.deliveries >= self._delivery_limit)
+            statement = sql.ACK if each.acked else sql.DEAD_LETTER if dead else sql.REQUEUE
+            kinds.setdefault((statement, each.claim.holder, each.holder), []).append(each)
+        for (statement, holder, new_holder), group in kinds.items():
+            values: list[Any] = [
+                holder,
+                [each.claim.queue for each in group],
+                [each.claim.id for each in group],
+                [each.claim.deliveries for each in group],
+            ]
+            if statement == sql.DEAD_LETTER:
+                values += [[each.reason for each in group], new_holder]
+            rows = await self._run(self._settling, statement, *values)
+            ids = {row.id for row in rows}
+            settled.update((holder, each.claim.id) for each in group if each.claim.id in ids)
+        return [(each.claim.holder, each.claim.id) in settled for each in settlements]
+
+    async def _run(
+        self, connection: PreparedConnection, statement: str, *values: Any
+    ) -> Sequence[Any]:
+        try:
+            rows = await connection.write(statement, *values)
+        except StoreUnavailable as error:
+            if self.available:
+                _log.warning("the queues are unavailable: %s", error)
+            self.available = False
+            raise
+        self.available = True
+        return rows

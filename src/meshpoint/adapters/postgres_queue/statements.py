@@ -1,0 +1,191 @@
+"""All statements on queues, messages, and holders of unacked messages.
+
+Each is one transaction. A holder is an open broker; only the holder of a message settles it, and
+only with the delivery count of its claim, so that a late settlement finds nothing to change.
+"""
+
+from __future__ import annotations
+
+UNREADABLE_HOLDER = 0
+"""Holder of dead letters that consumers cannot read, and operators read with SQL.
+
+No broker has this id.
+"""
+
+FIND_TABLE = "SELECT to_regclass('meshpoint_queue_message')::text"
+
+REGISTER_HOLDER = """
+INSERT INTO meshpoint_queue_holder (until) VALUES (clock_timestamp() + $1) RETURNING id"""
+
+HEARTBEAT = """
+UPDATE meshpoint_queue_holder SET until = clock_timestamp() + $2
+ WHERE id = $1 AND until > clock_timestamp() RETURNING id"""
+"""Extends the lease. A lapsed one is not extended: others may have requeued its messages."""
+
+DECLARE = """
+INSERT INTO meshpoint_queue (name, agent, dead_letters, is_private)
+SELECT name, $2, $3, false FROM unnest($1::text[]) WITH ORDINALITY AS given(name, place)
+ WHERE NOT EXISTS (SELECT FROM meshpoint_queue q WHERE q.name = given.name)
+ ORDER BY name ON CONFLICT DO NOTHING"""
+
+DECLARE_PRIVATE = """
+INSERT INTO meshpoint_queue (name, agent, dead_letters, is_private, holder)
+VALUES ($1, $2, $3, true, $4)
+ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, left_at = NULL"""
+
+SUBSCRIBE = """
+INSERT INTO meshpoint_queue_topic (topic, queue)
+SELECT topic, q.id FROM unnest($2::text[]) AS given(topic), meshpoint_queue q WHERE q.name = $1
+ ORDER BY topic ON CONFLICT DO NOTHING"""
+
+FIND_QUEUES = """
+SELECT name, id, is_private FROM meshpoint_queue WHERE name = ANY($1::text[])"""
+
+FIND_REPLICAS = """
+SELECT name FROM meshpoint_queue WHERE agent = $1 AND is_private"""
+
+FIND_SUBSCRIBED = """
+SELECT q.name FROM meshpoint_queue_topic t JOIN meshpoint_queue q ON q.id = t.queue
+ WHERE t.topic = $1"""
+
+COUNT_READY = """
+SELECT w.queue AS id, (SELECT count(*) FROM (
+    SELECT FROM meshpoint_queue_message m WHERE m.queue = w.queue AND m.holder IS NULL
+     LIMIT w.most) ready) AS messages
+  FROM unnest($1::integer[], $2::integer[]) AS w(queue, most)"""
+
+DEPTH = """
+SELECT (SELECT count(*) FROM meshpoint_queue_message m
+         WHERE m.queue = q.id AND (m.holder IS NULL OR m.holder = 0)) AS messages
+  FROM meshpoint_queue q WHERE q.name = $1"""
+
+PUBLISH = """
+INSERT INTO meshpoint_queue_message (queue, request, properties, body)
+SELECT q.id, request, properties, body
+  FROM unnest($1::integer[], $2::text[], $3::text[], $4::bytea[])
+       WITH ORDINALITY AS given(queue, request, properties, body, place)
+  JOIN meshpoint_queue q ON q.id = given.queue
+ ORDER BY place
+RETURNING queue"""
+"""Appends messages in the order given. A queue deleted in the meantime gets none."""
+
+CLAIM = """
+WITH wanted AS MATERIALIZED (
+    SELECT queue, low, room
+      FROM unnest($2::integer[], $3::bigint[], $4::integer[]) AS given(queue, low, room)
+     WHERE EXISTS (SELECT FROM meshpoint_queue_holder
+                    WHERE id = $1 AND until > clock_timestamp())),
+got AS MATERIALIZED (
+    SELECT ready.queue, ready.id FROM wanted CROSS JOIN LATERAL (
+        SELECT m.queue, m.id FROM meshpoint_queue_message m
+         WHERE m.queue = wanted.queue AND m.id > wanted.low AND m.holder IS NULL
+         ORDER BY m.queue, m.id LIMIT wanted.room FOR UPDATE SKIP LOCKED) ready)
+UPDATE meshpoint_queue_message m SET holder = $1, deliveries = deliveries + 1
+  FROM got WHERE m.queue = got.queue AND m.id = got.id
+RETURNING m.queue, m.id, m.deliveries, m.dead_reason, m.properties,
+          CASE WHEN octet_length(m.body) <= $5 THEN m.body END AS body"""
+"""Claims messages, oldest first. The bodies of large messages are read one by one."""
+
+READ_BODY = """
+SELECT body FROM meshpoint_queue_message
+ WHERE queue = $1 AND id = $2 AND holder = $3 AND deliveries = $4"""
+
+_SETTLED = """
+unnest($2::integer[], $3::bigint[], $4::integer[]) AS given(queue, id, deliveries)
+ WHERE m.queue = given.queue AND m.id = given.id AND m.deliveries = given.deliveries
+   AND m.holder = $1"""
+
+ACK = f"DELETE FROM meshpoint_queue_message m USING {_SETTLED} RETURNING m.id"
+
+REQUEUE = f"""
+WITH settled AS MATERIALIZED (
+    SELECT m.queue, m.id FROM meshpoint_queue_message m, {_SETTLED} FOR UPDATE OF m)
+UPDATE meshpoint_queue_message m SET holder = NULL FROM settled
+ WHERE m.queue = settled.queue AND m.id = settled.id
+RETURNING m.queue, m.id"""
+
+DEAD_LETTER = """
+UPDATE meshpoint_queue_message m
+   SET queue = coalesce(dead.id, m.queue), holder = $6, deliveries = 0, request = NULL,
+       id = nextval(pg_get_serial_sequence('meshpoint_queue_message', 'id')),
+       dead_reason = coalesce(given.reason, m.dead_reason, 'delivery limit')
+  FROM unnest($2::integer[], $3::bigint[], $4::integer[], $5::text[])
+       AS given(queue, id, deliveries, reason)
+  JOIN meshpoint_queue q ON q.id = given.queue
+  LEFT JOIN meshpoint_queue dead ON dead.name = q.dead_letters
+ WHERE m.queue = given.queue AND m.id = given.id AND m.deliveries = given.deliveries
+   AND m.holder = $1
+RETURNING given.id AS id, m.queue AS queue"""
+"""Appends messages to the dead letters of their agents. $6 holds those that nobody can read."""
+
+FREE = """
+WITH gone AS MATERIALIZED (
+    SELECT m.queue, m.id, m.deliveries >= $1 AS is_dead FROM meshpoint_queue_message m
+     WHERE m.holder <> 0
+       AND NOT EXISTS (SELECT FROM meshpoint_queue_holder h WHERE h.id = m.holder)
+     LIMIT 10000 FOR UPDATE SKIP LOCKED),
+moved AS (
+    UPDATE meshpoint_queue_message m
+       SET queue = coalesce(dead.id, m.queue), holder = NULL, deliveries = 0, request = NULL,
+           id = nextval(pg_get_serial_sequence('meshpoint_queue_message', 'id')),
+           dead_reason = coalesce(m.dead_reason, 'delivery limit')
+      FROM gone
+      JOIN meshpoint_queue q ON q.id = gone.queue
+      LEFT JOIN meshpoint_queue dead ON dead.name = q.dead_letters
+     WHERE gone.is_dead AND m.queue = gone.queue AND m.id = gone.id
+    RETURNING m.queue)
+UPDATE meshpoint_queue_message m SET holder = NULL FROM gone
+ WHERE NOT gone.is_dead AND m.queue = gone.queue AND m.id = gone.id
+RETURNING m.queue"""
+"""Requeues messages whose holder does not exist, or moves them at the delivery limit."""
+
+RELEASE_UNKNOWN = """
+UPDATE meshpoint_queue_message SET holder = NULL
+ WHERE holder = $1 AND id <> ALL ($2::bigint[])"""
+"""Requeues what this process holds and does not know."""
+
+REMOVE_HOLDER = """
+WITH removed AS (DELETE FROM meshpoint_queue_holder WHERE id = $1 RETURNING id)
+UPDATE meshpoint_queue q SET left_at = clock_timestamp() FROM removed
+ WHERE q.holder = removed.id AND q.is_private"""
+
+REMOVE_LAPSED_HOLDERS = """
+WITH removed AS (
+    DELETE FROM meshpoint_queue_holder WHERE until < clock_timestamp() RETURNING id),
+abandoned AS (
+    UPDATE meshpoint_queue q SET left_at = clock_timestamp() FROM removed
+     WHERE q.holder = removed.id AND q.is_private)
+SELECT count(*) AS holders FROM removed"""
+
+DROP_UNUSED_QUEUES = """
+WITH dropped AS (DELETE FROM meshpoint_queue WHERE left_at < clock_timestamp() - $1 RETURNING id)
+DELETE FROM meshpoint_queue_message m USING dropped WHERE m.queue = dropped.id"""
+
+TRIM_DEAD_LETTERS = """
+WITH beyond AS MATERIALIZED (
+    SELECT m.queue, m.id FROM meshpoint_queue_message m
+     WHERE m.queue = $1 AND m.holder IS NULL ORDER BY m.queue DESC, m.id DESC OFFSET $2),
+dropped AS (
+    DELETE FROM meshpoint_queue_message m USING beyond
+     WHERE m.queue = beyond.queue AND m.id = beyond.id RETURNING m.id)
+SELECT count(*) AS messages FROM dropped"""
+
+FIND_DEAD_LETTERS = """
+SELECT id, name FROM meshpoint_queue WHERE name = dead_letters AND starts_with(name, $1)"""
+
+DELETE_QUEUES = """
+WITH dropped AS (DELETE FROM meshpoint_queue WHERE agent = ANY ($1::text[]) RETURNING id),
+unmarked AS (DELETE FROM meshpoint_queue_marker WHERE name = ANY ($1::text[]))
+DELETE FROM meshpoint_queue_message m USING dropped WHERE m.queue = dropped.id"""
+
+HAS_REQUEST = """
+SELECT 1 FROM meshpoint_queue_message m JOIN meshpoint_queue q ON q.id = m.queue
+ WHERE m.request = $1 AND q.agent = $2 AND NOT q.is_private AND q.name <> q.dead_letters LIMIT 1"""
+
+SET_MARKER = "INSERT INTO meshpoint_queue_marker VALUES ($1) ON CONFLICT DO NOTHING RETURNING name"
+HAS_MARKER = "SELECT 1 FROM meshpoint_queue_marker WHERE name = $1"
+REMOVE_MARKER = "DELETE FROM meshpoint_queue_marker WHERE name = $1"
+
+NOTIFY = "SELECT pg_notify($1, $2)"
+
+VACUUM = "VACUUM (TRUNCATE false, SKIP_LOCKED) meshpoint_queue_message"
