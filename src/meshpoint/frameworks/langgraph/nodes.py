@@ -151,7 +151,9 @@ class _ToolsNode(_Node):
 
         if run.is_peer(tool, call_id):
             return await run_tool()
-        return decode(await _record(task, ("tool", tool, *_index(config)), run_tool))
+        output = decode(await _record(task, ("tool", tool, *_index(config)), run_tool))
+        run.close(tool, arguments)
+        return output
 
 
 async def _record(

@@ -137,6 +137,25 @@ class Recorder:
             _recorder.reset(token)
 
     def _scope(self, agent: Any) -> tuple[str, ...]:
+    def keep_decisions(self, stored: Any) -> None:
+        """Keep what people have decided before the last pause; see `open_decisions`."""
+        self.approved.update(stored.get("approved", {}))
+        self.refused.update(stored.get("refused", {}))
+
+    def open_decisions(self) -> dict[str, JsonValue]:
+        """The decisions about calls of the latest turn, which may run again after this pause.
+
+        An approved tool may have an interrupt of its own, and then runs again from its start.
+        """
+        turn = self.root.messages[-1:]
+        ids = {call["toolUseId"] for message in turn for call in tool_uses(message)}
+        approved: dict[str, JsonValue] = {}
+        approved.update((call, self.approved[call]) for call in ids & self.approved.keys())
+        refused: dict[str, JsonValue] = {}
+        refused.update((call, self.refused[call]) for call in ids & self.refused.keys())
+        found = {"approved": approved, "refused": refused}
+        return {name: decided for name, decided in found.items() if decided}
+
         """The ids of the calls that have led to `agent`. Empty for the root."""
         return self._scopes.get(id(agent), (agent.name,))
 
