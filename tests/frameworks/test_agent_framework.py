@@ -386,24 +386,19 @@ async def test_an_approved_tool_gets_what_the_question_has_shown() -> None:
 
 
 @pytest.mark.parametrize("limit", ["Infinity", "NaN"])
-async def test_an_approved_tool_gets_a_number_that_is_not_json(limit: str) -> None:
-    """Not `None`, which may mean that there is no limit."""
-    paid = list[Any]()
+async def test_a_number_that_is_not_json_needs_no_approval(limit: str) -> None:
+    """And it is never `None`, which may mean that there is no limit."""
 
     @tool(approval_mode="always_require")
     def pay(limit: float | None = None) -> str:
-        paid.append(limit)
-        return "paid"
+        raise AssertionError("it must not run")
 
     journey = Journey(uses(Use("pay", {"limit": float(limit)}, "call-p")))
     async with TestMesh(durable(agent_of(journey, tools=[pay]), stream=False)) as mesh:
-        task = await mesh.send(travel, "Rome?")
-        async for update in task.updates():
-            if isinstance(update, QuestionUpdate):
-                assert update.prompt == f'Run pay with {{"limit": {limit}}}?'
-                await task.complete(APPROVAL, Approval(approved=True))
-        assert await task.result() == "pay=paid"
-    assert [str(each) for each in paid] == [str(float(limit))]
+        result = await mesh.call(travel, "Rome?")
+    assert result == (
+        f'pay=invalid arguments: NaN and Infinity are not JSON: {{"limit": {limit}}}'
+    )
 
 
 async def test_misfitting_arguments_need_no_approval() -> None:

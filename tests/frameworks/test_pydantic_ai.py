@@ -174,6 +174,25 @@ async def test_an_approved_tool_gets_the_arguments_of_the_model() -> None:
     def pay(card: Card) -> str:
         return f"{card.number.get_secret_value()} {card.holder} {card.tries}"
 
+async def test_a_number_that_is_no_json_goes_back_to_the_model() -> None:
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        amounts = [float("nan"), 2.5]
+        if answers < len(amounts):
+            return Says(uses=(Use("pay", {"amount": amounts[answers]}, f"call-{answers}"),))
+        return Says(results[-1].text)
+
+    planner, paid = Agent(model_of(Journey(script)), name="travel"), list[float]()
+
+    @planner.tool_plain
+    async def pay(amount: float) -> str:
+        paid.append(amount)
+        return f"paid {amount}"
+
+    async with TestMesh(durable(planner, stream=False)) as mesh:
+        assert (await mesh.call("travel", "pay")).strip() == "paid 2.5"
+    assert paid == [2.5]
+
+
     async with TestMesh(durable(planner, stream=False)) as mesh:
         task = await mesh.send("travel", "pay")
         async for update in task.updates():

@@ -142,6 +142,8 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
                 "interrupts": waiting.interrupts,
                 "checkpoints": checkpoints.dump({task.id for task in snapshot.tasks}),
             }
+            if run.arguments:
+                extra["approved"] = [encode([*each]) for each in run.arguments]
             messages = [encode_message(each) for each in checkpoints.messages()]
             return Turn(messages, waiting.calls, run.tools, extra, waiting.waits)
         finally:
@@ -284,6 +286,8 @@ def _resume(history: History, answers: Sequence[Answer], run: RunState) -> dict[
     """The values that the interrupts of the last pause return, by their ids."""
     values: dict[str, Any] = {}
     remaining = iter(answers)
+    earlier: Any = history.extra.get("approved", [])
+    run.arguments += [(tool, raw, shown) for tool, raw, shown in map(decode, earlier)]
     stored: Any = history.extra["interrupts"]
     for interrupt_id, kind, count, raw in stored:
         own = [next(remaining) for _ in range(count)]
@@ -302,8 +306,6 @@ def _resume(history: History, answers: Sequence[Answer], run: RunState) -> dict[
         elif kind == "approvals":
             values[interrupt_id] = {"decisions": [_decide(each) for each in own]}
         elif isinstance(outcome := own[0].outcome, Failed):
-    earlier: Any = history.extra.get("approved", [])
-    run.arguments += [(tool, raw, shown) for tool, raw, shown in map(decode, earlier)]
             raise PeerFailed(kind, outcome)
         else:
             values[interrupt_id] = outcome.value

@@ -32,7 +32,7 @@ from pydantic_ai.durable_exec import (
     ToolsetValidateToolArgumentsId,
     durable_unit_scope,
 )
-from pydantic_ai.exceptions import ModelAPIError, UnexpectedModelBehavior
+from pydantic_ai.exceptions import ModelAPIError, ModelRetry, UnexpectedModelBehavior
 from pydantic_ai.messages import (
     AgentStreamEvent,
     FunctionToolCallEvent,
@@ -51,9 +51,17 @@ from pydantic_ai.toolsets import AbstractToolset, ToolsetTool
 from pydantic_ai.usage import RequestUsage, RunUsage
 
 from meshpoint.agents.peer import Addressable
-from meshpoint.errors import AgentMisbehaved, StepFailed
-from meshpoint.frameworks.base import OnPeerFailure, ToolWaits
-from meshpoint.frameworks.budget import check_budget, count_request
+from meshpoint.errors import AgentMisbehaved, BudgetExceeded, ConfigurationError, StepFailed
+from meshpoint.frameworks.arguments import refuse_arguments
+from meshpoint.frameworks.base import OnPeerFailure, ToolWaits, budget_question, read_allowed
+from meshpoint.frameworks.budget import (
+    Budget,
+    BudgetReached,
+    check_budget,
+    count_request,
+    reached_budget,
+    use_budget,
+)
 from meshpoint.frameworks.peers import PeerTools
 from meshpoint.frameworks.progress import show_text, show_tool
 from meshpoint.frameworks.pydantic_ai.toolset import (
@@ -250,7 +258,13 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         tool_def: ToolDefinition,
         args: dict[str, Any],
     ) -> dict[str, Any]:
-        """Keep the validated arguments, for questions."""
+        """Keep the validated arguments, for questions.
+
+        Raises:
+            ModelRetry: They have numbers that are not JSON.
+        """
+        if self.in_durable_context and (problem := refuse_arguments(args)) is not None:
+            raise ModelRetry(problem)
         if (run := run_state.get()) is not None and ctx.tool_manager is not None:
             validator = (ctx.tool_manager.tools or {})[call.tool_name].args_validator
             read = partial(validator.validate_python, context=ctx.validation_context)

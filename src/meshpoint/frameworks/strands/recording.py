@@ -38,6 +38,7 @@ from strands.types.session import decode_bytes_values, encode_bytes_values
 from strands.types.tools import AgentTool, ToolGenerator, ToolResult, ToolSpec, ToolUse
 
 from meshpoint.errors import AgentFailed, InvalidInput, MeshpointError
+from meshpoint.frameworks.arguments import refuse_arguments, storable_arguments
 from meshpoint.frameworks.budget import check_budget, count_request
 from meshpoint.frameworks.peers import PeerTool, PeerTools
 from meshpoint.frameworks.progress import show_text, show_tool
@@ -136,7 +137,6 @@ class Recorder:
         finally:
             _recorder.reset(token)
 
-    def _scope(self, agent: Any) -> tuple[str, ...]:
     def keep_decisions(self, stored: Any) -> None:
         """Keep what people have decided before the last pause; see `open_decisions`."""
         self.approved.update(stored.get("approved", {}))
@@ -156,6 +156,7 @@ class Recorder:
         found = {"approved": approved, "refused": refused}
         return {name: decided for name, decided in found.items() if decided}
 
+    def _scope(self, agent: Any) -> tuple[str, ...]:
         """The ids of the calls that have led to `agent`. Empty for the root."""
         return self._scopes.get(id(agent), (agent.name,))
 
@@ -239,6 +240,8 @@ class Recorder:
         source = "agent" if context.agent is self.root else context.agent.name
         count_request(task, _model_id(context), tokens, source=source)
         self._set_ids(stop.message)
+        for each in tool_uses(stop.message):
+            each["input"] = storable_arguments(each["input"])
         parts = [stop.stop_reason, stop.message, usage, stop.metrics]
         dumped: dict[str, JsonValue] = {"stop": encode_bytes_values(parts)}
         chunks = [each for each in events if isinstance(each, ModelStreamChunkEvent)]
@@ -264,6 +267,8 @@ class Recorder:
         tool, call = context.tool, context.tool_use
         is_root = context.agent is self.root
         answer = self.answers.get(call["toolUseId"]) if is_root else None
+        if (problem := refuse_arguments(call["input"])) is not None:
+            answer = error_result(call["toolUseId"], problem)
         if answer is None:
             await show_tool(task, call["name"], "called")
         if answer is not None:
