@@ -371,12 +371,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         """Pause until a person has decided about the budget."""
         if isinstance(turn, Done) or turn.calls:  # the framework has swallowed the error
             raise reached.error()
-        wait = ctx.wait_for(
-            BUDGET,
-            prompt=reached.prompt,
-            timeout=spent.budget.timeout,
-            allow=spent.budget.allow,
-        )
+        wait = budget_question(ctx, spent.budget, reached)
         call = ToolCall("", BUDGET.name, ToolCallKind.BUDGET, asdict(reached))
         turn = replace(turn, calls=[call])
         return history.pause(turn, [wait.as_call(f"{BUDGET.name}.0")], self.library)
@@ -391,3 +386,19 @@ def _extend_budget(history: History, call: ToolCall, outcome: Outcome) -> None:
     if not answer.value.approved:
         raise exceeded.error(answer.value.message or "a person has not allowed more")
     history.budget_times, history.calls = exceeded.needed, []
+    history.budget_times, history.calls = read_allowed(exceeded, outcome), []
+
+
+def budget_question(
+    ctx: TaskExecutionContext, budget: Budget, exceeded: Exceeded
+) -> Waitable[Approval]:
+    """The question whether a task may use more."""
+    return ctx.wait_for(BUDGET, prompt=exceeded.prompt, timeout=budget.timeout, allow=budget.allow)
+
+
+def read_allowed(exceeded: Exceeded, outcome: Outcome) -> int:
+    """How often the limits count from now on.
+
+    Raises:
+        BudgetExceeded: Nobody has allowed more.
+    """

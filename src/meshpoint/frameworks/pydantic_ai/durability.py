@@ -126,6 +126,9 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         models: Model objects other than the agent's own, by names of your choice, for example the
             models of a `ModelFallback`. Models given as strings need not be listed.
         name: Name of the agent in error messages. Default: the agent's own.
+        budget: What the task may use, checked before each request of this agent's runs in the
+            function. It counts the whole task, with other agents. Agents in tools have none of
+            their own.
     """
 
     engine_spec = DurabilityEngineSpec(
@@ -149,11 +152,15 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         on_peer_failure: OnPeerFailure = "tell_model",
         models: Mapping[str, Model] | None = None,
         name: str | None = None,
+        budget: Budget | None = None,
     ) -> None:
+        if not (budget is None or isinstance(budget, Budget)):
+            problem = f"budget is {budget!r}"
+            raise ConfigurationError("MeshpointDurability", problem, "write Budget(requests=30)")
         super().__init__(
             event_stream_handler=_forward_events if stream else None, models=models, name=name
         )
-        tools = PeerTools(peers)
+        tools, self._budget = PeerTools(peers), budget
         self.waits = ToolWaits(tools, on_peer_failure)
         self._peers: PeerTools | None = tools if peers else None
 
@@ -181,14 +188,19 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
     async def wrap_run(
         self, ctx: RunContext[Any], *, handler: WrapRunHandler
     ) -> AgentRunResult[Any]:
-        """Count the runs of a function agent."""
+        """Count the runs of a function agent, and check the budget in them."""
         task = recording_context()
         if task is None or (recorder := task._runtime.recorder) is None:
             return await super().wrap_run(ctx, handler=handler)
         _open_runs[recorder] = _open_runs.get(recorder, 0) + 1
+        allowed = _allowed.setdefault(recorder, {})
         try:
-            with open_run():
-                return await super().wrap_run(ctx, handler=handler)
+            with open_run(), use_budget(self._budget, task, allowed.get(id(self), 1)) as budget:
+                try:
+                    return await super().wrap_run(ctx, handler=handler)
+                finally:
+                    if budget is not None:
+                        allowed[id(self)] = budget.times
         finally:
             _open_runs[recorder] -= 1
 
@@ -276,6 +288,33 @@ _counted: ContextVar[RunUsage | None] = ContextVar("meshpoint_pydantic_ai_counte
 """What agents with the capability have used in the tool that runs."""
 
 _open_runs: WeakKeyDictionary[CallRecorder, int] = WeakKeyDictionary()
+_allowed: WeakKeyDictionary[CallRecorder, dict[int, int]] = WeakKeyDictionary()
+"""How often the budgets of the agents in a function count, by the ids of their capabilities."""
+
+
+def _check_budget(task: TaskExecutionContext) -> None:
+    """Check the budget. A function agent asks a person here, if it must.
+
+    Raises:
+        BudgetExceeded: The task may not send another request.
+        BudgetReached: The task must pause first, which `durable` does.
+    """
+    while True:
+        try:
+            return check_budget()
+        except BudgetReached:
+            recorder, found = task._runtime.recorder, reached_budget()
+            if recorder is None or found is None:
+                raise
+        budget, exceeded = found
+        wait = budget_question(task, budget.budget, exceeded)
+        mark_used(wait)
+        (outcome,) = recorder.ask([_Raw(wait)], ALL, from_run=True)
+        try:
+            budget.raise_limit(read_allowed(exceeded, outcome))
+        except BudgetExceeded as error:
+            budget.refuse(error)
+            raise
 
 
 class _Raw:
@@ -339,7 +378,7 @@ class _Operation(BoundDurableOperation[ParamsT, WireT, ResultT]):
             return cast(JsonValue, operation.result_codec.dump(result))
 
         if isinstance(operation.operation_id, ModelRequestId):
-            check_budget()
+            _check_budget(task)
         try:
             recorded = await record_step(task, _name(operation, params), run)
         except StepFailed as error:
