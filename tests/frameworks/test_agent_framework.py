@@ -495,13 +495,17 @@ async def test_a_tool_that_is_not_recorded_runs_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "requests"), [({"max_iterations": 3}, 4), ({"max_function_calls": 3}, 4)]
+    ("limit", "requests"),
+    [({"max_iterations": 3}, 4), ({"max_function_calls": 3}, 4), ({"max_duration_seconds": 3}, 4)],
 )
-async def test_limits_of_the_framework_hold_across_pauses(limit: Any, requests: int) -> None:
+async def test_limits_of_the_framework_hold_across_pauses(
+    limit: Any, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After them, the model must answer without tools."""
 
     def insist(answers: int, results: Sequence[Result]) -> Says:
-        if not journey.is_allowed:
+        seconds[0] += 1
+        if not journey.is_allowed or answers > 5:
             return Says("enough")
         return Says(uses=(Use("weather", {"request": "Rome"}, f"call-{answers}"),))
 
@@ -514,6 +518,9 @@ async def test_limits_of_the_framework_hold_across_pauses(limit: Any, requests: 
             journey.is_allowed = options.get("tool_choice") != "none"
             await call_next()
 
+    seconds = [100.0]
+    for module in ("agent_framework._tools", "meshpoint.frameworks.agent_framework.segment"):
+        monkeypatch.setattr(f"{module}.perf_counter", lambda: seconds[0])
     journey = Watched(insist)
     client = ScriptedModel(journey, **limit)
     root = Agent(client, name="travel", middleware=[Watch()])

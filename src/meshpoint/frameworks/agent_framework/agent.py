@@ -123,7 +123,7 @@ class AgentFrameworkAgent(FrameworkAgent[In, Out]):
             if isinstance(error.__cause__, MeshpointError):
                 raise error.__cause__ from None
             raise
-        extra: dict[str, JsonValue] = {"counters": segment.counters}
+        extra: dict[str, JsonValue] = {"counters": segment.dump_counters()}
         if segment.turn:
             extra |= {"turn": len(segment.turn), "results": segment.results}
         if session.state:
