@@ -23,7 +23,7 @@ def guard_threads(loop: asyncio.AbstractEventLoop) -> None:
 
     An executor that the loop has stays in place.
     """
-    executor = getattr(loop, "_default_executor", None)
+    executor: Any = getattr(loop, "_default_executor", None)
     if executor is None:
         executor = ThreadPoolExecutor(thread_name_prefix="asyncio")
         loop.set_default_executor(executor)
