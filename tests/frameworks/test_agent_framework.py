@@ -386,24 +386,19 @@ async def test_an_approved_tool_gets_what_the_question_has_shown() -> None:
 
 
 @pytest.mark.parametrize("limit", ["Infinity", "NaN"])
-async def test_an_approved_tool_gets_a_number_that_is_not_json(limit: str) -> None:
-    """Not `None`, which may mean that there is no limit."""
-    paid = list[Any]()
+async def test_a_number_that_is_not_json_needs_no_approval(limit: str) -> None:
+    """And it is never `None`, which may mean that there is no limit."""
 
     @tool(approval_mode="always_require")
     def pay(limit: float | None = None) -> str:
-        paid.append(limit)
-        return "paid"
+        raise AssertionError("it must not run")
 
     journey = Journey(uses(Use("pay", {"limit": float(limit)}, "call-p")))
     async with TestMesh(durable(agent_of(journey, tools=[pay]), stream=False)) as mesh:
-        task = await mesh.send(travel, "Rome?")
-        async for update in task.updates():
-            if isinstance(update, QuestionUpdate):
-                assert update.prompt == f'Run pay with {{"limit": {limit}}}?'
-                await task.complete(APPROVAL, Approval(approved=True))
-        assert await task.result() == "pay=paid"
-    assert [str(each) for each in paid] == [str(float(limit))]
+        result = await mesh.call(travel, "Rome?")
+    assert result == (
+        f'pay=invalid arguments: NaN and Infinity are not JSON: {{"limit": {limit}}}'
+    )
 
 
 async def test_misfitting_arguments_need_no_approval() -> None:
@@ -500,13 +495,17 @@ async def test_a_tool_that_is_not_recorded_runs_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "requests"), [({"max_iterations": 3}, 4), ({"max_function_calls": 3}, 4)]
+    ("limit", "requests"),
+    [({"max_iterations": 3}, 4), ({"max_function_calls": 3}, 4), ({"max_duration_seconds": 3}, 4)],
 )
-async def test_limits_of_the_framework_hold_across_pauses(limit: Any, requests: int) -> None:
+async def test_limits_of_the_framework_hold_across_pauses(
+    limit: Any, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After them, the model must answer without tools."""
 
     def insist(answers: int, results: Sequence[Result]) -> Says:
-        if not journey.is_allowed:
+        seconds[0] += 1
+        if not journey.is_allowed or answers > 5:
             return Says("enough")
         return Says(uses=(Use("weather", {"request": "Rome"}, f"call-{answers}"),))
 
@@ -519,6 +518,9 @@ async def test_limits_of_the_framework_hold_across_pauses(limit: Any, requests: 
             journey.is_allowed = options.get("tool_choice") != "none"
             await call_next()
 
+    seconds = [100.0]
+    for module in ("agent_framework._tools", "meshpoint.frameworks.agent_framework.segment"):
+        monkeypatch.setattr(f"{module}.perf_counter", lambda: seconds[0])
     journey = Watched(insist)
     client = ScriptedModel(journey, **limit)
     root = Agent(client, name="travel", middleware=[Watch()])

@@ -272,6 +272,55 @@ async def test_turns_that_would_lose_a_part_are_refused(framework: Framework) ->
         await start(agent, store)
 
 
+async def test_damaged_messages_name_their_row(framework: Framework) -> None:
+    store = Conversations()
+    agent = framework.build(Journey(lambda *_: Says("fine")), conversations=store)
+    await start(agent, store)
+    ((key, (turn,)),) = store.turns.items()
+    for damage in ({"kind": "unknown"}, {"role": 7}, {"type": ["x"]}, 17, None):
+        messages: list[Any] = [*turn.messages, damage]
+        store.turns[key] = [ConversationTurn(1, "a", turn.library, messages)]
+        if damage in (17, None) or agent.framework in {
+            "openai-agents",
+            "agent-framework",
+            "google-adk",
+        }:
+            place = rf"turn 1 of the conversation, of task a, .*message {len(messages)} "
+        else:
+            place = "written by"  # its own types refuse it
+        with pytest.raises(IncompatibleState, match=place):
+            await start(agent, store)
+
+
+class Refusing(Conversations):
+    """A store with a wrong password, or one that does not answer."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    async def check(self) -> None:
+        raise self._error
+
+
+async def test_a_store_that_refuses_ends_the_replica(framework: Framework) -> None:
+    store = Refusing(ConfigurationError("SqlConversations", "wrong password", "correct the URL"))
+    agent = framework.build(Journey(count_answers), conversations=store)
+    with pytest.raises(ConfigurationError, match="wrong password"):
+        async with agent.lifespan():
+            pass
+
+
+async def test_a_store_that_does_not_answer_is_logged(
+    framework: Framework, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Refusing(StoreUnavailable("the store is unavailable"))
+    async with framework.build(Journey(count_answers), conversations=store).lifespan():
+        pass
+    (message,) = caplog.messages
+    assert "tasks with a context_id wait: the store is unavailable" in message
+
+
 async def test_deleted_turns_fail_a_task_that_has_started_with_them(framework: Framework) -> None:
     store = Conversations()
     agent = framework.build(Journey(all_results), conversations=store)

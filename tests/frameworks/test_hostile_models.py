@@ -145,3 +145,29 @@ async def test_odd_output_of_a_model_ends_the_task(framework: Framework, said: S
         stubs(mesh)
         outcome = await (await mesh.send(travel, ROME)).outcome()
     assert isinstance(outcome, Ok | Failed)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("tool", "argument"),
+    [("visas", "country"), ("clock", "zone"), ("hotels", "days"), ("weather", "request")],
+)
+async def test_numbers_that_are_no_json_are_invalid_arguments(
+    framework: Framework, tool: str, argument: str, number: float
+) -> None:
+    """The model is told, and may correct them."""
+
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        if answers:
+            return tell(results)
+        return Says(uses=(Use(tool, {argument: number}, "1"), Use("visas", {"country": "I"}, "2")))
+
+    journey = Journey(script, TOOLS)
+    async with TestMesh(framework.build(journey)) as mesh:
+        stubs(mesh)
+        result = await mesh.call(travel, ROME)
+        assert mesh.stub(hotels).requests == mesh.stub(weather).requests == []
+    assert "visas: none for I" in result
+    assert journey.model_calls == [1, 2]
+    assert journey.tool_calls == {"visas": 1}
+    assert result.count("|") == 1, "both calls have a result"

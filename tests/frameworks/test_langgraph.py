@@ -52,6 +52,7 @@ from meshpoint.errors import AgentMisbehaved, ConfigurationError, PeerFailed
 from meshpoint.frameworks import APPROVAL, Approval
 from meshpoint.frameworks.langgraph import MeshpointDurability, ask, durable
 from meshpoint.frameworks.langgraph.codec import decode, encode
+from meshpoint.model.ids import TaskId
 from meshpoint.testing import TestMesh, crash_matrix
 
 
@@ -299,6 +300,49 @@ async def test_a_tool_gets_the_arguments_that_the_question_has_shown(
                 _TODAY[0] = "Tuesday"
                 await task.complete(APPROVAL, Approval(approved=True))
         assert await task.result() == "paid 9.5 on Monday"
+
+
+@tool
+def pay_by_weather(day: Annotated[str, BeforeValidator(_read_day)]) -> str:
+    """Pays if the weather is good."""
+    return f"paid on {day}: {ask(weather('Rome'))}"
+
+
+@pytest.mark.parametrize("mode", ["per_call", "batched"])
+async def test_an_approved_tool_that_waits_runs_again_with_the_approved_arguments(
+    mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        use = Use("pay_by_weather", {"day": "today"}, "call-p")
+        return Says(results[0].text) if answers else Says(uses=(use,))
+
+    monkeypatch.setattr(f"{__name__}._TODAY", ["Monday"])
+    approvals = HumanInTheLoopMiddleware({"pay_by_weather": True}, interrupt_mode=mode)
+    model = ScriptedModel(journey=Journey(script))
+    planner = create_agent(model, [pay_by_weather], middleware=[approvals], name="travel")
+    async with TestMesh(durable(planner, stream=False)) as mesh:
+        mesh.stub(weather).returns("sunny")
+        task = await mesh.send("travel", "pay")
+        async for update in task.updates():
+            if isinstance(update, QuestionUpdate):
+                _TODAY[0] = "Tuesday"
+                await task.complete(APPROVAL, Approval(approved=True))
+        assert await task.result() == "paid on Monday: sunny"
+
+
+async def test_a_setting_without_effect_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Directory:
+        is_configured = True
+
+    model = ScriptedModel(journey=Journey(lambda *_: Says("done")))
+    planner = durable(create_agent(model, [], name="travel"), stream=False)
+    for each in "ab":
+        ctx = TaskExecutionContext(TaskId(each))
+        ctx._runtime.directory = Directory()  # type: ignore[assignment]
+        await planner.start(ctx, "Rome")
+    (message,) = caplog.messages
+    assert "agent travel: the setting peers has no effect" in message
+    assert "middleware=[MeshpointDurability()]" in message
 
 
 async def test_no_discovered_peer_takes_the_place_of_a_tool() -> None:

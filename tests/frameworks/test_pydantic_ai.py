@@ -36,19 +36,28 @@ from scenario import (
 from test_scenario import PLAN, ROME, stubs
 from with_pydantic_ai import PydanticAI, model_of
 
-from meshpoint import Failed, FunctionAgent, Ok, Peer, Question, TaskExecutionContext, agent
+from meshpoint import (
+    Failed,
+    FunctionAgent,
+    Ok,
+    Peer,
+    Question,
+    QuestionUpdate,
+    TaskExecutionContext,
+    agent,
+)
 from meshpoint.errors import ConfigurationError
-from meshpoint.frameworks import APPROVAL, Approval
+from meshpoint.frameworks import APPROVAL, BUDGET, Approval, Budget
 from meshpoint.frameworks.pydantic_ai import MeshpointDurability, durable
 from meshpoint.testing import TestMesh, crash_matrix
 
 PEERS: list[Peer[Any, Any]] = [flights, hotels, weather]
 
 
-def concierge_of(journey: Journey) -> FunctionAgent[Trip, str]:
+def concierge_of(journey: Journey, **options: Any) -> FunctionAgent[Trip, str]:
     """A function agent that runs the travel agent, and asks a peer itself before and after."""
     scout = PydanticAI().agent(
-        journey, capabilities=[MeshpointDurability(peers=PEERS, stream=False)]
+        journey, capabilities=[MeshpointDurability(peers=PEERS, stream=False, **options)]
     )
 
     @agent("travel")
@@ -70,6 +79,40 @@ async def test_a_function_agent_runs_an_agent_with_the_capability() -> None:
         assert len(mesh.stub(flights).requests) == 1
     assert journey.model_calls == [1, 2, 3, 4]
     assert journey.tool_calls == {"clock": 1, "visas": 1}
+
+
+async def test_a_budget_of_the_capability_ends_the_task() -> None:
+    journey = Journey(two_pauses, TOOLS)
+    async with TestMesh(concierge_of(journey, budget=Budget(requests=3))) as mesh:
+        stubs(mesh)
+        mesh.crash(after="record")
+        outcome = await (await mesh.send("travel", ROME)).outcome()
+    assert isinstance(outcome, Failed)
+    assert outcome.message == "budget exceeded: requests 3 of 3"
+    assert journey.model_calls == [1, 2, 3]
+
+
+@pytest.mark.parametrize("approved", [True, False])
+async def test_a_person_raises_the_budget_of_the_capability(approved: bool) -> None:
+    journey, prompts = Journey(two_pauses, TOOLS), list[str | None]()
+    budget = Budget(requests=1, when_exceeded="ask")
+    async with TestMesh(concierge_of(journey, budget=budget)) as mesh:
+        stubs(mesh)
+        task = await mesh.send("travel", ROME)
+        async for update in task.updates():
+            if isinstance(update, QuestionUpdate) and update.prompt not in prompts:
+                prompts.append(update.prompt)
+                is_allowed = approved or len(prompts) < 3
+                await task.complete(BUDGET, Approval(approved=is_allowed, message="enough"))
+        outcome = await task.outcome()
+    assert prompts == [f"Budget reached: requests {n} of {n}. Allow {n + 1}?" for n in (1, 2, 3)]
+    if approved:
+        assert isinstance(outcome, Ok)
+        assert outcome.value == f"sunny; {PLAN}; sunny"
+        assert journey.model_calls == [1, 2, 3, 4]
+    else:
+        assert isinstance(outcome, Failed)
+        assert outcome.message == "budget exceeded: requests 3 of 3: enough"
 
 
 async def test_no_crash_of_a_function_agent_pays_a_model_twice() -> None:
@@ -129,6 +172,25 @@ async def test_outside_a_task_the_capability_changes_nothing() -> None:
     journey = Journey(lambda answers, results: Says("done"), TOOLS)
     scout = PydanticAI().agent(journey, capabilities=[MeshpointDurability(peers=PEERS)])
     assert (await scout.run("hello")).output.strip() == "done"
+
+
+async def test_a_number_that_is_no_json_goes_back_to_the_model() -> None:
+    def script(answers: int, results: Sequence[Result]) -> Says:
+        amounts = [float("nan"), 2.5]
+        if answers < len(amounts):
+            return Says(uses=(Use("pay", {"amount": amounts[answers]}, f"call-{answers}"),))
+        return Says(results[-1].text)
+
+    planner, paid = Agent(model_of(Journey(script)), name="travel"), list[float]()
+
+    @planner.tool_plain
+    async def pay(amount: float) -> str:
+        paid.append(amount)
+        return f"paid {amount}"
+
+    async with TestMesh(durable(planner, stream=False)) as mesh:
+        assert (await mesh.call("travel", "pay")).strip() == "paid 2.5"
+    assert paid == [2.5]
 
 
 async def test_a_deferred_tool_asks_a_question() -> None:

@@ -475,3 +475,24 @@ async def test_any_reason_of_an_interrupt_is_shown() -> None:
         task = await mesh.send(travel, "Rome")
         assert await answer_questions(mesh, task, {"seat": 0}) == ['{"plane":"Ellipsis"}']
         assert (await task.result()).strip() == "0"
+
+
+async def test_an_approved_tool_that_waits_runs_again_with_the_approved_arguments() -> None:
+    inputs = list[Any]()
+
+    @tool(context=True)
+    def pay(amount: int, tool_context: ToolContext) -> str:
+        """Pays."""
+        inputs.append(tool_context.tool_use["input"])
+        return f"paid {amount} from {tool_context.interrupt('account')}"
+
+    journey = Journey(call_then_tell(Use("pay", {"amount": "17"}, "1"), ASK))
+    built = wrap(journey, pay, interventions=[HumanInTheLoop(allowed_tools=["weather"])])
+    async with TestMesh(built) as mesh:
+        mesh.stub(weather).returns("sunny")
+        task = await mesh.send(travel, "Rome")
+        answers = {APPROVAL.name: {"approved": True}, "account": "savings"}
+        await answer_questions(mesh, task, answers)
+        assert (await task.result()).strip() == "paid 17 from savings | sunny"
+    assert len(inputs) > 1
+    assert all(each == {"amount": 17} for each in inputs)

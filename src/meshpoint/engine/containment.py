@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import CoroutineType, TracebackType
 from typing import Any, cast
 
+from meshpoint.engine.guarded_threads import guard_threads
 from meshpoint.errors import Interrupted
 from meshpoint.model.error_text import describe_exception
 
@@ -26,6 +27,8 @@ log = logging.getLogger("meshpoint.run")
 
 EXITS = (SystemExit, KeyboardInterrupt)
 """The exceptions that asyncio re-raises out of the event loop."""
+_CONTAINED = (*EXITS, GeneratorExit)
+"""asyncio would close all coroutines that await a task which has raised `GeneratorExit`."""
 
 
 @dataclass(slots=True)
@@ -98,13 +101,13 @@ class _ContainedCoroutine(Coroutine[Any, Any, Any]):
     def send(self, value: Any) -> Any:
         try:
             return self._coro.send(value)
-        except EXITS as error:
+        except _CONTAINED as error:
             self._contain(error)
 
     def throw(self, *error: Any) -> Any:
         try:
             return self._coro.throw(*error)
-        except EXITS as raised:
+        except _CONTAINED as raised:
             self._contain(raised)
 
     def close(self) -> None:
@@ -152,6 +155,7 @@ def contain_exits() -> Iterator[Callable[[], None]]:
     still running.
     """
     loop = asyncio.get_running_loop()
+    guard_threads(loop)
     factory: Any = loop.get_task_factory()
     if not isinstance(factory, _ContainingTaskFactory):
         factory = _ContainingTaskFactory(factory)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
@@ -220,7 +220,9 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         self.tools = PeerTools(peers, use_setting=True)
         self.waits = ToolWaits(self.tools, on_peer_failure)
         self.budget, self._lifespan = budget, lifespan
-        self._conversations = ConversationLog(conversations, self.state_format)
+        self._conversations = ConversationLog(
+            conversations, self.state_format, self.library_name, self.find_damage
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, version={self.version!r})"
@@ -235,12 +237,25 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         """The names and patterns of the peers that it discovers; see `DiscoversPeers`."""
         return self.tools.patterns
 
-    def lifespan(self) -> AbstractAsyncContextManager[Any]:
-        """What `lifespan=` of `durable` returns; see `HasLifespan`.
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[Any]:
+        """Check the store of conversations, and hold what `lifespan=` of `durable` returns.
 
-        An adapter may extend it, for example to warm up its framework.
+        See `HasLifespan`. An adapter may extend it, for example to warm up its framework.
+
+        Raises:
+            ConfigurationError: The store refuses, for example a wrong password.
         """
-        return nullcontext() if self._lifespan is None else self._lifespan()
+        await self._conversations.check()
+        async with nullcontext() if self._lifespan is None else self._lifespan() as resources:
+            yield resources
+
+    def find_damage(self, message: JsonValue) -> str | None:
+        """Why a message of a conversation is none of the framework's, or `None`.
+
+        An adapter whose framework accepts any object checks more.
+        """
+        return None if isinstance(message, dict) else "is no object"
 
     @property
     @abstractmethod
@@ -371,12 +386,7 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         """Pause until a person has decided about the budget."""
         if isinstance(turn, Done) or turn.calls:  # the framework has swallowed the error
             raise reached.error()
-        wait = ctx.wait_for(
-            BUDGET,
-            prompt=reached.prompt,
-            timeout=spent.budget.timeout,
-            allow=spent.budget.allow,
-        )
+        wait = budget_question(ctx, spent.budget, reached)
         call = ToolCall("", BUDGET.name, ToolCallKind.BUDGET, asdict(reached))
         turn = replace(turn, calls=[call])
         return history.pause(turn, [wait.as_call(f"{BUDGET.name}.0")], self.library)
@@ -385,9 +395,25 @@ class FrameworkAgent(ABC, Generic[In, Out]):
 def _extend_budget(history: History, call: ToolCall, outcome: Outcome) -> None:
     """Raise the budget if a person has approved it."""
     exceeded = Exceeded(**call.arguments)  # type: ignore[arg-type]  # as `asdict` wrote them
+    history.budget_times, history.calls = read_allowed(exceeded, outcome), []
+
+
+def budget_question(
+    ctx: TaskExecutionContext, budget: Budget, exceeded: Exceeded
+) -> Waitable[Approval]:
+    """The question whether a task may use more."""
+    return ctx.wait_for(BUDGET, prompt=exceeded.prompt, timeout=budget.timeout, allow=budget.allow)
+
+
+def read_allowed(exceeded: Exceeded, outcome: Outcome) -> int:
+    """How often the limits count from now on.
+
+    Raises:
+        BudgetExceeded: Nobody has allowed more.
+    """
     answer = BUDGET.read_outcome(outcome)
     if isinstance(answer, Failed):
         raise exceeded.error(f"nobody has allowed more: {failure_text(answer)}")
     if not answer.value.approved:
         raise exceeded.error(answer.value.message or "a person has not allowed more")
-    history.budget_times, history.calls = exceeded.needed, []
+    return exceeded.needed

@@ -186,12 +186,13 @@ class SegmentBudget:
     """The budget of a task during one segment.
 
     Attributes:
+        times: How often the limits count.
         reached: The limit that a person must raise, if any.
         error: The error that ended the task's use of models, if any.
     """
 
     def __init__(self, budget: Budget, ctx: TaskExecutionContext, times: int) -> None:
-        self.budget, self._ctx, self._times = budget, ctx, times
+        self.budget, self._ctx, self.times = budget, ctx, times
         self.reached: Exceeded | None = None
         self.error: BudgetExceeded | None = None
 
@@ -209,7 +210,7 @@ class SegmentBudget:
     def check(self) -> None:
         """See `check_budget`."""
         try:
-            exceeded = self.budget.find_exceeded(self._ctx.token_usage, self._times)
+            exceeded = self.budget.find_exceeded(self._ctx.token_usage, self.times)
         except BudgetExceeded as error:
             self.error = error
             raise
@@ -221,6 +222,14 @@ class SegmentBudget:
         if current_step() is None:  # a step cannot wait: the next request outside it will
             self.reached = exceeded
             raise BudgetReached(exceeded.prompt)
+
+    def raise_limit(self, times: int) -> None:
+        """Continue with limits `times` as high, because a person has allowed it."""
+        self.times, self.reached = times, None
+
+    def refuse(self, error: BudgetExceeded) -> None:
+        """End the task's use of models, because nobody has allowed more."""
+        self.reached, self.error = None, error
 
 
 _segment_budget: ContextVar[SegmentBudget | None] = ContextVar("meshpoint_budget", default=None)
@@ -266,6 +275,14 @@ def check_budget() -> None:
     """
     if (segment := _segment_budget.get()) is not None:
         segment.check()
+
+
+def reached_budget() -> tuple[SegmentBudget, Exceeded] | None:
+    """The budget and the limit that a person must raise, if `check_budget` has found one."""
+    segment = _segment_budget.get()
+    if segment is None or segment.reached is None:
+        return None
+    return segment, segment.reached
 
 
 def count_request(

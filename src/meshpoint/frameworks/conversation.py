@@ -6,7 +6,8 @@ turns again. The end of the task adds one turn.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -18,16 +19,51 @@ from meshpoint.frameworks.history import ConversationStart, History
 from meshpoint.frameworks.steps import record_step
 from meshpoint.model.calls import Done
 from meshpoint.model.context import TaskExecutionContext
-from meshpoint.ports.conversations import ConversationKey, Conversations, ConversationTurn
+from meshpoint.ports.conversations import (
+    ChecksStore,
+    ConversationKey,
+    Conversations,
+    ConversationTurn,
+)
 
 _T = TypeVar("_T")
 
 
-class ConversationLog:
-    """The conversations of one agent. `store` is `None` without any."""
+log = logging.getLogger("meshpoint.frameworks")
 
-    def __init__(self, store: Conversations | None, agent: str) -> None:
+
+class ConversationLog:
+    """The conversations of one agent.
+
+    Args:
+        store: Where they are. `None` without any.
+        agent: The agent in the keys.
+        library_name: Precedes the versions of the library in errors.
+        find_damage: Says why a stored message is none of the framework's, or returns `None`.
+    """
+
+    def __init__(
+        self,
+        store: Conversations | None,
+        agent: str,
+        library_name: str,
+        find_damage: Callable[[JsonValue], str | None],
+    ) -> None:
         self._store, self._agent = store, agent
+        self._library_name, self._find_damage = library_name, find_damage
+
+    async def check(self) -> None:
+        """Check that the store can be used.
+
+        Raises:
+            ConfigurationError: The store refuses, for example a wrong password.
+        """
+        if not isinstance(self._store, ChecksStore):
+            return
+        try:
+            await self._store.check()
+        except StoreUnavailable as error:
+            log.warning("agent %s: tasks with a context_id wait: %s", self._agent, error)
 
     async def start(self, ctx: TaskExecutionContext, history: History) -> None:
         """Begin `history` with the conversation as it is now, if the task belongs to one.
@@ -89,8 +125,19 @@ class ConversationLog:
             )
         replaced = max((each.replaces for each in found), default=0)
         read = [each for each in found if each.number > replaced]
+        for each in read:
+            self._check_turn(each)
         messages = [message for each in read for message in each.messages]
         history.prepend(messages, {each.library for each in read})
+
+    def _check_turn(self, turn: ConversationTurn) -> None:
+        for index, message in enumerate(turn.messages):
+            if (damage := self._find_damage(message)) is not None:
+                raise IncompatibleState(
+                    f"turn {turn.number} of the conversation, of task {turn.task_id}, was written "
+                    f"by {self._library_name}{turn.library}; message {index + 1} {damage}",
+                    "delete the row, or restore it",
+                )
 
     async def end(
         self, ctx: TaskExecutionContext, history: History, done: Done[object], library: str

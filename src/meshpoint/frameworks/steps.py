@@ -11,9 +11,10 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from meshpoint.errors import AgentFailed, MeshpointError
+from meshpoint.errors import AgentFailed, MeshpointError, StepFailed
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.current_context import running_context
+from meshpoint.model.error_text import describe_exception
 from meshpoint.model.recorded_work import current_step
 
 METADATA_KEY = "meshpoint"
@@ -31,6 +32,14 @@ def recording_context() -> TaskExecutionContext | None:
     return running_context.get() if current_step() is None else None
 
 
+class StepExited(MeshpointError):
+    """A step has raised `GeneratorExit`. The task fails: no model is told."""
+
+
+class _ExitInStep(Exception):
+    """What a step raises in place of `GeneratorExit`, so that it is recorded."""
+
+
 async def record_step(
     ctx: TaskExecutionContext, name: str, function: Callable[[], Awaitable[JsonValue]]
 ) -> JsonValue:
@@ -40,18 +49,50 @@ async def record_step(
 
     Raises:
         StepFailed: The function failed in this run or an earlier one.
+        StepExited: The function has raised `GeneratorExit`.
         MeshpointError: The task cannot continue here.
     """
     try:
-        result: JsonValue = await ctx.step(name, function)
+        result: JsonValue = await ctx.step(name, _without_exit(function))
         return result
-    except AgentFailed:  # a failure of the function, which a framework may handle
+    except StepFailed as error:  # a failure of the function, which a framework may handle
+        if error.error_type != _ExitInStep.__name__:
+            raise
+        exited = StepExited(f"step {name!r} has raised {error.message}")
+        _keep(exited)
+        raise exited from error
+    except AgentFailed:
         raise
     except MeshpointError as error:
-        kept = _kept_errors.get()
-        if kept is not None:
-            kept.append(error)
+        _keep(error)
         raise
+
+
+def _without_exit(
+    function: Callable[[], Awaitable[JsonValue]],
+) -> Callable[[], Awaitable[JsonValue]]:
+    """`function` without `GeneratorExit`, which some frameworks take for the end of a generator.
+
+    asyncio and Meshpoint contain the other exceptions of this kind, `SystemExit` and
+    `KeyboardInterrupt`.
+    """
+
+    async def run() -> JsonValue:
+        try:
+            return await function()
+        except GeneratorExit as error:
+            trace = error.__traceback__
+            if trace is None or trace.tb_next is None:
+                raise  # not from the function: this coroutine was closed
+            raise _ExitInStep(describe_exception(error)) from error
+
+    return run
+
+
+def _keep(error: MeshpointError) -> None:
+    kept = _kept_errors.get()
+    if kept is not None:
+        kept.append(error)
 
 
 def step_name(*parts: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pydantic import JsonValue
 
@@ -74,3 +74,16 @@ class Conversations(Protocol):
         replaces: int = 0,
     ) -> None:
         """Add a turn, durably. Does nothing if the conversation has a turn of this task."""
+
+
+@runtime_checkable
+class ChecksStore(Protocol):
+    """A store that each replica checks before its first task."""
+
+    async def check(self) -> None:
+        """Check that the store can be used.
+
+        Raises:
+            ConfigurationError: It refuses, for example a wrong password. The replica ends.
+            StoreUnavailable: It does not answer. The replica starts, because it may answer later.
+        """

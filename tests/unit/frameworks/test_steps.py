@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from asyncio import Future
 from contextlib import suppress
 
 import pytest
 
 from meshpoint import MemoryUnavailable, StepFailed, TaskExecutionContext
-from meshpoint.frameworks.steps import SwallowedErrors, record_step, step_name
+from meshpoint.frameworks.steps import StepExited, SwallowedErrors, record_step, step_name
 from meshpoint.model.ids import TaskId
 
 
@@ -17,6 +18,15 @@ async def unavailable() -> None:
 
 async def broken() -> None:
     raise ValueError("broken")
+
+
+async def leave() -> None:
+    raise GeneratorExit("left")
+
+
+async def swallow_exit() -> None:
+    with SwallowedErrors(), suppress(Exception):
+        await record_step(TaskExecutionContext(TaskId("task")), "tool", leave)
 
 
 async def swallow() -> None:
@@ -56,6 +66,22 @@ async def test_a_failed_step_is_left_to_the_framework() -> None:
 async def test_an_exit_is_not_replaced() -> None:
     with pytest.raises(KeyboardInterrupt):
         await translate(KeyboardInterrupt())
+
+
+async def test_a_generator_exit_of_a_step_is_an_error_that_settles_the_task() -> None:
+    with pytest.raises(StepExited, match="step 'tool' has raised GeneratorExit: left"):
+        await swallow_exit()
+
+
+async def test_a_step_that_is_closed_is_no_failure() -> None:
+    """As when the event loop ends before it."""
+
+    async def wait() -> None:
+        await Future()
+
+    step = record_step(TaskExecutionContext(TaskId("task")), "tool", wait)
+    step.send(None)
+    step.close()
 
 
 def test_long_and_unprintable_ids_have_names_too() -> None:

@@ -15,7 +15,7 @@ from sqlalchemy import NullPool, Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from meshpoint.adapters.sql.engine import async_url, make_files_private
-from meshpoint.adapters.sql.failures import driver_errors, summarize
+from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors, summarize
 from meshpoint.errors import ConfigurationError, IncompatibleState, StoreUnavailable
 from meshpoint.model.error_text import make_storable
 from meshpoint.ports.conversations import ConversationKey, ConversationTurn
@@ -80,6 +80,8 @@ class SqlConversations:
 
     Args:
         url: The database, such as postgresql://user@host/name. It may be the tasks' database.
+        namespace: The mesh, if meshes of several namespaces share the database. Their agents may
+            have the same names.
         max_turns: How many turns a task sees at most; a turn is what one task has added. The store
             keeps as many again for tasks that have started before, and deletes older ones.
 
@@ -87,14 +89,14 @@ class SqlConversations:
         ConfigurationError: The URL names no such database, or `max_turns` is not positive.
     """
 
-    def __init__(self, url: str, *, max_turns: int = 50) -> None:
+    def __init__(self, url: str, *, namespace: str = "", max_turns: int = 50) -> None:
         if max_turns < 1:
             raise ConfigurationError("SqlConversations", f"max_turns is {max_turns}", "write 50")
         try:
             self._url = async_url(url)
         except ConfigurationError as error:
             raise ConfigurationError("SqlConversations", error.problem, error.fix) from None
-        self._max_turns = max_turns
+        self._namespace, self._max_turns = namespace, max_turns
         self._is_sqlite = self._url.get_backend_name() == "sqlite"
         mode = "AUTOCOMMIT" if self._is_sqlite else "READ COMMITTED"
         options = {"timeout": _TIMEOUT}
@@ -113,11 +115,24 @@ class SqlConversations:
     def __repr__(self) -> str:
         return f"SqlConversations({self._url.render_as_string(hide_password=True)!r})"
 
+    async def check(self) -> None:
+        """See `ChecksStore`."""
+        try:
+            async with self._connect():
+                pass
+        except StoreUnavailable as error:
+            if (refused := as_configuration_error(error.__cause__)) is not None:
+                problem = f"the database of conversations: {refused.problem}"
+                raise ConfigurationError("SqlConversations", problem, refused.fix) from error
+            raise
+        except ConfigurationError as error:
+            raise ConfigurationError("SqlConversations", error.problem, error.fix) from None
+
     async def load(
         self, key: ConversationKey, numbers: tuple[int, int] | None = None
     ) -> list[ConversationTurn]:
         """See `Conversations.load`."""
-        values: dict[str, object] = {"conversation": _digest(key)}
+        values: dict[str, object] = {"conversation": self._digest(key)}
         if numbers is None:
             statement = _LATEST
             values["max_turns"] = self._max_turns
@@ -139,7 +154,7 @@ class SqlConversations:
     ) -> None:
         """See `Conversations.append`."""
         values: dict[str, object] = {
-            "conversation": _digest(key),
+            "conversation": self._digest(key),
             "task_id": task_id,
             "agent": key.agent,
             "requester": key.requester,
@@ -157,6 +172,11 @@ class SqlConversations:
             await connection.execute(text(_APPEND), values)
             kept = {"conversation": values["conversation"], "kept": 2 * self._max_turns}
             await connection.execute(text(_DELETE_OLD), kept)
+
+    def _digest(self, key: ConversationKey) -> str:
+        parts = [key.agent, key.requester, key.login, key.user_id, key.context_id]
+        named = [self._namespace, *parts] if self._namespace else parts
+        return sha256(json.dumps(named).encode()).hexdigest()
 
     @asynccontextmanager
     async def _connect(self, *, writes: bool = False) -> AsyncIterator[AsyncConnection]:
@@ -178,7 +198,9 @@ class SqlConversations:
                     yield connection
         except driver_errors() as error:
             self._has_table = False  # it may be another database from now on
-            raise StoreUnavailable(f"conversations: {summarize(error)}") from error
+            refused = as_configuration_error(error)
+            fix = "" if refused is None else f"; {refused.fix} of SqlConversations"
+            raise StoreUnavailable(f"conversations: {summarize(error)}{fix}") from error
 
     @asynccontextmanager
     async def _begin(self, *, writes: bool) -> AsyncIterator[AsyncConnection]:
@@ -196,11 +218,6 @@ class SqlConversations:
             if found.scalar_one() is not None:  # the login may have no right to create tables
                 return
         await connection.exec_driver_sql(_CREATE)
-
-
-def _digest(key: ConversationKey) -> str:
-    parts = [key.agent, key.requester, key.login, key.user_id, key.context_id]
-    return sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _read(row: Row[Any]) -> ConversationTurn:

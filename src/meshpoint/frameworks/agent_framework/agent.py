@@ -61,6 +61,11 @@ Prompt: TypeAlias = str | Content | Message | Sequence[str | Content | Message]
 
 _LIBRARY = "agent-framework-core"
 _VERSION = installed_version(_LIBRARY)
+_NEEDED = {
+    "function_call": ("call_id", "name"),
+    "function_result": ("call_id",),
+}
+"""Texts that contents need, by their types."""
 
 
 class AgentFrameworkAgent(FrameworkAgent[In, Out]):
@@ -123,13 +128,31 @@ class AgentFrameworkAgent(FrameworkAgent[In, Out]):
             if isinstance(error.__cause__, MeshpointError):
                 raise error.__cause__ from None
             raise
-        extra: dict[str, JsonValue] = {"counters": segment.counters}
+        extra: dict[str, JsonValue] = {"counters": segment.dump_counters()}
         if segment.turn:
             extra |= {"turn": len(segment.turn), "results": segment.results}
         if session.state:
             extra["session"] = dump_session(session)
         calls = [] if segment.needs_budget else _in_order(segment)
         return Turn(_dump(segment.messages), calls, segment.offered, extra)
+
+    def find_damage(self, message: JsonValue) -> str | None:
+        """Check the fields of a message: the framework reads one without them."""
+        if not isinstance(message, dict):
+            return "is no object"
+        if not isinstance(message.get("role"), str):
+            return "has no role"
+        contents = message.get("contents")
+        if not isinstance(contents, list):
+            return "has no contents"
+        for content in contents:
+            if not (isinstance(content, dict) and isinstance(content.get("type"), str)):
+                return "has a content without a type"
+            if needed := _NEEDED.get(str(content["type"])):
+                missing = [name for name in needed if not isinstance(content.get(name), str)]
+                if missing:
+                    return f"has a {content['type']} without {missing[0]!r}"
+        return None
 
     def _open_segment(
         self, messages: list[Message], history: History, answers: Sequence[Answer]

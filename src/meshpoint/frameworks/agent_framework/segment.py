@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from time import perf_counter
 from typing import Any, TypeAlias
 
 from agent_framework import AgentSession, ChatResponse, Content, Message, _tools
@@ -20,6 +21,8 @@ Next: TypeAlias = Callable[[], Awaitable[None]]
 
 _LOOP_STATE = getattr(_tools, "_FUNCTION_INVOCATION_BUDGET_STATE_KEY", "")
 _LOOP_COUNTERS = ("attempt_count", "total_function_calls")
+_STARTED, _ELAPSED = "start_time", "elapsed_seconds"
+"""Keys of when the loop has started, in this process, and of how long it ran before a pause."""
 
 scope: ContextVar[tuple[str, ...]] = ContextVar("meshpoint_agent_framework_scope", default=())
 """The calls of agents as tools that the running code is part of."""
@@ -83,7 +86,11 @@ class Segment:
         self.middleware = list[Any]()
         self._repeated, self.settled = list(turn), settled
         self.answers, self.approved = answers, approved
-        self.counters, self._loop = dict(counters), dict(counters)
+        self.counters, self._loop = dict(counters), dict[str, Any](counters)
+        elapsed: Any = self._loop.pop(_ELAPSED, 0)
+        self._elapsed = float(elapsed)
+        if not turn:
+            self._count_elapsed()
         self.changes = StateChanges()
 
     @property
@@ -104,6 +111,26 @@ class Segment:
         if "attempt_count" in counters:
             counters["attempt_count"] -= 1
         self.counters = counters
+
+    def _count_elapsed(self) -> None:
+        """Count the time before the last pause.
+
+        If the time is over, the framework drops the calls in the next response. So it must not
+        know before it has the calls of the turn to repeat.
+        """
+        if self._elapsed:
+            self._loop[_STARTED] = self._loop.get(_STARTED, perf_counter()) - self._elapsed
+            self._elapsed = 0.0
+
+    def dump_counters(self) -> dict[str, JsonValue]:
+        """The counters for the next segment, and how long the loop has run in the task.
+
+        The time between two segments does not count.
+        """
+        started = self._loop.get(_STARTED)
+        if not isinstance(started, int | float):
+            return self.counters
+        return {**self.counters, _ELAPSED: perf_counter() - started + self._elapsed}
 
     def end_turn(self, sent: Iterable[Message]) -> None:
         """Add the results of the turn, which are among the messages of the next request.
@@ -132,6 +159,7 @@ class Segment:
     def begin_turn(self, response: ChatResponse[Any]) -> None:
         """Keep the response to a request."""
         self._keep_counters()
+        self._count_elapsed()
         self.turn = list(response.messages)
         self.messages += self.turn
 

@@ -25,6 +25,7 @@ from pydantic_core import from_json, to_json
 from meshpoint.errors import AgentMisbehaved, InvalidInput, MeshpointError, StepFailed
 from meshpoint.frameworks.agent_framework.open_tools import OpenTool, arguments_as_json
 from meshpoint.frameworks.agent_framework.segment import Next, Segment, dump_session, scope
+from meshpoint.frameworks.arguments import refuse_arguments
 from meshpoint.frameworks.budget import BudgetReached
 from meshpoint.frameworks.history import ToolCall, ToolCallKind
 from meshpoint.frameworks.progress import show_tool
@@ -76,6 +77,10 @@ class RecordTools(FunctionMiddleware):
         if call in segment.settled:
             segment.results[call] = segment.settled[call]
             context.result = _read_result(segment.settled[call])
+            return
+        if (problem := refuse_arguments(self._segment.arguments(call))) is not None:
+            context.result = problem
+            segment.results[call] = text_result(problem)
             return
         is_known = call in segment.answers or call in segment.approved
         if segment.stream and not is_known:

@@ -181,6 +181,13 @@ class GoogleADKAgent(FrameworkAgent[In, Out]):
                 raise error.__cause__ from None
             raise
 
+    def find_damage(self, message: JsonValue) -> str | None:
+        """Check the author of an event: ADK reads any object."""
+        if not isinstance(message, dict):
+            return "is no object"
+        author = message.get("author")
+        return None if isinstance(author, str) and author else "has no author"
+
     def _open_session(self, ctx: TaskExecutionContext, events: list[Event]) -> Session:
         return Session(
             id=str(ctx.task_id),

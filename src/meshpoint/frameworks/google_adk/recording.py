@@ -29,6 +29,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_json, to_jsonable_python
 
 from meshpoint.errors import AgentFailed, InvalidInput
+from meshpoint.frameworks.arguments import refuse_arguments, storable_arguments
 from meshpoint.frameworks.budget import check_budget, count_request
 from meshpoint.frameworks.peers import PeerTool, PeerTools
 from meshpoint.frameworks.progress import show_text
@@ -157,6 +158,8 @@ class Recorder(BasePlugin):
                 shows = self._stream and not scope
                 responses = await _request(task, original, llm_request, shows)
                 _set_ids(responses, self._used_ids, f"adk-{agent}-{number}")
+                for call in (each for it in responses for each in it.get_function_calls()):
+                    call.args = storable_arguments(call.args)
                 return _dump_responses(responses)
 
             number = self.requests
@@ -225,6 +228,8 @@ class _Peer(BaseTool):
         self, *, args: dict[str, Any], tool_context: ToolContext
     ) -> dict[str, Any] | None:
         """Check the arguments. An error goes back to the model."""
+        if (problem := refuse_arguments(args)) is not None:
+            return {"error": problem}
         try:
             self._peer.check(args)
         except InvalidInput as error:
@@ -249,6 +254,8 @@ class _RecordedTool:
 
     async def needs_approval(self, args: dict[str, Any], tool_context: ToolContext) -> bool:
         """Whether a person must approve the call. The arguments must fit."""
+        if refuse_arguments(args) is not None:
+            return False
         if not await self._tool.check_require_confirmation(args, tool_context):
             return False
         if (call := tool_context.function_call_id) is not None:
@@ -261,6 +268,8 @@ class _RecordedTool:
         task, call = recording_context(), tool_context.function_call_id or ""
         if task is None:
             return await self._tool.run_async(args=args, tool_context=tool_context)
+        if (problem := refuse_arguments(args)) is not None:
+            return {"error": problem}
         if call in self._recorder.approved:
             args = dict(self._recorder.approved[call])
         elif await self._tool.check_require_confirmation(args, tool_context):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version as installed_version
 from typing import Any, ClassVar, overload
@@ -55,6 +56,8 @@ from meshpoint.ports.conversations import Conversations
 In = TypeVar("In")
 Out = TypeVar("Out", default=Any)
 
+log = logging.getLogger("meshpoint.frameworks")
+
 _LIBRARIES = ("langgraph", "langchain-core")
 _VERSION = " with ".join(f"{each} {installed_version(each)}" for each in _LIBRARIES)
 
@@ -95,7 +98,8 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
             raise ConfigurationError(key, "the graph has no messages to continue", fix)
         self.wrapped, self._result, self._context, self._stream = wrapped, result, context, stream
         self._own_tools = dict(_find_tools(wrapped))
-        if (self.tools.known or self.tools.patterns) and CHANNEL not in channels:
+        self._can_offer = CHANNEL in channels
+        if (self.tools.known or self.tools.patterns) and not self._can_offer:
             fix = "write create_agent(…, middleware=[MeshpointDurability()])"
             raise ConfigurationError(key, "no agent of the graph offers peers to its model", fix)
         self.tools.check_names(self._own_tools)
@@ -110,6 +114,7 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
         self, ctx: TaskExecutionContext, prompt: Any, history: History, answers: Sequence[Answer]
     ) -> Done[Out] | Turn:
         """Run the graph until it ends, or waits; see `FrameworkAgent`."""
+        self._check_setting(ctx)
         run = RunState(self.tools.known)
         if history.extra:
             checkpoints = self._read_checkpoints(history)
@@ -137,11 +142,25 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
                 "interrupts": waiting.interrupts,
                 "checkpoints": checkpoints.dump({task.id for task in snapshot.tasks}),
             }
+            if run.arguments:
+                extra["approved"] = [encode([*each]) for each in run.arguments]
             messages = [encode_message(each) for each in checkpoints.messages()]
             return Turn(messages, waiting.calls, run.tools, extra, waiting.waits)
         finally:
             current_checkpoints.reset(tokens[0])
             run_state.reset(tokens[1])
+
+    def _check_setting(self, ctx: TaskExecutionContext) -> None:
+        """Log, once, that the setting `peers` does nothing."""
+        directory = ctx._runtime.directory
+        if self._can_offer or directory is None or not directory.is_configured:
+            return
+        self._can_offer = True
+        log.warning(
+            "agent %s: the setting peers has no effect, because no agent of the graph offers "
+            "peers to its model: write create_agent(…, middleware=[MeshpointDurability()])",
+            self.name,
+        )
 
     async def _run_graph(
         self, ctx: TaskExecutionContext, argument: Any, config: RunnableConfig
@@ -267,11 +286,14 @@ def _resume(history: History, answers: Sequence[Answer], run: RunState) -> dict[
     """The values that the interrupts of the last pause return, by their ids."""
     values: dict[str, Any] = {}
     remaining = iter(answers)
+    earlier: Any = history.extra.get("approved", [])
+    run.arguments += [(tool, raw, shown) for tool, raw, shown in map(decode, earlier)]
     stored: Any = history.extra["interrupts"]
     for interrupt_id, kind, count, raw in stored:
         own = [next(remaining) for _ in range(count)]
         for answer, (tool, arguments) in zip(own, raw, strict=False):
-            run.arguments.append((tool, decode(arguments), answer.call.arguments))
+            if is_approved(answer)[0]:
+                run.arguments.append((tool, decode(arguments), answer.call.arguments))
         if kind == PEER:
             run.answered[own[0].call.tool, own[0].call.id] += 1
             values[interrupt_id] = peer_result(own[0])

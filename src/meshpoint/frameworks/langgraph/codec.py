@@ -11,6 +11,8 @@ from langgraph.types import Command, Interrupt, Send
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
+from meshpoint.frameworks.arguments import storable_arguments
+
 _TAG = "$"
 """Key that marks a value with a type of its own."""
 _SERIALIZER = JsonPlusSerializer()
@@ -72,6 +74,8 @@ def encode_message(message: BaseMessage) -> dict[str, Any]:
     """Convert a message to JSON, in the form of LangChain."""
     written = message_to_dict(message)
     data = written["data"]
+    if calls := data.get("tool_calls"):
+        data["tool_calls"] = [{**call, "args": storable_arguments(call["args"])} for call in calls]
     if data.get("artifact") is not None:  # may be any object
         data["artifact"] = encode(getattr(message, "artifact", None))
     empty: tuple[Any, ...] = (None, [], {})  # the defaults of all fields but the content

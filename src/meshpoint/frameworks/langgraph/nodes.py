@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.outputs import LLMResult
 from langchain_core.runnables import Runnable, RunnableConfig
 from langgraph.errors import GraphBubbleUp
@@ -17,8 +17,10 @@ from langgraph.pregel import Pregel
 from langgraph.types import interrupt
 from pydantic import JsonValue
 
+from meshpoint.frameworks.arguments import refuse_arguments
 from meshpoint.frameworks.budget import BudgetReached, check_budget, count_request
 from meshpoint.frameworks.langgraph.codec import decode, encode
+from meshpoint.frameworks.langgraph.saver import MESSAGES
 from meshpoint.frameworks.langgraph.waits import CHANNEL, SPENT, RunState, run_state
 from meshpoint.frameworks.peers import PeerTools
 from meshpoint.frameworks.progress import show_tool
@@ -127,6 +129,10 @@ class _ModelNode(_Node):
 class _ToolsNode(_Node):
     """Runs tools. A call of a peer is no step: there is nothing to record."""
 
+    def __init__(self, name: str, bound: ToolNode) -> None:
+        super().__init__(name, bound)
+        self._messages: str = getattr(bound, "_messages_key", MESSAGES)
+
     async def run_in_task(
         self,
         task: TaskExecutionContext,
@@ -137,6 +143,11 @@ class _ToolsNode(_Node):
     ) -> Any:
         """Run a tool as a step, with the arguments that a person has approved, if any."""
         match input:
+            case [{"type": "tool_call", "args": arguments, "id": call_id, "name": tool}] if (
+                problem := refuse_arguments(arguments)
+            ):
+                refused = ToolMessage(problem, name=tool, tool_call_id=call_id, status="error")
+                return {self._messages: [refused]}
             case [{"type": "tool_call", "name": tool, "args": arguments, "id": call_id}]:
                 input = [{**input[0], "args": run.approved_arguments(tool, arguments)}]
             case _:  # all calls of a message
@@ -151,7 +162,9 @@ class _ToolsNode(_Node):
 
         if run.is_peer(tool, call_id):
             return await run_tool()
-        return decode(await _record(task, ("tool", tool, *_index(config)), run_tool))
+        output = decode(await _record(task, ("tool", tool, *_index(config)), run_tool))
+        run.close(tool, arguments)
+        return output
 
 
 async def _record(

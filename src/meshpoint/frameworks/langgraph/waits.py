@@ -46,7 +46,8 @@ class RunState:
         answered: The peer calls whose results this run has yet to read, by tool and id. A model
             may use an id again.
         waits: What `ask` waits for.
-        arguments: The arguments of approved calls, by tool and the arguments before validation.
+        arguments: The arguments of approved calls that have no result yet: the tool, the
+            arguments before validation, and the approved ones.
     """
 
     tools: Mapping[str, PeerTool]
@@ -67,6 +68,13 @@ class RunState:
         """The arguments that a person has approved, or the same ones."""
         found = (shown for name, raw, shown in self.arguments if (name, raw) == (tool, arguments))
         return next(found, arguments)
+
+    def close(self, tool: str, arguments: Any) -> None:
+        """Forget one approval, because the call has a result. It may have paused before that."""
+        for index, (name, raw, _) in enumerate(self.arguments):
+            if (name, raw) == (tool, arguments):
+                del self.arguments[index]
+                return
 
 
 run_state: ContextVar[RunState | None] = ContextVar("meshpoint_langgraph_run", default=None)

@@ -65,6 +65,12 @@ Out = TypeVar("Out", default=Any)
 
 _LIBRARY = "openai-agents"
 _VERSION = installed_version(_LIBRARY)
+_NEEDED: dict[str, dict[str, Any]] = {
+    "message": {"role": str, "content": str | list},
+    "function_call": {"call_id": str, "name": str, "arguments": str},
+    "function_call_output": {"call_id": str, "output": str | list},
+}
+"""Fields of the most common items, by their type, and the types of the fields."""
 
 
 class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
@@ -194,6 +200,19 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
                     continue
             state.approve(interruption)
         return state
+
+    def find_damage(self, message: JsonValue) -> str | None:
+        """Check the fields that each item needs: the SDK sends others to the model."""
+        if not isinstance(message, dict):
+            return "is no object"
+        kind = message.get("type", "message")
+        if not isinstance(kind, str):
+            return f"has the type {kind!r}"
+        needed = _NEEDED.get(kind, {})
+        for name, type_ in needed.items():
+            if not isinstance(message.get(name), type_):
+                return f"is a {kind} without {name!r}"
+        return None
 
     def _read_earlier(self, history: History) -> list[JsonValue]:
         """Read the items of earlier tasks. The SDK sends fields that it does not know.

@@ -50,6 +50,7 @@ from pydantic_core import to_json
 
 from meshpoint.agents.peer import Peer
 from meshpoint.errors import AgentFailed, AgentMisbehaved, InvalidInput, MeshpointError
+from meshpoint.frameworks.arguments import refuse_argument_text, refuse_arguments
 from meshpoint.frameworks.base import Answer, failure_text
 from meshpoint.frameworks.budget import BudgetReached, check_budget, count_request
 from meshpoint.frameworks.history import ToolCallKind
@@ -257,6 +258,8 @@ def read_arguments(arguments: str | None) -> dict[str, Any]:
         raise InvalidInput(f"the arguments are no JSON: {error}") from error
     if not isinstance(read, dict):
         raise InvalidInput("the arguments are no JSON object")
+    if (problem := refuse_arguments(read)) is not None:
+        raise InvalidInput(problem)
     return read
 
 
@@ -297,6 +300,8 @@ def _recorded_tool(tool: FunctionTool, run: Run) -> FunctionTool:
         task, call = recording_context(), context.tool_call_id
         if task is None:
             return await tool.on_invoke_tool(context, arguments)
+        if (problem := refuse_argument_text(arguments)) is not None:
+            return problem
         if tool._is_agent_tool:  # its own requests and tools are steps
             token = _scope.set((*_scope.get(), call))
             try:

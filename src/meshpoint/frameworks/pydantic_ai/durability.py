@@ -32,7 +32,7 @@ from pydantic_ai.durable_exec import (
     ToolsetValidateToolArgumentsId,
     durable_unit_scope,
 )
-from pydantic_ai.exceptions import ModelAPIError, UnexpectedModelBehavior
+from pydantic_ai.exceptions import ModelAPIError, ModelRetry, UnexpectedModelBehavior
 from pydantic_ai.messages import (
     AgentStreamEvent,
     FunctionToolCallEvent,
@@ -51,9 +51,17 @@ from pydantic_ai.toolsets import AbstractToolset, ToolsetTool
 from pydantic_ai.usage import RequestUsage, RunUsage
 
 from meshpoint.agents.peer import Addressable
-from meshpoint.errors import AgentMisbehaved, StepFailed
-from meshpoint.frameworks.base import OnPeerFailure, ToolWaits
-from meshpoint.frameworks.budget import check_budget, count_request
+from meshpoint.errors import AgentMisbehaved, BudgetExceeded, ConfigurationError, StepFailed
+from meshpoint.frameworks.arguments import refuse_arguments
+from meshpoint.frameworks.base import OnPeerFailure, ToolWaits, budget_question, read_allowed
+from meshpoint.frameworks.budget import (
+    Budget,
+    BudgetReached,
+    check_budget,
+    count_request,
+    reached_budget,
+    use_budget,
+)
 from meshpoint.frameworks.peers import PeerTools
 from meshpoint.frameworks.progress import show_text, show_tool
 from meshpoint.frameworks.pydantic_ai.toolset import (
@@ -118,6 +126,9 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         models: Model objects other than the agent's own, by names of your choice, for example the
             models of a `ModelFallback`. Models given as strings need not be listed.
         name: Name of the agent in error messages. Default: the agent's own.
+        budget: What the task may use, checked before each request of this agent's runs in the
+            function. It counts the whole task, with other agents. Agents in tools have none of
+            their own.
     """
 
     engine_spec = DurabilityEngineSpec(
@@ -141,11 +152,15 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         on_peer_failure: OnPeerFailure = "tell_model",
         models: Mapping[str, Model] | None = None,
         name: str | None = None,
+        budget: Budget | None = None,
     ) -> None:
+        if not (budget is None or isinstance(budget, Budget)):
+            problem = f"budget is {budget!r}"
+            raise ConfigurationError("MeshpointDurability", problem, "write Budget(requests=30)")
         super().__init__(
             event_stream_handler=_forward_events if stream else None, models=models, name=name
         )
-        tools = PeerTools(peers)
+        tools, self._budget = PeerTools(peers), budget
         self.waits = ToolWaits(tools, on_peer_failure)
         self._peers: PeerTools | None = tools if peers else None
 
@@ -173,14 +188,19 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
     async def wrap_run(
         self, ctx: RunContext[Any], *, handler: WrapRunHandler
     ) -> AgentRunResult[Any]:
-        """Count the runs of a function agent."""
+        """Count the runs of a function agent, and check the budget in them."""
         task = recording_context()
         if task is None or (recorder := task._runtime.recorder) is None:
             return await super().wrap_run(ctx, handler=handler)
         _open_runs[recorder] = _open_runs.get(recorder, 0) + 1
+        allowed = _allowed.setdefault(recorder, {})
         try:
-            with open_run():
-                return await super().wrap_run(ctx, handler=handler)
+            with open_run(), use_budget(self._budget, task, allowed.get(id(self), 1)) as budget:
+                try:
+                    return await super().wrap_run(ctx, handler=handler)
+                finally:
+                    if budget is not None:
+                        allowed[id(self)] = budget.times
         finally:
             _open_runs[recorder] -= 1
 
@@ -250,7 +270,13 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         tool_def: ToolDefinition,
         args: dict[str, Any],
     ) -> dict[str, Any]:
-        """Keep the validated arguments, for questions."""
+        """Keep the validated arguments, for questions.
+
+        Raises:
+            ModelRetry: They have numbers that are not JSON.
+        """
+        if self.in_durable_context and (problem := refuse_arguments(args)) is not None:
+            raise ModelRetry(problem)
         if (run := run_state.get()) is not None and ctx.tool_manager is not None:
             validator = (ctx.tool_manager.tools or {})[call.tool_name].args_validator
             read = partial(validator.validate_python, context=ctx.validation_context)
@@ -262,6 +288,33 @@ _counted: ContextVar[RunUsage | None] = ContextVar("meshpoint_pydantic_ai_counte
 """What agents with the capability have used in the tool that runs."""
 
 _open_runs: WeakKeyDictionary[CallRecorder, int] = WeakKeyDictionary()
+_allowed: WeakKeyDictionary[CallRecorder, dict[int, int]] = WeakKeyDictionary()
+"""How often the budgets of the agents in a function count, by the ids of their capabilities."""
+
+
+def _check_budget(task: TaskExecutionContext) -> None:
+    """Check the budget. A function agent asks a person here, if it must.
+
+    Raises:
+        BudgetExceeded: The task may not send another request.
+        BudgetReached: The task must pause first, which `durable` does.
+    """
+    while True:
+        try:
+            return check_budget()
+        except BudgetReached:
+            recorder, found = task._runtime.recorder, reached_budget()
+            if recorder is None or found is None:
+                raise
+        budget, exceeded = found
+        wait = budget_question(task, budget.budget, exceeded)
+        mark_used(wait)
+        (outcome,) = recorder.ask([_Raw(wait)], ALL, from_run=True)
+        try:
+            budget.raise_limit(read_allowed(exceeded, outcome))
+        except BudgetExceeded as error:
+            budget.refuse(error)
+            raise
 
 
 class _Raw:
@@ -325,7 +378,7 @@ class _Operation(BoundDurableOperation[ParamsT, WireT, ResultT]):
             return cast(JsonValue, operation.result_codec.dump(result))
 
         if isinstance(operation.operation_id, ModelRequestId):
-            check_budget()
+            _check_budget(task)
         try:
             recorded = await record_step(task, _name(operation, params), run)
         except StepFailed as error:

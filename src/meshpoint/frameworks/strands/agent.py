@@ -157,6 +157,7 @@ class StrandsAgent(FrameworkAgent[In, Out]):
                 spent=Spent(**spent),
                 used_ids=[call["toolUseId"] for each in used for call in tool_uses(each)],
             )
+            recorder.keep_decisions(history.extra.get("decisions", {}))
             if answers:
                 prompt = give_answers(history, answers, recorder)
             waiting = OpenCalls(ctx, recorder)
@@ -173,6 +174,8 @@ class StrandsAgent(FrameworkAgent[In, Out]):
                 pass  # `FrameworkAgent` asks a person
             messages, extra = conversation.dump()
             extra |= {"spent": asdict(recorder.spent), "approvals": waiting.approvals}
+            if decisions := recorder.open_decisions():
+                extra["decisions"] = decisions
             return Turn(messages, waiting.calls, recorder.offered, extra, waiting.waits)
 
     async def _run_agent(

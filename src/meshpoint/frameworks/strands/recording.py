@@ -38,6 +38,7 @@ from strands.types.session import decode_bytes_values, encode_bytes_values
 from strands.types.tools import AgentTool, ToolGenerator, ToolResult, ToolSpec, ToolUse
 
 from meshpoint.errors import AgentFailed, InvalidInput, MeshpointError
+from meshpoint.frameworks.arguments import refuse_arguments, storable_arguments
 from meshpoint.frameworks.budget import check_budget, count_request
 from meshpoint.frameworks.peers import PeerTool, PeerTools
 from meshpoint.frameworks.progress import show_text, show_tool
@@ -136,6 +137,25 @@ class Recorder:
         finally:
             _recorder.reset(token)
 
+    def keep_decisions(self, stored: Any) -> None:
+        """Keep what people have decided before the last pause; see `open_decisions`."""
+        self.approved.update(stored.get("approved", {}))
+        self.refused.update(stored.get("refused", {}))
+
+    def open_decisions(self) -> dict[str, JsonValue]:
+        """The decisions about calls of the latest turn, which may run again after this pause.
+
+        An approved tool may have an interrupt of its own, and then runs again from its start.
+        """
+        turn = self.root.messages[-1:]
+        ids = {call["toolUseId"] for message in turn for call in tool_uses(message)}
+        approved: dict[str, JsonValue] = {}
+        approved.update((call, self.approved[call]) for call in ids & self.approved.keys())
+        refused: dict[str, JsonValue] = {}
+        refused.update((call, self.refused[call]) for call in ids & self.refused.keys())
+        found = {"approved": approved, "refused": refused}
+        return {name: decided for name, decided in found.items() if decided}
+
     def _scope(self, agent: Any) -> tuple[str, ...]:
         """The ids of the calls that have led to `agent`. Empty for the root."""
         return self._scopes.get(id(agent), (agent.name,))
@@ -220,6 +240,8 @@ class Recorder:
         source = "agent" if context.agent is self.root else context.agent.name
         count_request(task, _model_id(context), tokens, source=source)
         self._set_ids(stop.message)
+        for each in tool_uses(stop.message):
+            each["input"] = storable_arguments(each["input"])
         parts = [stop.stop_reason, stop.message, usage, stop.metrics]
         dumped: dict[str, JsonValue] = {"stop": encode_bytes_values(parts)}
         chunks = [each for each in events if isinstance(each, ModelStreamChunkEvent)]
@@ -245,6 +267,8 @@ class Recorder:
         tool, call = context.tool, context.tool_use
         is_root = context.agent is self.root
         answer = self.answers.get(call["toolUseId"]) if is_root else None
+        if (problem := refuse_arguments(call["input"])) is not None:
+            answer = error_result(call["toolUseId"], problem)
         if answer is None:
             await show_tool(task, call["name"], "called")
         if answer is not None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
-from sqlalchemy import text
+from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from meshpoint.adapters.sql.engine import async_url
 from meshpoint.conversations import ConversationKey, Conversations, SqlConversations
-from meshpoint.errors import IncompatibleState, StoreUnavailable
+from meshpoint.errors import ConfigurationError, IncompatibleState, StoreUnavailable
 
 KEY = ConversationKey("travel/pydantic-ai/1", "app", "ada", "user 1", "trip-7")
 
@@ -55,6 +55,45 @@ async def test_a_task_adds_one_turn(url: str) -> None:
         await store.append(KEY, task, "1", [task])
     assert [each.messages for each in await store.load(KEY)] == [["a"], ["b"]]
     assert [each.task_id for each in await store.load(KEY, (2, 9))] == ["b"]
+
+
+async def test_meshes_of_two_namespaces_may_share_a_table(url: str) -> None:
+    for store in (SqlConversations(url, namespace="a"), SqlConversations(url, namespace="b")):
+        assert await store.load(KEY) == []
+        await store.append(KEY, "task", "1", ["hello"])
+        assert len(await store.load(KEY)) == 1
+    assert await SqlConversations(url).load(KEY) == []
+
+
+async def test_a_good_store_passes_the_check(url: str) -> None:
+    await SqlConversations(url).check()
+
+
+@pytest.mark.servers
+async def test_a_wrong_password_or_database_is_one_clear_line(empty_postgres_url: str) -> None:
+    found = make_url(empty_postgres_url)
+    for wrong in (found.set(username="nobody", password="wrong"), found.set(database="gone")):
+        store = SqlConversations(wrong.render_as_string(hide_password=False))
+        with pytest.raises(
+            ConfigurationError, match=r"database of conversations.*correct the URL"
+        ):
+            await store.check()
+        with pytest.raises(StoreUnavailable, match="correct the URL of SqlConversations"):
+            await store.load(KEY)
+
+
+async def test_a_missing_directory_is_one_clear_line(tmp_path: Path) -> None:
+    store = SqlConversations(f"sqlite:///{tmp_path}/gone/conversations.db")
+    problem = r"^SqlConversations: there is no folder .*; create it"
+    with pytest.raises(ConfigurationError, match=problem):
+        await store.check()
+
+
+async def test_a_file_that_is_no_database_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "notes.db").write_text("no database, but notes\n" * 100)
+    store = SqlConversations(f"sqlite:///{tmp_path}/notes.db")
+    with pytest.raises(ConfigurationError, match="not a SQLite database; name another file"):
+        await store.check()
 
 
 async def test_every_part_of_the_key_counts(url: str) -> None:
