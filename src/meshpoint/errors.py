@@ -220,7 +220,10 @@ class TaskNotFound(MeshpointError):
     """No replica has a task with this id, and neither a queue nor the database has it."""
 
     def __init__(self, agent: str, task_id: str) -> None:
-        super().__init__(f"no task {task_id!r} of {agent!r}: never sent, or ended over 7 days ago")
+        super().__init__(
+            f"no task {task_id!r} of {agent!r}: never sent, or it has ended and its outcome is "
+            "not kept (mesh.send keeps outcomes for 7 days, mesh.call need not)"
+        )
         self.agent, self.task_id = agent, task_id
 
 

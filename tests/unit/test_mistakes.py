@@ -248,7 +248,11 @@ async def no_stub() -> str:
             "task 'order-17' belongs to 'test', this client is 'client': connect(name=\"test\")",
         ),
         (another_input, "task 'order-17' exists with another input (field 'city')"),
-        (unknown_id, "no task 'order-17' of 'purchasing': never sent, or ended over 7 days ago"),
+        (
+            unknown_id,
+            "no task 'order-17' of 'purchasing': never sent, or it has ended and its outcome is "
+            "not kept (mesh.send keeps outcomes for 7 days, mesh.call need not)",
+        ),
         (
             milliseconds,
             "timeout: 86400000 s is 2.7 years; durations are in seconds: timedelta(days=1)",

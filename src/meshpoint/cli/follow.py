@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 class UpdatePrinter:
     """Prints each update on its own line, and text as it is written.
 
-    The names of peers precede their updates: `flights > seats: working: …`.
+    The names of peers precede their updates: `flights > seats: working: …`. `database_options`
+    name the tasks of the mesh in printed commands.
     """
 
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
+    def __init__(self, *, as_json: bool, database_options: str) -> None:
+        self._as_json, self._database_options = as_json, database_options
         self._open_text: tuple[str, str | None] | None = None  # its prefix and task id
 
     def print_sent(self, task_id: str) -> None:
@@ -52,7 +53,9 @@ class UpdatePrinter:
             prompt = f" {update.prompt}" if update.prompt else ""
             print_note(f"{prefix}question {update.name}:{prompt}")
             command = ["meshpoint", "tasks", "complete", update.task_id or "", update.question_id]
-            print_note(f"{prefix}answer it with: {shlex.join(command)} VALUE")
+            print_note(
+                f"{prefix}answer it with: {shlex.join(command)} VALUE {self._database_options}"
+            )
 
     def _print_text(self, text: str, prefix: str, task_id: str | None) -> None:
         if self._open_text != (prefix, task_id):

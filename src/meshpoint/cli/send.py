@@ -113,7 +113,10 @@ def send(
     options: SendOptions = {"task_id": new_id()}
     if timeout is not None:
         options["timeout"] = timedelta(seconds=timeout)
-    printer = UpdatePrinter(as_json=as_json) if follow else None
+    printer = None
+    if follow:
+        database_options = sources.database_options(config, namespace)
+        printer = UpdatePrinter(as_json=as_json, database_options=database_options)
     task_id = options["task_id"]
     try:
         outcome = asyncio.run(

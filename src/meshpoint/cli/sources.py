@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -129,6 +130,24 @@ def load_databases(config: Path | None, database: str | None) -> list[StoreSetti
         fix = "add session_service: sql to an agent, or use --db URL"
         raise ConfigurationError(str(config), "no agent in it stores its tasks in a database", fix)
     return [agent.store_settings() for agent in by_url.values()]
+
+
+def database_options(config: Path | None, namespace: str | None) -> str:
+    """The options that name the tasks of these options in a printed command.
+
+    The database is a placeholder if `config` names none.
+    """
+    options = [] if namespace is None else ["--namespace", namespace]
+    if config is None or not _has_database(config):
+        return " ".join(["--db URL", *map(shlex.quote, options)])
+    return shlex.join(["--config", str(config), *options])
+
+
+def _has_database(config: Path) -> bool:
+    try:
+        return bool(load_databases(config, None))
+    except ConfigurationError:
+        return False
 
 
 def load_secret_keys(config: Path | None) -> tuple[str, ...]:

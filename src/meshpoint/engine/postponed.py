@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeAlias
+from operator import attrgetter
+from typing import NamedTuple, TypeAlias
 
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.live_tasks import LiveTasks
@@ -16,6 +18,7 @@ from meshpoint.engine.settlement import Settlement
 from meshpoint.errors import NON_DEFECT_ERRORS, Unavailable
 from meshpoint.model.error_text import quantity
 from meshpoint.model.ids import RunId, TaskId
+from meshpoint.model.messages import MessageType
 from meshpoint.ports.broker import Delivery
 
 log = logging.getLogger("meshpoint.postponed")
@@ -29,10 +32,35 @@ _MAX_CAPACITY = 1024
 _OUTAGE_CHECK_INTERVAL = timedelta(milliseconds=500)
 
 
-class PostponedMessages:
-    """Unacked messages that wait for another attempt.
+_Sequence: TypeAlias = tuple[bool, str]
+"""The signals to one task, from the shared queue or forwarded by replicas."""
 
-    Either another database session locks their task's row, or handling them failed.
+
+class _Postponed(NamedTuple):
+    """A postponed message, whether it came from the shared queue, and its place in the order."""
+
+    received: ReceivedMessage
+    backend: Backend
+    shared: bool
+    number: int
+
+    @property
+    def sequence(self) -> _Sequence | None:
+        """The messages among which this one keeps its place, if any."""
+        return _sequence_of(self.received, shared=self.shared)
+
+
+def _sequence_of(received: ReceivedMessage, *, shared: bool) -> _Sequence | None:
+    """The sequence of a signal. A task receives its signals in order; other messages have none."""
+    message = received[0].message
+    return (shared, message.correlation_id) if message.type is MessageType.SIGNAL else None
+
+
+class PostponedMessages:
+    """Unacked messages that wait for another attempt, in which they keep their order.
+
+    Either another database session locks their task's row, or handling them failed, or they are
+    behind a message that waits for one of these reasons.
     `handle` is called with messages, their backend, and `True` if they came from the shared queue.
     It passes messages that must wait again to `postpone`. `adjust_prefetch` raises the prefetch so
     that other messages still arrive.
@@ -47,8 +75,11 @@ class PostponedMessages:
         self._handle = handle
         self._runtime = runtime
         self._adjust_prefetch = adjust_prefetch
-        self._postponed: dict[RunId, tuple[ReceivedMessage, Backend, bool]] = {}
-        self._attempt_size = 0  # messages in the current attempt
+        self._postponed: dict[RunId, _Postponed] = {}
+        self._attempt: dict[RunId, _Postponed] = {}  # the messages that are handled now
+        self._sequences: Counter[_Sequence] = Counter()  # of all these messages
+        self._postponed_again: set[_Sequence] = set()  # since all were last retried
+        self._last_number = 0
         self._attempt_lock = asyncio.Lock()
         self._is_retrying = self._is_closed = False
 
@@ -58,11 +89,30 @@ class PostponedMessages:
         if self._is_closed:
             await delivery.requeue()
             return
-        self._postponed[claim_id] = received, backend, shared
+        if (known := self._attempt.get(claim_id)) is None:
+            self._last_number += 1
+            known = _Postponed(received, backend, shared, self._last_number)
+        self._postponed[claim_id] = known
+        if (sequence := known.sequence) is not None:
+            if claim_id in self._attempt:
+                self._postponed_again.add(sequence)
+            else:
+                self._sequences[sequence] += 1
         self._update_prefetch()
         if not self._is_retrying:
             self._is_retrying = True
             self._runtime.background.spawn(self._retry_until_handled)
+
+    def is_behind(self, received: ReceivedMessage, *, shared: bool) -> bool:
+        """Whether an earlier signal to the same task waits, so that this one must wait too.
+
+        Copies that replicas forward do not wait for signals from the shared queue: each replica
+        forwards a signal at once, as its task may be in memory, and then waits for the database.
+        """
+        sequence = _sequence_of(received, shared=shared)
+        if received[1] in self._attempt:  # those before it have had their attempts
+            return sequence in self._postponed_again
+        return sequence in self._sequences
 
     async def close(self) -> None:
         """Requeue all messages once the current attempt ends. From now on, `postpone` requeues.
@@ -74,11 +124,12 @@ class PostponedMessages:
         self._is_closed = True
         async with self._attempt_lock:
             postponed, self._postponed = self._postponed, {}
-            for (delivery, _), _, _ in postponed.values():
-                await delivery.requeue()
+            self._sequences.clear()
+            for each in sorted(postponed.values(), key=attrgetter("number")):
+                await each.received[0].requeue()
 
     def _update_prefetch(self) -> None:
-        unhandled_count = len(self._postponed) + self._attempt_size
+        unhandled_count = len(self._postponed) + len(self._attempt)
         self._adjust_prefetch(
             min(1 << unhandled_count.bit_length(), _MAX_CAPACITY) if unhandled_count else 0
         )
@@ -101,28 +152,23 @@ class PostponedMessages:
             self._update_prefetch()
 
     async def _retry_all(self) -> None:
-        remaining = dict(self._postponed)
+        self._postponed_again.clear()
+        remaining = sorted(self._postponed.values(), key=attrgetter("number"))
         while remaining and not self._is_closed:
-            _, backend, shared = next(iter(remaining.values()))
-            batch_ids = [
-                claim_id
-                for claim_id, (_, its_backend, is_shared) in remaining.items()
-                if its_backend is backend and is_shared is shared
-            ]
-            await self._retry_batch(
-                [remaining.pop(id_) for id_ in batch_ids[:_MAX_BATCH_SIZE]], backend, shared=shared
-            )
+            backend, shared = remaining[0].backend, remaining[0].shared
+            batch = [
+                each for each in remaining if each.backend is backend and each.shared is shared
+            ][:_MAX_BATCH_SIZE]
+            numbers = {each.number for each in batch}
+            remaining = [each for each in remaining if each.number not in numbers]
+            await self._retry_batch(batch, backend, shared=shared)
 
     async def _retry_batch(
-        self,
-        batch: Sequence[tuple[ReceivedMessage, Backend, bool]],
-        backend: Backend,
-        *,
-        shared: bool,
+        self, batch: Sequence[_Postponed], backend: Backend, *, shared: bool
     ) -> None:
-        messages = [received for received, _, _ in batch]
-        self._attempt_size = len(messages)
-        for _, claim_id in messages:
+        messages = [each.received for each in batch]
+        self._attempt = {each.received[1]: each for each in batch}
+        for claim_id in self._attempt:
             del self._postponed[claim_id]
         try:
             await self._handle(messages, backend, shared)
@@ -139,7 +185,17 @@ class PostponedMessages:
                 exc_info=is_defect,
             )
         finally:
-            self._attempt_size = 0
+            attempt, self._attempt = self._attempt, {}
+            self._forget_handled(attempt)
+
+    def _forget_handled(self, attempt: Mapping[RunId, _Postponed]) -> None:
+        for claim_id, each in attempt.items():
+            sequence = each.sequence
+            if sequence is None or claim_id in self._postponed:
+                continue
+            self._sequences[sequence] -= 1
+            if self._sequences[sequence] <= 0:
+                del self._sequences[sequence]
 
 
 class PostponedRequests:

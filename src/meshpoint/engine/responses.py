@@ -247,9 +247,14 @@ class PeerMessages:
                 await self._postpone_locked(locked.task_id, item, attempt)
 
     async def handle_signals(self, received: Sequence[ReceivedMessage], attempt: _Attempt) -> None:
-        """Keep signals one by one, in order of arrival."""
+        """Keep signals one by one. Those to the same task keep their order of arrival."""
         for item in received:
             try:
+                if self._postponed.is_behind(item, shared=attempt.shared):
+                    if attempt.shared and not attempt.is_retry:
+                        await self._signals.announce(item[0].message)
+                    await self._postpone(item, attempt)
+                    continue
                 locked = await self._signals.signal(
                     item[0].message, shared=attempt.shared, is_retry=attempt.is_retry
                 )

@@ -122,6 +122,16 @@ class Signals:
         await self._forward_unknown(message, sender)
         return None
 
+    async def announce(self, message: Message) -> None:
+        """Forward a signal that must wait here, as `signal` does before it asks the database.
+
+        Raises:
+            PoisonMessage: As for `signal`.
+        """
+        sender = self._identify(message, shared=True)
+        if self._runtime.database is not None:
+            await self._forward_early(message, sender)
+
     async def read(self, message: Message, *, shared: bool, is_retry: bool = False) -> None:
         """Reply with a value of a task. `shared` is as for `signal`.
 

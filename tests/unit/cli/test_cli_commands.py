@@ -117,6 +117,7 @@ class FakeMesh:
     error: Exception | None = None
     is_silent: bool = False
     is_displaced: bool = False
+    question: QuestionUpdate | None = None
     tasks: list[TaskSummary] = field(default_factory=lambda: [WAITING])
     existing: dict[TaskId, ExistingTask] = field(default_factory=dict)
     seen: dict[str, Any] = field(default_factory=dict)
@@ -167,6 +168,8 @@ class FakeMesh:
     async def updates(self) -> AsyncIterator[Update]:
         yield StatusUpdate(id="1", at=NOW, state="working", message={"percent": 40})
         yield StatusUpdate(id="2", at=NOW, state="submitted", message="queued")
+        if self.question is not None:
+            yield self.question
         if self.is_displaced:
             raise TooManyFollowers("travel", self.seen["task_id"])
         outcome = await self.wait_outcome()
@@ -479,7 +482,7 @@ def test_send_follows_a_task(cli: Command, mesh: FakeMesh) -> None:
 def test_a_followed_task_shows_peers_text_and_repetitions(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    printer = UpdatePrinter(as_json=False)
+    printer = UpdatePrinter(as_json=False, database_options="--db URL")
     rail: dict[str, Any] = {"at": NOW, "path": ("rail", "seats")}
     for update in (
         StatusUpdate(id="1", state="working", message="looking", **rail),
@@ -513,8 +516,37 @@ def test_a_followed_task_shows_peers_text_and_repetitions(
         'rail > seats: artifact: {"artifactId": "seat"}',
         "text: !",
         "question approval: Buy\\x1b it?",
-        "answer it with: meshpoint tasks complete 'order 17' WyJh VALUE",
+        "answer it with: meshpoint tasks complete 'order 17' WyJh VALUE --db URL",
     ]
+
+
+MESH_ONLY = "mesh: {broker_url: 'memory://'}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--config", "mesh.yaml"], "--config mesh.yaml"),
+        (
+            ["-c", "my mesh.yaml", "--namespace", "test"],
+            "--config 'my mesh.yaml' --namespace test",
+        ),
+        (["--config", "client.yaml"], "--db URL"),
+        (["--broker", "memory://", "--namespace", "test"], "--db URL --namespace test"),
+    ],
+)
+def test_a_printed_command_names_the_database_of_the_question(
+    cli: Command, mesh: FakeMesh, tmp_path: Path, options: list[str], expected: str
+) -> None:
+    (tmp_path / "my mesh.yaml").write_text(CONFIG, encoding="utf-8")
+    (tmp_path / "client.yaml").write_text(MESH_ONLY, encoding="utf-8")
+    mesh.question = QuestionUpdate(
+        id="9", at=NOW, task_id="t-1", name="approval", question_id="WyJh", answer_schema={}
+    )
+    result = cli("send", "travel", "x", "--follow", *options)
+    assert result.code == 0
+    command = "meshpoint tasks complete t-1 WyJh VALUE"
+    assert f"answer it with: {command} {expected}" in result.err.splitlines()
 
 
 def test_each_line_of_a_followed_task_can_be_json(cli: Command, mesh: FakeMesh) -> None:

@@ -266,7 +266,10 @@ async def test_an_unknown_task_is_not_found(
     handle = connection.task("doubler", "order-17")
     for _ in range(2):
         text = await text_error(handle, TaskNotFound)
-        assert text == "no task 'order-17' of 'doubler': never sent, or ended over 7 days ago"
+        assert text == (
+            "no task 'order-17' of 'doubler': never sent, or it has ended and its outcome is not "
+            "kept (mesh.send keeps outcomes for 7 days, mesh.call need not)"
+        )
     assert mesh.dead_letters("doubler") == []
     await text_error(connection.task("nobody", "order-17"), UnknownAgent)
 

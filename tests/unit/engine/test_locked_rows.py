@@ -5,23 +5,30 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fake_peer import FakePeer
+from meshpoint.agents.function import agent
 from meshpoint.engine.postponed import PostponedMessages
 from meshpoint.errors import BrokerUnavailable, ConfigurationError, RowLocked
 from meshpoint.model.calls import Done
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.envelopes import signal_message
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.ids import AgentName, RunId, TaskId
-from meshpoint.model.messages import response_queue
+from meshpoint.model.messages import Message, response_queue
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.model.signals import Signal
 from meshpoint.model.tasks import TaskState
 from meshpoint.model.transitions import TaskLocked
 
 from .agents import Gate, ScriptedAgent, asker
 from .mesh import Mesh, RunningReplica
+
+chat = Signal("chat", int)
 
 
 def lock_rows(
@@ -52,12 +59,30 @@ def lock_rows(
                 for cancel in cancels
             ]
 
+        async def signal(self, signals: Any) -> Any:
+            (signal,) = signals
+            if signal.task_id in locked_ids:
+                return [TaskLocked(signal.task_id)]
+            return await store.signal(signals)
+
         async def end(self, ends: Any) -> Any:
             if any(end.run.task_id in (locks_at_end or ()) for end in ends):
                 raise RowLocked("another session holds a row")
             return await store.end(ends)
 
     target.store._inner = LockingStore()
+
+
+@agent("listener")
+async def listener(ctx: TaskExecutionContext, count: int) -> list[int]:
+    return [await ctx.receive(chat) for _ in range(count)]
+
+
+def a_signal(task_id: TaskId, number: int) -> Message:
+    client = AgentName("client")
+    return signal_message(
+        client, task_id, "chat", f"signal-{number}", number, response_queue(client)
+    )
 
 
 def count_unacked(mesh: Mesh, agent: str) -> tuple[int, int]:
@@ -132,6 +157,26 @@ async def test_a_cancel_waits_for_its_own_task_only(
     assert isinstance(outcome, Failed)
     assert outcome.kind is FailureKind.CANCELLED
     assert count_unacked(mesh, "asker") == (0, 0)
+
+
+async def test_signals_do_not_overtake_one_that_waits_for_a_lock(
+    mesh: Mesh, client: FakePeer
+) -> None:
+    replica = await mesh.replica(listener)
+    locked, other = await client.ask("listener", 3), await client.ask("listener", 1)
+    await mesh.idle()
+    locked_ids = {locked}
+    lock_rows(replica, locked_ids)
+    await client.send_control("listener", a_signal(locked, 1))
+    await mesh.idle()
+    locked_ids.clear()
+    for number in (2, 3):
+        await client.send_control("listener", a_signal(locked, number))
+    await client.send_control("listener", a_signal(other, 4))
+    assert await client.reply(other) == Ok([4])
+    await mesh.advance(2)
+    assert await client.reply(locked) == Ok([1, 2, 3])
+    assert count_unacked(mesh, "listener") == (0, 0)
 
 
 async def test_an_end_on_a_locked_row_is_retried_without_reporting_an_outage(
@@ -284,12 +329,53 @@ async def test_postponed_messages_are_retried_after_any_defect(mesh: Mesh) -> No
     capacities = list[int]()
     runtime = (await mesh.replica(asker("asker", "peer"))).worker.runtime
     postponed = PostponedMessages(handle, runtime, capacities.append)
-    message: Any = (None, RunId("claim"))
+    message: Any = (SimpleNamespace(message=a_signal(TaskId("task"), 1)), RunId("claim"))
     backend: Any = None
     await postponed.postpone(message, backend, shared=True)
     await mesh.advance(5)
     assert handled == [message]
     assert capacities[-1] == 0  # no message waits or is being retried
+
+
+async def test_postponed_signals_keep_their_order(mesh: Mesh) -> None:
+    """More than one batch waits, some wait again, and others arrive in between."""
+    task_ids = [TaskId("first"), TaskId("second")]
+    signals: list[Any] = [
+        (SimpleNamespace(message=a_signal(task_ids[number % 2], number)), RunId(str(number)))
+        for number in range(602)
+    ]
+    locked, arriving = {"0", "1", "401"}, signals[600:]
+    handled: dict[str, list[str]] = {task_id: [] for task_id in task_ids}
+
+    async def handle_one(item: Any) -> None:
+        delivery, claim_id = item
+        if postponed.is_behind(item, shared=True) or claim_id in locked:
+            await postponed.postpone(item, backend, shared=True)
+        else:
+            handled[delivery.message.correlation_id].append(claim_id)
+
+    async def handle(received: Any, backend: Any, shared: bool) -> None:
+        for item in (*received, *arriving):
+            await handle_one(item)
+        arriving.clear()
+
+    capacities = list[int]()
+    runtime = (await mesh.replica(asker("asker", "peer"))).worker.runtime
+    postponed = PostponedMessages(handle, runtime, capacities.append)
+    backend: Any = None
+    for item in signals[:600]:
+        await postponed.postpone(item, backend, shared=True)
+    await mesh.advance(2)
+    assert handled == {"first": [], "second": []}
+    for claim_id in ("0", "1", "401"):
+        locked.remove(claim_id)
+        await mesh.advance(5)
+    assert handled == {
+        task_id: [str(number) for number in range(start, 602, 2)]
+        for start, task_id in enumerate(task_ids)
+    }
+    assert capacities[-1] == 0
+    assert not postponed.is_behind(signals[0], shared=True)
 
 
 async def test_a_drain_that_times_out_requeues_waiting_responses(

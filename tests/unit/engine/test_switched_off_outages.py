@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from fake_peer import FakePeer
+from meshpoint.agents.function import agent
+from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.envelopes import (
     attach_message,
     cancel_message,
@@ -19,6 +21,7 @@ from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.messages import Message, MessageType, private_queue, response_queue
 from meshpoint.model.outcomes import Failed, Ok
+from meshpoint.model.signals import Signal
 from meshpoint.model.tasks import TaskState
 
 from .agents import Gate, Steps, asker, doubler, sequential_agent
@@ -26,6 +29,7 @@ from .mesh import Mesh, RunningReplica
 from .resuming import failing_until_fixed
 
 OFF: dict[str, Any] = {"checkpointing": False}
+chat = Signal("chat", int)
 GONE = private_queue(AgentName("client"), ReplicaId("gone"))
 
 
@@ -271,6 +275,66 @@ async def test_commands_for_tasks_in_the_database_hold_up_no_others(
     answered = {message.type for message in client.messages}
     assert answered >= {MessageType.STATUS, MessageType.READ, MessageType.SIGNAL}
     assert mesh.dead_letters("asker") == []
+
+
+async def test_too_many_waiting_messages_delay_commands_only(
+    mesh: Mesh, client: FakePeer, peer: FakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Responses to tasks in memory arrive in the private queue."""
+    monkeypatch.setattr("meshpoint.engine.postponed._MAX_CAPACITY", 4)
+    sender, reply_to = AgentName("client"), response_queue(AgentName("client"))
+    first = await mesh.replica(asker("asker", "peer"))
+    old = TaskId(await client.ask("asker", 1))
+    await peer.wait_for_request()
+    await mesh.idle()
+    await first.crash()
+    replica = await replica_in_outage(mesh, asker("asker", "peer"), response_prefetch=2)
+    cancelled = TaskId(await client.ask("asker", 2))
+    await peer.wait_for_request(2)
+    answered = TaskId(await client.ask("asker", 3))
+    request = await peer.wait_for_request(3)
+    for number in range(20):
+        signal = signal_message(sender, old, "chat", f"signal-{number}", number, reply_to)
+        await client.send_control("asker", signal)
+    await mesh.advance(10)
+    await client.send_control("asker", cancel_message(sender, cancelled))
+    await peer.respond(request, 6)
+    assert await client.reply(answered) == Ok({"peer": 6})
+    await mesh.advance(10)
+    assert client.replies(cancelled) == []
+    queue = mesh.exchange.queues[response_queue(AgentName("asker"))]
+    assert len(queue.ready) == 20 + 1 - 6, "two and four are held"
+    replica.store.unavailable = False
+    await mesh.advance(10)
+    assert isinstance(await client.reply(cancelled), Failed)
+    assert len(queue.ready) == 0
+
+
+@agent("listener")
+async def listener(ctx: TaskExecutionContext, count: int) -> list[int]:
+    return [await ctx.receive(chat) for _ in range(count)]
+
+
+@pytest.mark.parametrize("replica_count", [1, 2])
+async def test_signals_reach_a_task_in_memory_in_order(
+    mesh: Mesh, client: FakePeer, replica_count: int
+) -> None:
+    """Each is forwarded to the task's own replica before it waits for the database."""
+    replicas = [await replica_in_outage(mesh, listener) for _ in range(replica_count)]
+    task_id = TaskId(await client.ask("listener", 4))
+    await mesh.idle()
+    sender = AgentName("client")
+    for number in range(4):
+        signal = signal_message(
+            sender, task_id, "chat", f"signal-{number}", number, response_queue(sender)
+        )
+        await client.send_control("listener", signal)
+        await mesh.idle()
+    assert await client.reply(task_id) == Ok([0, 1, 2, 3])
+    for replica in replicas:
+        replica.store.unavailable = False
+    await mesh.advance(3)
+    assert mesh.dead_letters("listener") == []
 
 
 async def test_with_checkpointing_on_first_deliveries_wait(

@@ -9,20 +9,23 @@ the sum of both limits from the other replicas.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import takewhile
 from time import monotonic
 from typing import Any
 from uuid import uuid4
 
-from meshpoint.adapters.rabbitmq.connection import OpenChannel, close_quietly
+from meshpoint.adapters.rabbitmq.connection import OpenChannel, close_quietly, translate_errors
 from meshpoint.adapters.rabbitmq.frames import (
     DeliveryHandler,
     RawDelivery,
     encode_ack,
     encode_nack,
 )
+from meshpoint.errors import BrokerUnavailable
 
 _ADD_DELAY = 0.02
 """Seconds to wait before adding a small consumer, in case a larger one is needed."""
@@ -52,7 +55,10 @@ class Consumer:
         self._unacked: dict[int, bytes] = {}  # consumer tags of unacked deliveries, oldest first
         self._task_ids: dict[int, str] = {}  # of unacked deliveries that were decoded
         self._started_at: dict[bytes, float] = {}  # by consumer tag, by the monotonic clock
-        self._returned_at = 0.0  # the last time that a delivery was returned to the queue
+        # When the broker had all deliveries that were returned to the queue; infinite until then.
+        self._returned_at = 0.0
+        self._return_count = 0
+        self._return_check: asyncio.Task[None] | None = None
         self._pending_acks: set[int] = set()  # acked, but not sent yet
         self._ack_timer: asyncio.TimerHandle | None = None
         self._adjust_lock = asyncio.Lock()
@@ -92,7 +98,7 @@ class Consumer:
         """The consumers that the broker has counted since `instant`, by the monotonic clock.
 
         Cancelled ones count until their deliveries are settled. None count if a delivery was
-        returned to the queue later than `instant`.
+        returned to the queue later than `instant`, or if the broker may not have it yet.
         """
         if self.lost or self._returned_at > instant:
             return 0
@@ -158,9 +164,12 @@ class Consumer:
 
         A lost channel requeues everything.
         """
+        self._returned_at = math.inf
         if self._writable:
             self._transport.write(encode_nack(self.channel.number, delivery_tag, requeue))
-        self._returned_at = monotonic()
+            self._return_count += 1
+            if self._return_check is None:
+                self._return_check = asyncio.create_task(self._check_returns())
         self._record_settled(delivery_tag)
 
     async def close(self) -> None:
@@ -168,6 +177,21 @@ class Consumer:
         self.flush_acks()
         self._closed = True
         await close_quietly(self.channel)
+
+    async def _check_returns(self) -> None:
+        """Wait until the broker has all returned deliveries: it replies to frames in order.
+
+        If the channel is lost, the consumer denies nothing any more.
+        """
+        try:
+            with suppress(BrokerUnavailable), translate_errors("returning messages"):
+                while self._returned_at == math.inf:
+                    count = self._return_count
+                    await self.channel.flow(active=True)
+                    if count == self._return_count:
+                        self._returned_at = monotonic()
+        finally:
+            self._return_check = None
 
     @property
     def _writable(self) -> bool:

@@ -112,8 +112,14 @@ class FakeChannel:
         self.on_consumer_cancel_callbacks: set[object] = set()
         self.closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+        self.flowing = asyncio.Event()
+
     async def basic_qos(self, *, prefetch_count: int) -> None:
         pass
+
+    async def flow(self, *, active: bool) -> None:
+        await self.flowing.wait()
+        self.flowing.clear()
 
     async def basic_consume(self, queue: str, take: object, consumer_tag: str) -> None:
         self.tag = consumer_tag.encode()
@@ -131,6 +137,8 @@ class AckRecorder:
 
     def write(self, frame: bytes) -> None:
         kind, channel, size, which, tag, bits, end = struct.unpack(">BHIIQBB", frame)
+        if which == 60 << 16 | 120:  # a nack
+            return
         assert (kind, channel, size, which, end) == (1, 7, 13, 60 << 16 | 80, 0xCE)
         self.acks.append((tag, bool(bits)))
 
@@ -208,6 +216,32 @@ async def test_acks_are_not_written_to_a_channel_the_broker_closed() -> None:
     consumer.nack(2)
     consumer.flush_acks()
     assert wire.acks == []
+
+
+async def test_a_consumer_denies_nothing_until_the_broker_has_what_it_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until then, the request is in no queue and in no replica."""
+    now = 0.0
+    monkeypatch.setattr("meshpoint.adapters.rabbitmq.consumer.monotonic", lambda: now)
+    consumer, _ = await consume_deliveries(3, prefetch=3)
+    channel: Any = consumer.channel
+    now = 100.0
+    assert consumer.count_since(50.0) == 1
+    consumer.nack(1)
+    await idle()
+    consumer.nack(2)  # after the first question
+    for now in (200.0, 300.0):  # the network stalls
+        assert consumer.count_since(now) == 0
+        channel.flowing.set()
+        await idle()
+    assert (consumer.count_since(299.0), consumer.count_since(301.0)) == (0, 1)
+    consumer.nack(3)
+    now = 400.0
+    assert consumer.count_since(now) == 0
+    channel.flowing.set()
+    await idle()
+    assert consumer.count_since(now) == 1
 
 
 class RecordingPublisher(Publisher):
