@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from importlib.metadata import version as installed_version
 from typing import Any, ClassVar, TypeVar, overload
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
-from pydantic_ai import UsageLimits
+from pydantic_ai import Agent, UsageLimits
+from pydantic_ai._output import OutputSchema
 from pydantic_ai.agent import AbstractAgent
 from pydantic_ai.conversation import Conversation
 from pydantic_ai.exceptions import UserError
@@ -75,12 +77,8 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
             fix = "give the peers to durable(), or call it in a function agent"
             raise ConfigurationError(key, "the agent has MeshpointDurability already", fix)
         outputs = _list_outputs(wrapped)
-        can_defer = DeferredToolRequests in outputs
-        if getattr(wrapped, "_output_validators", None) and not can_defer:
-            fix = "add DeferredToolRequests to its output types"
-            raise ConfigurationError(key, "the agent has output validators", fix)
-        # With validators, Pydantic AI refuses an output type for one run.
-        self._run_output_type: Any = None if can_defer else [*outputs, DeferredToolRequests]
+        self._can_defer = DeferredToolRequests in outputs
+        self._run_output_type = [*outputs, DeferredToolRequests]
         try:
             self._durability.for_agent(wrapped)
         except UserError as error:
@@ -97,9 +95,10 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
         """Run the agent until it has an output, or waits; see `FrameworkAgent`."""
         with open_run() as run:
             try:
-                result = await self.wrapped.run(
+                agent, output_type = self._deferring()
+                result = await agent.run(
                     prompt,
-                    output_type=self._run_output_type,
+                    output_type=output_type,
                     conversation=self._read_conversation(history) if history.messages else None,
                     deferred_tool_results=deferred_results(answers) if answers else None,
                     deps=None if self._deps is None else self._deps(ctx),
@@ -117,6 +116,21 @@ class PydanticAIAgent(FrameworkAgent[In, Out]):
             calls = find_calls(output, messages, run)
         extra = _extra(result.usage, result.conversation.conversation_id)
         return Turn(_dump(messages), calls, run.tools, extra)
+
+    def _deferring(self) -> tuple[AbstractAgent[Any, Any], Any]:
+        """The agent, and the output types of a run that can end with deferred calls.
+
+        With validators, Pydantic AI refuses output types for one run, so they belong to a copy of
+        the agent, which shares the rest with it. Wrappers of agents cannot be copied.
+        """
+        if self._can_defer:
+            return self.wrapped, None
+        if not (isinstance(self.wrapped, Agent) and self.wrapped._output_validators):
+            return self.wrapped, self._run_output_type
+        copied = copy(self.wrapped)
+        copied._output_type = self._run_output_type
+        copied._output_schema = OutputSchema.build(self._run_output_type)
+        return copied, None
 
     def _read_conversation(self, history: History) -> Conversation:
         """Read the messages and the usage of the last pause.
