@@ -107,8 +107,7 @@ async def _faster_layout(stage: BenchmarkServers, plan: Plan) -> tuple[list[str]
     commands = specs.layout_commands((await stage.rabbit()).url, await stage.database())
     async with AsyncExitStack() as stack:
         contenders = {
-            name: await start_contender(stack, name, command)
-            for name, command in commands.items()
+            name: await start_contender(stack, name, command) for name, command in commands.items()
         }
         medians = await interleaved(
             {

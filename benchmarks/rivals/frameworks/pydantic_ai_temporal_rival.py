@@ -52,7 +52,7 @@ agent = make_agent(
 class Root(PydanticAIWorkflow):
     """The workflow that runs the agent."""
 
-    __pydantic_ai_agents__ = [agent]
+    __pydantic_ai_agents__ = (agent,)
 
     @workflow.run
     async def run(self, pauses: int) -> str:

@@ -1,4 +1,4 @@
-"""A contender's further process, such as the peer's: it prints `ready`, and ends with its stdin."""
+"""A second process of a contender, for the peer. It ends when its standard input closes."""
 
 from __future__ import annotations
 
