@@ -156,7 +156,7 @@ def _strands(calls: int) -> FrameworkAgents:
         )
 
     async def run() -> str:
-        return str(await build(tools=tools).invoke_async(PROMPT)).strip()
+        return str(await build(tools=tools).invoke_async(PROMPT))
 
     return FrameworkAgents(durable(build, **_OPTIONS), run)
 
