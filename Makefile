@@ -69,7 +69,7 @@ frameworks: $(STAMPS)/dev
 	@MESHPOINT_ALL_BACKENDS=1 MESHPOINT_FRAMEWORKS=1 $(BIN)/python -m pytest tests/acceptance/test_frameworks.py tests/frameworks $(ARGS)
 
 bench: $(STAMPS)/benchmarks $(STAMPS)/rivals
-	@PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)
+	@PYTHONPATH=tests:tests/frameworks $(BIN)/python -m benchmarks $(ARGS)
 
 since: $(STAMPS)/benchmarks
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks.since $(REV) $(ARGS)

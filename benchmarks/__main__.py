@@ -1,4 +1,6 @@
-"""`python -m benchmarks [NAME]... [--quick] [--json]`, with tests/ on the import path."""
+"""`python -m benchmarks [NAME]... [--quick] [--json]`, with tests/ and tests/frameworks/ on
+the import path.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,7 @@ class Benchmark(StrEnum):
     RESTORE = "restore"
     WORKING = "working"
     HISTORY = "history"
+    FRAMEWORKS = "frameworks"
 
 
 def main(

@@ -20,24 +20,17 @@ from benchmarks.measure import Medians, Sample, interleaved
 from benchmarks.report import Cell, Report, Table
 from benchmarks.rivals import specs
 from benchmarks.rivals.contender import Contender
-from benchmarks.rivals.resource_meters import Meter, cpu_seconds, sibling_servers
+from benchmarks.rivals.resource_meters import Meter
+from benchmarks.rivals.rounds import COSTS, MANY_IN_FLIGHT, run_sample, start_contender
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MANY_IN_FLIGHT, MORE_IN_FLIGHT = 16, 64
-"""Requests in flight."""
+MORE_IN_FLIGHT = 64
+"""Requests in flight, in addition to `MANY_IN_FLIGHT`."""
 _TARGET_RATIO = 0.85
 """Target share of the bare mesh's rate with `MORE_IN_FLIGHT` requests, which saturate the CPU."""
 _MESHPOINT_CONTENDERS = (specs.MESHPOINT, specs.IN_MEMORY)
-_COSTS = {
-    "cpu ms": "CPU ms",
-    "server cpu ms": "servers' CPU ms",
-    "tasks per cpu s": "tasks per CPU second",
-    "commits": "commits",
-    "statements": "statements",
-    "wal KiB": "WAL KiB",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +107,12 @@ async def _faster_layout(stage: BenchmarkServers, plan: Plan) -> tuple[list[str]
     commands = specs.layout_commands((await stage.rabbit()).url, await stage.database())
     async with AsyncExitStack() as stack:
         contenders = {
-            name: await _start_contender(stack, name, command)
-            for name, command in commands.items()
+            name: await start_contender(stack, name, command) for name, command in commands.items()
         }
         medians = await interleaved(
             {
                 name: partial(
-                    _run_sample, command_rates, None, [], 10, MANY_IN_FLIGHT, plan.seconds
+                    run_sample, command_rates, None, [], 10, MANY_IN_FLIGHT, plan.seconds
                 )
                 for name, command_rates in contenders.items()
             },
@@ -145,16 +137,9 @@ async def _contenders(
             if part.meter is not None:
                 stack.push_async_callback(part.meter.close)
         yield (
-            {part.name: await _start_contender(stack, part.name, part.command) for part in parts},
+            {part.name: await start_contender(stack, part.name, part.command) for part in parts},
             {part.name: part.meter for part in parts},
         )
-
-
-async def _start_contender(stack: AsyncExitStack, name: str, command: Sequence[str]) -> Contender:
-    contender = await Contender.start(name, command)
-    stack.push_async_callback(contender.close)
-    await contender.run_round(10, MANY_IN_FLIGHT, 1)
-    return contender
 
 
 async def _measure_fan_out(
@@ -170,7 +155,7 @@ async def _measure_fan_out(
     ) -> dict[str, Callable[[], Awaitable[Sample]]]:
         return {
             name: partial(
-                _run_sample, contenders[name], meters[name], pids, fan_out, in_flight, seconds
+                run_sample, contenders[name], meters[name], pids, fan_out, in_flight, seconds
             )
             for name in names
         }
@@ -188,32 +173,6 @@ async def _measure_fan_out(
             plan.rounds,
             title=f"{title} more",
         ),
-    )
-
-
-async def _run_sample(
-    contender: Contender,
-    meter: Meter | None,
-    pids: Sequence[int],
-    fan_out: int,
-    in_flight: int,
-    seconds: float,
-) -> Sample:
-    async def costs() -> dict[str, float]:
-        counted = await meter.read() if meter is not None else {}
-        cpu = {
-            "cpu ms": cpu_seconds([contender.pid]) * 1e3,
-            "server cpu ms": cpu_seconds(sibling_servers(pids)) * 1e3,
-        }
-        return {**cpu, **counted}
-
-    before = await costs()
-    result = await contender.run_round(fan_out, in_flight, seconds)
-    after, count = await costs(), len(result.latencies)
-    each = {name: (after[name] - before[name]) / count for name in before}
-    each["tasks per cpu s"] = 1e3 / (each["cpu ms"] + each["server cpu ms"])
-    return Sample(
-        count, result.seconds, {"p50": result.quantile(0.5), "p99": result.quantile(0.99), **each}
     )
 
 
@@ -240,7 +199,7 @@ def _cost_table(fan_out: int, measured: Measured) -> Table:
         [_with_more(name), *_cost_cells(measured.more, name)] for name in _MESHPOINT_CONTENDERS
     ]
     note = "Commits: transactions that wrote. Celery's statements are Redis commands."
-    return Table(f"N={fan_out}: what a task costs", ["", *_COSTS.values()], rows, note)
+    return Table(f"N={fan_out}: what a task costs", ["", *COSTS.values()], rows, note)
 
 
 def _speed_cells(medians: Medians, name: str) -> list[Cell]:
@@ -258,7 +217,7 @@ def _latency_cells(medians: Medians, name: str) -> list[Cell]:
 
 def _cost_cells(medians: Medians, name: str) -> list[Cell]:
     available = medians.samples[name][0].extras
-    return [medians.extra(name, key).median if key in available else None for key in _COSTS]
+    return [medians.extra(name, key).median if key in available else None for key in COSTS]
 
 
 def _figures(measured: Measured) -> dict[str, JsonValue]:

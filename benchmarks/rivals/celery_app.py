@@ -32,5 +32,5 @@ def collect(answers: list[str], history: list[dict[str, Any]]) -> str:
 @app.task(bind=True)
 def root(self: Task, fan_out: int) -> Any:
     """Ask `fan_out` peers."""
-    calls = [peer.s("what do you say?") for _ in range(fan_out)]
+    calls = [peer.s(job.QUESTION) for _ in range(fan_out)]
     return self.replace(chord(calls, collect.s(list(job.history()))))

@@ -33,7 +33,7 @@ async def peer(question: str) -> str:
 async def root(fan_out: int) -> str:
     """Ask `fan_out` peers."""
     await load_state()
-    handles = [await DBOS.start_workflow_async(peer, "what do you say?") for _ in range(fan_out)]
+    handles = [await DBOS.start_workflow_async(peer, job.QUESTION) for _ in range(fan_out)]
     return job.summary([await handle.get_result() for handle in handles])
 
 

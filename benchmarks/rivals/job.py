@@ -11,6 +11,8 @@ from typing import Any
 
 from benchmarks.random_text import make_conversation, make_text
 
+QUESTION = "what do you say?"
+"""The root's question to a peer."""
 _ANSWER_BYTES = 300
 
 

@@ -40,7 +40,7 @@ async def _start_node(state: State) -> State:
 
 
 def _send_to_peers(state: State) -> list[Send]:
-    return [Send("ask", {"question": "what do you say?"}) for _ in range(state["fan_out"])]
+    return [Send("ask", {"question": job.QUESTION}) for _ in range(state["fan_out"])]
 
 
 async def _peer_node(state: Any) -> State:

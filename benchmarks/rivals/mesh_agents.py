@@ -24,7 +24,7 @@ class Root(StatefulAgent[int, Memory, str]):
     name = "root"
 
     async def on_request(self, ctx: TaskExecutionContext, fan_out: int) -> Paused | Done[str]:
-        calls = {str(number): _ask("what do you say?") for number in range(fan_out)}
+        calls = {str(number): _ask(job.QUESTION) for number in range(fan_out)}
         return self.ask(Memory(history=job.history()), calls, then=self.on_answers)
 
     async def on_answers(

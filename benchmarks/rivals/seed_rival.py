@@ -104,7 +104,7 @@ async def _serve_root(channel_: _BrokerChannel, store: SeedStore, threads: int) 
         calls = [str(uuid4()) for _ in range(fan_out)]
         await run_step(store.checkpoint, id_, reply_to, calls)
         await asyncio.gather(
-            *[channel_.send("peer", call, "what do you say?", "root.resp") for call in calls]
+            *[channel_.send("peer", call, job.QUESTION, "root.resp") for call in calls]
         )
 
     async def on_answer(id_: str, reply_to: str, answer: Any) -> None:

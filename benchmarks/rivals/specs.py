@@ -88,17 +88,17 @@ async def contender_specs(
     specs = [
         ContenderSpec(
             MESHPOINT,
-            _command_here("mesh", amqp, meshpoint, *layout),
+            command_here("mesh", amqp, meshpoint, *layout),
             await _postgres_meter(stage, meshpoint),
         ),
-        ContenderSpec(IN_MEMORY, _command_here("mesh", amqp, *layout)),
-        ContenderSpec(SQLITE, _command_here("mesh", file, file, *layout)),
+        ContenderSpec(IN_MEMORY, command_here("mesh", amqp, *layout)),
+        ContenderSpec(SQLITE, command_here("mesh", file, file, *layout)),
         ContenderSpec(
-            SEED, _command_here("seed_rival", amqp, seed), await _postgres_meter(stage, seed)
+            SEED, command_here("seed_rival", amqp, seed), await _postgres_meter(stage, seed)
         ),
         ContenderSpec(
             SEED_THREADS,
-            _command_here("seed_rival", amqp, threads, "--threads", "8"),
+            command_here("seed_rival", amqp, threads, "--threads", "8"),
             await _postgres_meter(stage, threads),
         ),
     ]
@@ -123,11 +123,11 @@ async def _rival_specs(stage: BenchmarkServers) -> list[ContenderSpec]:
     ]
 
 
-async def versions() -> dict[str, str]:
-    """The rivals' versions."""
+async def versions(packages: Sequence[str] = _RIVAL_PACKAGES) -> dict[str, str]:
+    """The versions of the rivals' packages."""
     if not RIVALS_PYTHON.exists():
         return {"rivals": "not installed; `make bench` installs them"}
-    command = [str(RIVALS_PYTHON), "-c", _VERSIONS, *_RIVAL_PACKAGES]
+    command = [str(RIVALS_PYTHON), "-c", _VERSIONS, *packages]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     installed: dict[str, str] = json.loads(output)
@@ -137,12 +137,13 @@ async def versions() -> dict[str, str]:
 def layout_commands(amqp: str, database: str) -> dict[str, list[str]]:
     """Commands for the two ways to distribute Meshpoint's agents over processes."""
     return {
-        "a process for each agent": _command_here("mesh", amqp, database),
-        "one process": _command_here("mesh", amqp, database, "--together"),
+        "a process for each agent": command_here("mesh", amqp, database),
+        "one process": command_here("mesh", amqp, database, "--together"),
     }
 
 
-def _command_here(module: str, *arguments: str) -> list[str]:
+def command_here(module: str, *arguments: str) -> list[str]:
+    """A command in this environment."""
     return [sys.executable, "-m", f"benchmarks.rivals.{module}", *arguments]
 
 

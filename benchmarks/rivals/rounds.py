@@ -1,0 +1,60 @@
+"""Rounds of contenders: start, warm up, run, and count what a task costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from benchmarks.measure import Sample
+from benchmarks.rivals.contender import Contender
+from benchmarks.rivals.resource_meters import Meter, cpu_seconds, sibling_servers
+
+MANY_IN_FLIGHT = 16
+"""Requests in flight."""
+COSTS = {
+    "cpu ms": "CPU ms",
+    "server cpu ms": "servers' CPU ms",
+    "tasks per cpu s": "tasks per CPU second",
+    "commits": "commits",
+    "statements": "statements",
+    "wal KiB": "WAL KiB",
+}
+"""What `run_sample` counts for each task, with the titles of its columns."""
+
+
+async def start_contender(
+    stack: AsyncExitStack, name: str, command: Sequence[str], *, fan_out: int = 10
+) -> Contender:
+    """Start a contender and warm it up. It runs until `stack` closes."""
+    contender = await Contender.start(name, command)
+    stack.push_async_callback(contender.close)
+    await contender.run_round(fan_out, MANY_IN_FLIGHT, 1)
+    return contender
+
+
+async def run_sample(
+    contender: Contender,
+    meter: Meter | None,
+    pids: Sequence[int],
+    fan_out: int,
+    in_flight: int,
+    seconds: float,
+) -> Sample:
+    """Run one round. `pids` are all contenders' processes, which are no servers."""
+
+    async def costs() -> dict[str, float]:
+        counted = await meter.read() if meter is not None else {}
+        cpu = {
+            "cpu ms": cpu_seconds([contender.pid]) * 1e3,
+            "server cpu ms": cpu_seconds(sibling_servers(pids)) * 1e3,
+        }
+        return {**cpu, **counted}
+
+    before = await costs()
+    result = await contender.run_round(fan_out, in_flight, seconds)
+    after, count = await costs(), len(result.latencies)
+    each = {name: (after[name] - before[name]) / count for name in before}
+    each["tasks per cpu s"] = 1e3 / (each["cpu ms"] + each["server cpu ms"])
+    return Sample(
+        count, result.seconds, {"p50": result.quantile(0.5), "p99": result.quantile(0.99), **each}
+    )
