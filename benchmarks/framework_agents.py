@@ -6,16 +6,17 @@ models are those of `tests/frameworks`, which must be on the import path.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from string import ascii_letters
 from typing import Any
 from uuid import uuid4
 
 from pydantic import BaseModel
 
 from benchmarks.rivals import job
-from benchmarks.rivals.mesh_agents import peer
 from meshpoint import (
     Done,
     DurableAgent,
@@ -23,9 +24,24 @@ from meshpoint import (
     Replies,
     StatefulAgent,
     TaskExecutionContext,
+    agent,
 )
 
 NAME, PROMPT = "root", "Ask the peer."
+_source = random.Random(3)
+
+
+def _answer() -> str:
+    """A new text as long as a rival's answer. A history of equal texts would compress well."""
+    return "".join(_source.choices(ascii_letters, k=len(job.answer())))
+
+
+@agent("peer")
+async def peer(ctx: TaskExecutionContext, question: str) -> str:
+    """Answers at once."""
+    return _answer()
+
+
 _OPTIONS: dict[str, Any] = {"name": NAME, "peers": [peer], "stream": False}
 
 
@@ -55,7 +71,7 @@ def _tool_named_peer(decorate: Callable[[Any], Any]) -> Any:
 
     def peer(request: str) -> str:
         """Answers at once."""
-        return job.answer()
+        return _answer()
 
     return decorate(peer)
 

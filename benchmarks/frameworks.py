@@ -19,14 +19,13 @@ from typing import Any
 from pydantic import JsonValue
 
 from benchmarks.environment import BenchmarkServers
-from benchmarks.framework_agents import MAKERS, NAME, PROMPT, plain_agent
+from benchmarks.framework_agents import MAKERS, NAME, PROMPT, peer, plain_agent
 from benchmarks.history import counted
 from benchmarks.measure import Medians, Sample, interleaved
 from benchmarks.report import Cell, Report, Table
 from benchmarks.rivals import job
 from benchmarks.rivals.contender import Contender
 from benchmarks.rivals.frameworks import specs
-from benchmarks.rivals.mesh_agents import peer
 from benchmarks.rivals.resource_meters import Meter
 from benchmarks.rivals.rounds import COSTS, MANY_IN_FLIGHT, run_sample, start_contender
 from benchmarks.rivals.specs import versions
@@ -60,7 +59,13 @@ async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
     plan = QUICK if quick else FULL
     await stage.postgres()
     times = await measure_times(stage, plan)
-    written = {name: await measure_bytes(stage, plan, name) for name in (PLAIN, *MAKERS)}
+    written = {
+        name: {
+            pauses: await measure_bytes(name, pauses, await stage.database())
+            for pauses in (plan.few, plan.many)
+        }
+        for name in (PLAIN, *MAKERS)
+    }
     measured = await _measure_contenders(stage, plan)
     return Report(
         name="frameworks",
@@ -91,7 +96,7 @@ async def measure_times(stage: BenchmarkServers, plan: Plan) -> Medians:
         rounds: dict[str, Callable[[], Awaitable[Sample]]] = {}
 
         async def add_mesh(name: str, agent: DurableAgent[Any, Any]) -> None:
-            call = await stack.enter_async_context(_served(stage, agent))
+            call = await stack.enter_async_context(_served(agent, await stage.database()))
             rounds[f"{name} {_ON_MESHPOINT}"] = partial(_time_task, call, plan.few)
 
         await add_mesh(PLAIN, plain_agent(plan.few))
@@ -104,24 +109,21 @@ async def measure_times(stage: BenchmarkServers, plan: Plan) -> Medians:
         return await interleaved(rounds, plan.pause_rounds, title="pauses")
 
 
-async def measure_bytes(stage: BenchmarkServers, plan: Plan, name: str) -> dict[int, int]:
-    """The bytes that one task of an agent writes, by its number of pauses."""
-    written: dict[int, int] = {}
-    for pauses in (plan.few, plan.many):
-        agent = plain_agent(pauses) if name == PLAIN else MAKERS[name](pauses).durable
-        async with _served(stage, agent) as call:
-            with counted() as each:
-                _check(pauses, await call())
-        written[pauses] = each.total
-    return written
+async def measure_bytes(name: str, pauses: int, db_url: str) -> int:
+    """The bytes that one task of an agent writes."""
+    agent = plain_agent(pauses) if name == PLAIN else MAKERS[name](pauses).durable
+    async with _served(agent, db_url) as call:
+        with counted() as written:
+            _check(pauses, await call())
+    return written.total
 
 
 @asynccontextmanager
 async def _served(
-    stage: BenchmarkServers, agent: DurableAgent[Any, Any]
+    agent: DurableAgent[Any, Any], db_url: str
 ) -> AsyncIterator[Callable[[], Awaitable[object]]]:
     """Serve an agent and its peer, and yield a function that runs one task."""
-    async with local_mesh(agent, peer, db_url=await stage.database()) as mesh:
+    async with local_mesh(agent, peer, db_url=db_url) as mesh:
         yield partial(mesh.call, NAME, PROMPT)
 
 
@@ -136,7 +138,7 @@ def _check(pauses: int, result: object) -> None:
     job.check(pauses, str(result).strip())  # the test's models send word by word
 
 
-def _bytes_per_pause(written: Mapping[int, int]) -> tuple[float, float]:
+def bytes_per_pause(written: Mapping[int, int]) -> tuple[float, float]:
     """The bytes of each of the first pauses, and of each later one."""
     (few, first), (many, all_) = written.items()
     return first / few, (all_ - first) / (many - few)
@@ -145,7 +147,7 @@ def _bytes_per_pause(written: Mapping[int, int]) -> tuple[float, float]:
 def _pause_figures(
     times: Medians, written: Mapping[str, Mapping[int, int]], name: str
 ) -> dict[str, JsonValue]:
-    first, later = _bytes_per_pause(written[name])
+    first, later = bytes_per_pause(written[name])
     figures: dict[str, JsonValue] = {"bytes, first": round(first), "bytes, later": round(later)}
     for where in (_BARE, _ON_MESHPOINT):
         if f"{name} {where}" in times.samples:
@@ -172,7 +174,7 @@ def _pause_table(plan: Plan, times: Medians, written: Mapping[str, Mapping[int, 
                 times.extra(f"{name} {_ON_MESHPOINT}", key).median,
                 adapter(name, key) if has_framework else None,
             ]
-        rows.append([name, *cells, *(each / 1e3 for each in _bytes_per_pause(sizes))])
+        rows.append([name, *cells, *(each / 1e3 for each in bytes_per_pause(sizes))])
     columns = [
         f"{unit}{where}"
         for unit in ("ms ", "CPU ms ")

