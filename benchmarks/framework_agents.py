@@ -101,9 +101,8 @@ def _langgraph(calls: int) -> FrameworkAgents:
     wrapped = create_agent(model, middleware=[MeshpointDurability()], name=NAME)
 
     async def run() -> str:
-        ended: Any = await bare.ainvoke(
-            {"messages": [("user", PROMPT)]}, {"recursion_limit": 3 * calls + 10}
-        )
+        given: Any = {"messages": [("user", PROMPT)]}
+        ended: Any = await bare.ainvoke(given, {"recursion_limit": 3 * calls + 10})
         return str(ended["messages"][-1].text)
 
     return FrameworkAgents(durable(wrapped, output=str, **_OPTIONS), run)

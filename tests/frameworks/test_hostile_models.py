@@ -166,7 +166,8 @@ async def test_numbers_that_are_no_json_are_invalid_arguments(
     async with TestMesh(framework.build(journey)) as mesh:
         stubs(mesh)
         result = await mesh.call(travel, ROME)
-        assert mesh.stub(hotels).requests == mesh.stub(weather).requests == []
+        assert not mesh.stub(hotels).requests
+        assert not mesh.stub(weather).requests
     assert "visas: none for I" in result
     assert journey.model_calls == [1, 2]
     assert journey.tool_calls == {"visas": 1}

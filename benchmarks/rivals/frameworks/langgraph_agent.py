@@ -37,7 +37,7 @@ class CountingModel(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         prompt = next(each.text for each in messages if isinstance(each, HumanMessage))
-        answers = [each.text for each in messages if isinstance(each, ToolMessage)]
+        answers = [str(each.text) for each in messages if isinstance(each, ToolMessage)]
         message = AIMessage(job.summary(answers), usage_metadata=_USAGE)
         if len(answers) < int(prompt):
             call: Any = {"name": "peer", "args": {"request": job.QUESTION}}

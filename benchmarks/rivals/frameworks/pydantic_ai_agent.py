@@ -31,7 +31,7 @@ def _parts(messages: Sequence[ModelMessage]) -> Iterator[Any]:
 def _respond(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
     """Call the peer until there are as many answers as the prompt says, then answer."""
     prompt = next(part for part in _parts(messages) if isinstance(part, UserPromptPart))
-    answers = [part.content for part in _parts(messages) if isinstance(part, ToolReturnPart)]
+    answers = [str(part.content) for part in _parts(messages) if isinstance(part, ToolReturnPart)]
     if len(answers) < int(str(prompt.content)):
         arguments = {"request": job.QUESTION}
         call = ToolCallPart("peer", arguments, tool_call_id=f"call-{len(answers)}")

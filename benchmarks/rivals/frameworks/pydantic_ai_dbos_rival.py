@@ -41,7 +41,8 @@ async def answer_to(workflow_id: str, question: str) -> None:
 
 
 async def _ask_here(request: str) -> str:
-    return await (await DBOS.start_workflow_async(answer, request)).get_result()
+    handle = await DBOS.start_workflow_async(answer, request)
+    return str(await handle.get_result())
 
 
 async def _ask_queue(request: str) -> str:
