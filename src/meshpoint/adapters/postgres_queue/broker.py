@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +24,7 @@ from meshpoint.adapters.postgres_queue.content import (
 from meshpoint.adapters.postgres_queue.notifications import Listener, Notifier
 from meshpoint.adapters.postgres_queue.schema import ensure_tables
 from meshpoint.adapters.postgres_queue.session import (
+    SESSION_CONNECTIONS,
     Entry,
     QueueLimits,
     QueueSession,
@@ -47,7 +50,7 @@ from meshpoint.ports.broker import OnDelivery, PublishResult, RequestSearch
 
 _log = logging.getLogger(__name__)
 
-_CONNECTIONS = 6
+_CONNECTIONS = SESSION_CONNECTIONS + 2  # and those of the notifier and the listener
 _COMMAND_TIMEOUT = timedelta(seconds=10)
 _BEATS_PER_LEASE = 5
 _BEATS_PER_SWEEP = 20
@@ -88,6 +91,7 @@ class PostgresBroker:
         self._url, self._namespace = url, namespace
         self._lease, self._private_ttl, self._delivery_limit = lease, private_ttl, delivery_limit
         self._poll_seconds = poll_interval.total_seconds()
+        self._beat_seconds = lease.total_seconds() / _BEATS_PER_LEASE
         self._limits = QueueLimits(private_max_length, max_length, dead_letters_max_length)
         self._engine: AsyncEngine | None = None
         self._session: QueueSession | None = None
@@ -132,9 +136,7 @@ class PostgresBroker:
         """
         if self._session is not None:
             return
-        engine = engine_for(
-            self._url, command_timeout=_COMMAND_TIMEOUT, pool_size=_CONNECTIONS + 1
-        )
+        engine = engine_for(self._url, command_timeout=_COMMAND_TIMEOUT, pool_size=_CONNECTIONS)
         session = QueueSession(engine, self._lease, self._delivery_limit, self._limits)
         try:
             await ensure_tables(engine)
@@ -149,6 +151,7 @@ class PostgresBroker:
         self._tasks = [
             asyncio.create_task(self._claim_forever(session), name="meshpoint-queue-claim"),
             asyncio.create_task(self._beat_forever(session), name="meshpoint-queue-heartbeat"),
+            asyncio.create_task(self._maintain_forever(session), name="meshpoint-queue-maintain"),
         ]
 
     async def close(self) -> None:
@@ -166,6 +169,8 @@ class PostgresBroker:
         try:
             async with asyncio.timeout(_COMMAND_TIMEOUT.total_seconds()):
                 await asyncio.gather(*(session.settle(Settlement(claim)) for claim in unacked))
+                if session.claims_in_doubt:
+                    await session.execute(sql.RELEASE_UNKNOWN, session.holder, [])
                 await session.execute(sql.REMOVE_HOLDER, session.holder)
         except (TimeoutError, BrokerUnavailable) as error:
             _log.warning("unacked messages are requeued only when the lease expires: %s", error)
@@ -372,22 +377,25 @@ class PostgresBroker:
 
     async def _claim_forever(self, session: QueueSession) -> None:
         self._claim_ended.set()
+        next_poll = 0.0
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_seconds):
                     await self._wake_up.wait()
-            except TimeoutError:  # finds what was committed late, requeued, or not notified
+            self._wake_up.clear()
+            if (now := time.monotonic()) >= next_poll:
+                # Finds what was committed late, requeued, or not notified.
+                next_poll = now + self._poll_seconds
                 self._woken = None
                 for consumer in self._consumers:
                     consumer.low = 0
-            self._wake_up.clear()
             woken, self._woken = self._woken, set()
             consumers = [
                 each
                 for each in self._consumers
                 if each.room and (woken is None or each.queue in woken)
             ]
-            if consumers:
+            if consumers or session.claims_in_doubt:
                 self._claim_ended.clear()
                 try:
                     await self._claim(session, consumers)
@@ -401,15 +409,21 @@ class PostgresBroker:
 
         Wakes the loop again for queues that may have more.
         """
+        if session.claims_in_doubt:
+            await self._release_unknown(session)
         by_queue = {consumer.queue: consumer for consumer in reversed(consumers)}
         rooms = {queue: consumer.room for queue, consumer in by_queue.items()}
         claimed = await session.claim(list(by_queue.values()))
-        if session.claims_in_doubt:
-            await self._release_unknown(session, [claim for claim, _ in claimed])
         for claim, _ in claimed:
             by_queue[claim.queue].unacked.add(claim)
-        for claim, row in claimed:
-            await self._deliver(session, by_queue[claim.queue], claim, row)
+        for place, (claim, row) in enumerate(claimed):
+            try:
+                await self._deliver(session, by_queue[claim.queue], claim, row)
+            except BaseException:  # the others are requeued as if their claim were in doubt
+                session.claims_in_doubt = True
+                for other, _ in claimed[place:]:
+                    by_queue[other.queue].unacked.discard(other)
+                raise
         counts = Counter(claim.queue for claim, _ in claimed)
         full = frozenset(queue for queue, count in counts.items() if count >= rooms[queue])
         for queue in counts:
@@ -421,13 +435,12 @@ class PostgresBroker:
         if full:
             self._wake(full)
 
-    async def _release_unknown(self, session: QueueSession, claimed: Sequence[Claim]) -> None:
+    async def _release_unknown(self, session: QueueSession) -> None:
         """Requeue messages that a claim took although its answer was lost."""
-        known = [*claimed, *(claim for each in self._consumers for claim in each.unacked)]
-        ids = [claim.id for claim in known]
-        await session.execute(sql.RELEASE_UNKNOWN, session.holder, ids)
+        known = [claim.id for each in self._consumers for claim in each.unacked]
+        await session.execute(sql.RELEASE_UNKNOWN, session.holder, known)
         session.claims_in_doubt = False
-        self._woken = None
+        self._wake(None)
 
     async def _deliver(
         self, session: QueueSession, consumer: Consumer, claim: Claim, row: Any
@@ -452,14 +465,18 @@ class PostgresBroker:
             consumer.deliver(claim, message)
 
     async def _beat_forever(self, session: QueueSession) -> None:
-        interval = self._lease.total_seconds() / _BEATS_PER_LEASE
-        beats = 0
         while True:
-            await asyncio.sleep(interval)
-            try:
+            await asyncio.sleep(self._beat_seconds)
+            with suppress(Unavailable):
                 if not await session.extend_lease():
                     await self._renew_holder(session)
-                beats += 1
+
+    async def _maintain_forever(self, session: QueueSession) -> None:
+        beats = 0
+        while True:
+            await asyncio.sleep(self._beat_seconds)
+            beats += 1
+            try:
                 await self._maintain(session, sweep=beats % _BEATS_PER_SWEEP == 0)
             except Unavailable:
                 continue

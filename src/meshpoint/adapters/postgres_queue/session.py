@@ -21,6 +21,8 @@ from meshpoint.ports.broker import PublishResult
 
 _log = logging.getLogger(__name__)
 
+SESSION_CONNECTIONS = 5
+"""Connections of a session: slow maintenance must not hold up heartbeats, nor claims acks."""
 _MAX_KNOWN_QUEUES = 10_000
 _MAX_BATCH = 500
 """Messages of one statement."""
@@ -68,16 +70,17 @@ class QueueSession:
     """The statements of one open broker, which is the holder of the messages that it claims.
 
     Raises, from every method:
-        BrokerUnavailable: The database did not answer.
+        Unavailable: The database did not answer.
     """
 
     def __init__(
         self, engine: AsyncEngine, lease: timedelta, delivery_limit: int, limits: QueueLimits
     ) -> None:
         self._lease, self._delivery_limit, self._limits = lease, delivery_limit, limits
-        self._publishing, self._claiming, self._settling, self._other = self._connections = [
-            PreparedConnection(engine) for _ in range(4)
-        ]
+        self._connections = [PreparedConnection(engine) for _ in range(SESSION_CONNECTIONS)]
+        self._publishing, self._claiming, self._settling, self._beating, self._other = (
+            self._connections
+        )
         self._queues: dict[str, Queue] = {}
         self._uncounted_room: dict[int, int] = {}  # messages each queue accepts before a recount
         self._publisher: Batcher[Entry, PublishResult] = Batcher(
@@ -115,7 +118,7 @@ class QueueSession:
 
     async def extend_lease(self) -> bool:
         """Show that this process lives. `False` if it is too late."""
-        return bool(await self.execute(sql.HEARTBEAT, self.holder, self._lease))
+        return bool(await self._run(self._beating, sql.HEARTBEAT, self.holder, self._lease))
 
     async def find_queues(self, names: Iterable[str]) -> dict[str, Queue]:
         """Look up queues by name. Those that do not exist are missing from the result."""
@@ -150,6 +153,18 @@ class QueueSession:
             raise BrokerUnavailable(str(error)) from error
 
     async def _publish(self, entries: Sequence[Entry]) -> list[PublishResult]:
+        results = await self._append(entries)
+        places = [
+            place for place, result in enumerate(results) if result is PublishResult.UNROUTABLE
+        ]
+        # A queue may have been deleted and declared again since it was looked up.
+        if any(self._queues.pop(entries[place].name, None) for place in places):
+            again = await self._append([entries[place] for place in places])
+            for place, result in zip(places, again, strict=True):
+                results[place] = result
+        return results
+
+    async def _append(self, entries: Sequence[Entry]) -> list[PublishResult]:
         names = {entry.name for entry in entries}
         if unknown := names.difference(self._queues):
             await self._find_queues(list(unknown))
@@ -178,8 +193,6 @@ class QueueSession:
         for place, entry in sent.items():
             if queues[entry.name].id in accepted:
                 results[place] = PublishResult.ACCEPTED
-            else:
-                self._queues.pop(entry.name, None)  # deleted
         return results
 
     async def _count_room(self, queues: Iterable[Queue]) -> None:
