@@ -197,7 +197,6 @@ class Directory:
         """
         runtime = self._runtime
         self._answered.clear()
-        self._heard.clear()
         names = self._exact_names()
         topics = [DESCRIBE_ALL] if names is None else [describe_topic(name) for name in names]
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from datetime import timedelta
@@ -15,6 +16,7 @@ from meshpoint import AgentCard, Context, Failed, Ok, agent
 from meshpoint.agents.discovery import offer_peers, peer_of_card
 from meshpoint.engine import peer_directory
 from meshpoint.engine.peer_directory import Directory
+from meshpoint.errors import ConfigurationError
 from meshpoint.model.envelopes import card_message, describe_message
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, new_id
@@ -111,10 +113,13 @@ async def a_round(mesh: Mesh, count: int = 1) -> None:
         await mesh.idle()
 
 
-async def test_a_named_peer_is_offered_with_its_card(mesh: Mesh) -> None:
+async def test_a_named_peer_is_offered_with_its_card(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
     await mesh.replica(server("flights", "3"), server("hotels"))
     await mesh.replica(planner("flights"))
     assert await mesh.ask("planner", 1) == Ok([["flights/3: 1"]])
+    assert "has sent no card" not in caplog.text
 
 
 async def test_a_pattern_offers_all_others_that_match(mesh: Mesh) -> None:
@@ -213,10 +218,86 @@ async def test_a_peer_that_is_gone_is_forgotten_after_eleven_rounds(mesh: Mesh) 
     planning = await mesh.replica(planner("*"))
     flights = await mesh.replica(server("flights"))
     await flights.crash()
-    await a_round(mesh, 9)
+    await a_round(mesh, 10)
     assert offered(planning, "*") == ["flights/1"]
-    await a_round(mesh, 4)
+    await a_round(mesh)
     assert offered(planning, "*") == []
+
+
+async def test_questions_for_new_patterns_count_no_missing_answers(mesh: Mesh) -> None:
+    """No time has passed in which the peer could have restarted."""
+    planning = await mesh.replica(planner("*"))
+    await (await mesh.replica(server("flights"))).crash()
+    for number in range(15):
+        directory_of(planning).follow([f"peer-{number}"])
+        await mesh.idle()
+    assert offered(planning, "*") == ["flights/1"]
+
+
+async def test_a_replica_that_receives_nothing_forgets_no_peer(mesh: Mesh) -> None:
+    """It can ask, but has lost the consumer of its private queue."""
+    planning = await mesh.replica(planner("*"))
+    await (await mesh.replica(server("flights"))).crash()
+    planning.broker.locked_addresses.add("private")
+    await a_round(mesh, 12)
+    assert offered(planning, "*") == ["flights/1"]
+
+
+@pytest.mark.parametrize("pattern", ["hotels", "hotel*"])
+async def test_a_new_pattern_is_ready_once_it_was_asked_for(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    """The answers to earlier questions do not count, and neither does their end."""
+    monkeypatch.setattr(peer_directory, "_COLLECT_SECONDS", 3600.0)  # ends with the answers
+    monkeypatch.setattr(peer_directory, "_READY_SECONDS", 3600.0)
+    planning = await mesh.replica(planner("flights"))
+    directory = directory_of(planning)
+    directory.follow([pattern])  # while the first question waits for its answer
+    flights = card_message(AgentName("flights"), a_card("flights"))
+    directory.receive(flights)
+    await mesh.idle()
+    waiting = asyncio.create_task(directory.wait_ready())
+    await mesh.idle()
+    assert not waiting.done()
+    directory.receive(flights)
+    await mesh.replica(server("hotels"))
+    await waiting
+    assert offered(planning, "hotels") == ["hotels/1"]
+
+
+async def test_patterns_are_bounded(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peer_directory, "_MAX_PATTERNS", 3)
+    planning = await mesh.replica(planner("flights"))
+    directory = directory_of(planning)
+    directory.follow(["flights", "hotels", "trains"])
+    for _ in range(2):
+        directory.follow(["ships"])
+    assert caplog.text.count("more than 3 patterns of peers") == 1
+    await mesh.replica(server("trains"), server("ships"))
+    assert offered(planning, "trains", "ships") == ["trains/1"]
+    for number in range(9):
+        directory.cards([f"peer-{number}"])
+        assert len(directory._offers) <= 3
+
+
+async def test_a_login_that_may_not_subscribe_discovers_later(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise ConfigurationError("mesh.broker_url", "may not bind", "grant it that")
+
+    planning = await mesh.launch(planner("flights"))
+    with monkeypatch.context() as patched:
+        patched.setattr(planning.broker, "subscribe", refuse)
+        await mesh.events.wait(Step.STARTED, replica=planning.id)
+        await a_round(mesh, 2)
+    assert caplog.text.count("peers cannot be discovered") == 1
+    await mesh.replica(server("flights"))
+    await a_round(mesh)
+    assert offered(planning, "flights") == ["flights/1"]
+    assert mesh.events.matching(Step.DEFECT) == []
 
 
 async def test_an_outage_of_the_broker_forgets_no_peer(mesh: Mesh) -> None:
@@ -382,10 +463,11 @@ async def test_a_flood_of_questions_is_answered_slowly(mesh: Mesh) -> None:
     assert (len(flood.cards()), len(honest.cards())) == (5, 1)
 
 
-def a_card(name: str, **changes: Any) -> bytes:
+def a_card(name: str, replica: str = "", second: int = 5, **changes: Any) -> bytes:
     card = {"name": name, "version": "9", **changes}
+    started_at = f"2026-01-02T03:04:{second:02}Z"
     return json.dumps(
-        {"card": card, "replica": new_id(), "startedAt": "2026-01-02T03:04:05Z"}
+        {"card": card, "replica": replica or new_id(), "startedAt": started_at}
     ).encode()
 
 
@@ -452,6 +534,35 @@ async def test_the_bytes_and_replicas_of_cards_are_bounded(mesh: Mesh) -> None:
     for _ in range(200):
         directory.receive(card_message(AgentName("small"), a_card("small")))
     assert max(len(replicas) for replicas in directory._known.values()) <= 50
+
+
+async def test_an_agent_that_is_known_is_not_too_many(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_directory, "MAX_AGENTS", 1)
+    planning = await mesh.replica(planner("*"))
+    directory = directory_of(planning)
+    for name, version in (("flights", "1"), ("hotels", "1"), ("flights", "2")):
+        card = a_card(name, second=int(version), version=version)
+        directory.receive(card_message(AgentName(name), card))
+    assert offered(planning, "*") == ["flights/2"]
+
+
+async def test_the_latest_card_of_a_replica_counts(mesh: Mesh) -> None:
+    """Agents in another language may send another card, or one with another time."""
+    planning = await mesh.replica(planner("*"))
+    directory = directory_of(planning)
+    for replica, second, version, expected in (
+        ("a", 1, "1", "1"),
+        ("a", 1, "2", "2"),
+        ("b", 2, "3", "3"),
+        ("a", 3, "2", "2"),
+        ("c", 3, "4", "4"),  # of two that started together, the greater id counts
+        ("b", 3, "3", "4"),
+    ):
+        card = a_card("flights", replica, second, version=version)
+        directory.receive(card_message(AgentName("flights"), card))
+        assert offered(planning, "*") == [f"flights/{expected}"]
 
 
 async def test_a_replica_that_answers_has_missed_no_question(mesh: Mesh) -> None:
