@@ -21,9 +21,12 @@ _GUARDED = "meshpoint_guarded"
 def guard_threads(loop: asyncio.AbstractEventLoop) -> None:
     """Make these errors a `RuntimeError` in the default executor of `loop`, once.
 
-    An executor that the loop has stays in place.
+    An executor that the loop has stays in place. Loops that hide theirs, such as uvloop's, are
+    left alone.
     """
-    executor: Any = getattr(loop, "_default_executor", None)
+    if not hasattr(loop, "_default_executor"):
+        return
+    executor: Any = loop._default_executor
     if executor is None:
         executor = ThreadPoolExecutor(thread_name_prefix="asyncio")
         loop.set_default_executor(executor)

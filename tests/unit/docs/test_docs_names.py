@@ -43,6 +43,7 @@ FOREIGN = {
     "purge_queue",  # RabbitMQ
     "include_detailed_errors",  # Agent Framework
     "max_duration_seconds",  # Agent Framework
+    "max_consecutive_errors_per_request",  # Agent Framework
     "ShellTool",  # OpenAI Agents SDK
     "ComputerTool",  # OpenAI Agents SDK
     "mcp_servers",  # OpenAI Agents SDK
