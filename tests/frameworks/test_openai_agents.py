@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -458,6 +459,110 @@ async def test_a_lifespan_and_a_context_of_each_segment() -> None:
     assert contexts[0] is not contexts[1]
 
 
+class Booking(BaseModel):
+    seats: list[str] = []
+    flight: str | None = None
+
+
+@dataclass
+class Seats:
+    seats: list[str] = field(default_factory=list)
+    flight: str | None = None
+
+
+def _read(context: Any, name: str) -> Any:
+    return context.get(name) if isinstance(context, dict) else getattr(context, name)
+
+
+@pytest.mark.parametrize("make", [Booking, Seats, lambda: {"seats": []}])
+@pytest.mark.parametrize(
+    "crash", [{"before": "checkpoint"}, {"before": "resume"}, {"before": "end"}]
+)
+async def test_a_stored_context_survives(make: Any, crash: dict[str, Any]) -> None:
+    """What tools keep in it is there after a pause and after a crash."""
+
+    @function_tool
+    def choose(ctx: RunContextWrapper[Any], seat: str) -> str:
+        """Chooses a seat."""
+        _read(ctx.context, "seats").append(seat)
+        if isinstance(ctx.context, dict):
+            ctx.context["flight"] = f"with {seat}"
+        else:
+            ctx.context.flight = f"with {seat}"
+        return " ".join(_read(ctx.context, "seats"))
+
+    @function_tool
+    def show(ctx: RunContextWrapper[Any]) -> str:
+        """Shows the seats."""
+        return f"{_read(ctx.context, 'seats')} {_read(ctx.context, 'flight')}"
+
+    turns = [[Use("choose", {"seat": "1A"}, "1")], [ASK], [Use("choose", {"seat": "2B"}, "2")]]
+    script = calls(*turns, [Use("show", {}, "3")])
+    built = wrap(
+        agent_of(Journey(script), choose, show), context=lambda ctx: make(), store_context=True
+    )
+    async with TestMesh(built) as mesh:
+        stubs(mesh)
+        mesh.crash(**crash)
+        assert await mesh.call(travel, "Rome?") == ("1A | sunny | 1A 2B | ['1A', '2B'] with 2B")
+
+
+async def test_changes_of_parallel_tools_to_a_stored_context_are_repeated_in_order() -> None:
+    first_ended = asyncio.Event()
+
+    @function_tool
+    async def choose(ctx: RunContextWrapper[Any], seat: str) -> str:
+        """Chooses a seat."""
+        if seat == "1A":
+            await first_ended.wait()
+        ctx.context.flight = seat
+        first_ended.set()
+        return seat
+
+    @function_tool
+    def show(ctx: RunContextWrapper[Any]) -> str:
+        """Shows the flight."""
+        return str(ctx.context.flight)
+
+    turns = [[Use("choose", {"seat": "1A"}, "1"), Use("choose", {"seat": "2B"}, "2")], [ASK]]
+    script = calls(*turns, [Use("show", {}, "3")])
+    built = wrap(
+        agent_of(Journey(script), choose, show), context=lambda ctx: Booking(), store_context=True
+    )
+    async with TestMesh(built) as mesh:
+        stubs(mesh)
+        mesh.crash(before="checkpoint")
+        assert await mesh.call(travel, "Rome?") == "1A | 2B | sunny | 1A"
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (object(), "not a object"),
+        ({"at": object()}, "cannot be stored"),
+        ({"pair": (1, 2)}, "JSON would change it"),
+    ],
+)
+async def test_a_context_that_cannot_be_stored_fails_the_task(made: Any, problem: str) -> None:
+    built = wrap(agent_of(Journey(calls([ASK]))), context=lambda ctx: made, store_context=True)
+    async with TestMesh(built) as mesh:
+        stubs(mesh)
+        outcome = await (await mesh.send(travel, "Rome?")).outcome()
+    assert isinstance(outcome, Failed)
+    assert problem in outcome.message
+
+
+async def test_a_context_is_not_stored_by_default() -> None:
+    """The SDK itself stores each `dict`."""
+    built = wrap(agent_of(Journey(calls([ASK]))), context=lambda ctx: {"key": object()})
+    paused = await built.start(Context(TaskId("task")), "Rome?")
+    assert isinstance(paused, Paused)
+    secret = wrap(agent_of(Journey(calls([ASK]))), context=lambda ctx: {"key": "secret"})
+    paused = await secret.start(Context(TaskId("task")), "Rome?")
+    assert isinstance(paused, Paused)
+    assert b"secret" not in paused.state + (paused.append or b"")
+
+
 async def test_two_tasks_of_one_agent_do_not_meet() -> None:
     """They run at the same time in one replica, with the same ids of calls."""
     booked = list[int]()
@@ -588,6 +693,7 @@ async def test_another_version_of_the_sdk(monkeypatch: pytest.MonkeyPatch) -> No
         ({"run_config": {"model": "x"}}, "run_config is"),
         ({"hooks": 3}, "hooks is 3"),
         ({"context": {"a": 1}}, "context is"),
+        ({"store_context": True}, "without context="),
     ],
 )
 def test_wrong_options_are_named(options: Any, problem: str) -> None:

@@ -36,6 +36,7 @@ from meshpoint.frameworks.base import (
 )
 from meshpoint.frameworks.budget import Budget
 from meshpoint.frameworks.history import History, ToolCall, ToolCallKind, Turn
+from meshpoint.frameworks.openai_agents.context import StoredContext
 from meshpoint.frameworks.openai_agents.recording import (
     STOP,
     RecordingModel,
@@ -71,6 +72,8 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "function_call_output": {"call_id": str, "output": str | list},
 }
 """Fields of the most common items, by their type, and the types of the fields."""
+_CONTEXT = "stored_context"
+"""Key of the stored context of a run."""
 
 
 class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
@@ -89,6 +92,7 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
         *,
         name: str,
         context: Callable[[Context], Any] | None,
+        store_context: bool,
         run_config: RunConfig | None,
         hooks: RunHooks[Any] | None,
         max_turns: int | None,
@@ -96,8 +100,9 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
         **options: Any,
     ) -> None:
         super().__init__(name, **options)
-        _check_options(self.name, context, run_config, hooks, max_turns)
+        _check_options(self.name, context, store_context, run_config, hooks, max_turns)
         self.wrapped, self._context, self._hooks = wrapped, context, hooks
+        self._store_context = store_context
         self._max_turns, self._stream = max_turns, stream
         config = run_config or RunConfig()
         self._run_config = RecordingModel(config.model_provider, config.model).use_in(config)
@@ -116,6 +121,10 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
         for agent in walk(self.wrapped, into_tools=True):
             install(agent)
         earlier = self._read_earlier(history)
+        context = None if self._context is None else self._context(ctx)
+        stored = StoredContext(context) if self._store_context else None
+        if stored is not None and (earlier_context := history.extra.get(_CONTEXT)) is not None:
+            stored.load(earlier_context)
         run = Run(
             self.tools,
             self._stream,
@@ -124,16 +133,19 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
             frozenset(id(each) for each in walk(self.wrapped)),
             self.tools.known,
             self.budget is not None and self.budget.when_exceeded == "ask",
+            stored,
         )
         token = current_run.set(run)
         try:
-            state = await self._open_state(ctx, prompt, history, answers)
+            state = await self._open_state(context, prompt, history, answers)
             result = await self._run_until_all_fit(run, state)
             if not result.interruptions:
                 history.end(lambda: dump_items(result, earlier))
                 return Done(result.final_output)
+            messages, extra = dump_state(result.to_state(), earlier)
+            if stored is not None:
+                extra[_CONTEXT] = stored.dump()
             if result.interruptions[0].name == STOP:
-                messages, extra = dump_state(result.to_state(), earlier)
                 if isinstance(turns := extra["max_turns"], int):
                     extra["max_turns"] = turns + 1  # the stop has used one
                 return Turn(messages, [], extra=extra)
@@ -143,7 +155,6 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
             if self._stream:
                 for call in calls:
                     await show_tool(ctx, call.tool, "called")
-            messages, extra = dump_state(result.to_state(), earlier)
             return Turn(messages, calls, run.offered, extra)
         finally:
             current_run.reset(token)
@@ -163,7 +174,7 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
 
     async def _open_state(
         self,
-        ctx: TaskExecutionContext,
+        context: Any,
         prompt: Any,
         history: History,
         answers: Sequence[Answer],
@@ -173,7 +184,6 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
         Raises:
             IncompatibleState: This version of the SDK cannot read it, or would lose a part.
         """
-        context = None if self._context is None else self._context(ctx)
         if not history.extra:
             if history.messages:
                 earlier = with_distinct_calls(history.messages)
@@ -181,7 +191,8 @@ class OpenAIAgentsAgent(FrameworkAgent[In, Out]):
             wrapper = RunContextWrapper(context=context)
             return RunState(wrapper, prompt, self.wrapped, self._max_turns)
         try:
-            state = await load_state(self.wrapped, history.messages, history.extra, context)
+            extra = {key: each for key, each in history.extra.items() if key != _CONTEXT}
+            state = await load_state(self.wrapped, history.messages, extra, context)
         except Exception as error:  # of any type, depending on what is stored
             raise self.refuse_history(history, f"cannot read it: {error}") from error
         self.check_complete(history, lambda: dump_state(state, read_earlier(history))[0])
@@ -274,7 +285,12 @@ def _tool_call(run: Run, index: int, interruption: ToolApprovalItem) -> ToolCall
 
 
 def _check_options(
-    name: str, context: Any, run_config: object, hooks: object, max_turns: object
+    name: str,
+    context: Any,
+    store_context: bool,
+    run_config: object,
+    hooks: object,
+    max_turns: object,
 ) -> None:
     """Refuse options that the SDK would fail on in the first task.
 
@@ -285,6 +301,8 @@ def _check_options(
     if not (context is None or callable(context)):
         problem = f"context is a {type(context).__name__}"
         raise ConfigurationError(key, problem, "write context=lambda ctx: …")
+    if store_context and context is None:
+        raise ConfigurationError(key, "store_context=True without context=", "write context=…")
     if not (run_config is None or isinstance(run_config, RunConfig)):
         raise ConfigurationError(key, f"run_config is {run_config!r}", "write RunConfig(…)")
     if not (hooks is None or isinstance(hooks, RunHooksBase)):
@@ -304,6 +322,7 @@ def durable(
     output: type[Out] | TypeAdapter[Out] = ...,
     peers: Sequence[Addressable[Any, Any] | str] = (),
     context: Callable[[Context], Any] | None = None,
+    store_context: bool = False,
     run_config: RunConfig | None = None,
     hooks: RunHooks[Any] | None = None,
     max_turns: int | None = DEFAULT_MAX_TURNS,
@@ -326,6 +345,7 @@ def durable(
     output: type[Out] | TypeAdapter[Out] = ...,
     peers: Sequence[Addressable[Any, Any] | str] = (),
     context: Callable[[Context], Any] | None = None,
+    store_context: bool = False,
     run_config: RunConfig | None = None,
     hooks: RunHooks[Any] | None = None,
     max_turns: int | None = DEFAULT_MAX_TURNS,
@@ -347,6 +367,7 @@ def durable(
     output: Any = None,
     peers: Sequence[Addressable[Any, Any] | str] = (),
     context: Callable[[Context], Any] | None = None,
+    store_context: bool = False,
     run_config: RunConfig | None = None,
     hooks: RunHooks[Any] | None = None,
     max_turns: int | None = DEFAULT_MAX_TURNS,
@@ -383,7 +404,10 @@ def durable(
             handoffs.
         peers: The peers that the models may call: agents, `Peer`s, or names and patterns, such as
             "hotel-*", of agents to discover in each turn.
-        context: Returns the context of a segment's run, given the task's. It is not stored.
+        context: Returns the context of a segment's run, given the task's.
+        store_context: Store what the run keeps in the context. It must be a model of Pydantic, a
+            dataclass or a `dict`, of values that survive JSON. Default: each segment begins with
+            what `context` returns.
         run_config: The configuration of the runs.
         hooks: The hooks of the runs. After a crash, they may be called again.
         max_turns: Maximum turns of the whole task, across pauses and replicas.
@@ -416,6 +440,7 @@ def durable(
         description=description or agent.handoff_description,
         peers=peers,
         context=context,
+        store_context=store_context,
         run_config=run_config,
         hooks=hooks,
         max_turns=max_turns,

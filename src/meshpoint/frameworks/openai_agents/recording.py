@@ -54,6 +54,7 @@ from meshpoint.frameworks.arguments import refuse_argument_text, refuse_argument
 from meshpoint.frameworks.base import Answer, failure_text
 from meshpoint.frameworks.budget import BudgetReached, check_budget, count_request
 from meshpoint.frameworks.history import ToolCallKind
+from meshpoint.frameworks.openai_agents.context import StoredContext
 from meshpoint.frameworks.peers import PeerTool, PeerTools
 from meshpoint.frameworks.progress import show_text, show_tool
 from meshpoint.frameworks.steps import record_step, recording_context, step_name
@@ -87,6 +88,7 @@ class Run:
         offered_to: The agents that may call peers, by their `id`.
         offered: The peers that a model was offered last, by the names of their tools.
         asks: Whether the run stops when the budget is used, to ask a person.
+        context: What the run keeps in its context object, if it is stored.
         tools: The agents' own tools, by the `id` of the agent and the name of the tool.
         recorded: Own tools with their recorded copies, by the `id` of the tool.
     """
@@ -98,6 +100,7 @@ class Run:
     offered_to: frozenset[int]
     offered: Mapping[str, PeerTool] = field(default_factory=dict)
     asks: bool = False
+    context: StoredContext | None = None
     tools: dict[tuple[int, str], FunctionTool] = field(default_factory=dict)
     recorded: dict[int, tuple[FunctionTool, FunctionTool]] = field(default_factory=dict)
     offering: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -311,16 +314,28 @@ def _recorded_tool(tool: FunctionTool, run: Run) -> FunctionTool:
         if (answer := run.answers.get(call)) is not None:  # what the question has shown
             arguments = to_json(answer.call.arguments).decode()
 
+        has_run = False
+
         async def run_tool() -> JsonValue:
+            nonlocal has_run
+            has_run = True
             if run.stream:
                 await show_tool(task, tool.name, "called")
+            before = None if run.context is None else run.context.dump()
             result = _dump_output(await call_tool(context, arguments))
             if run.stream:
                 await show_tool(task, tool.name, "answered")
-            return result
+            if run.context is None or before is None:
+                return result
+            return {"output": result, "context": run.context.changes_since(before)}
 
         name = step_name("tool", *_scope.get(), tool.name, call)
-        return _read_output(await record_step(task, name, run_tool))
+        recorded: Any = await record_step(task, name, run_tool)
+        if run.context is None:
+            return _read_output(recorded)
+        if not has_run:
+            run.context.repeat(recorded["context"])
+        return _read_output(recorded["output"])
 
     async def must_wait(
         context: RunContextWrapper[Any], arguments: dict[str, Any], call: str

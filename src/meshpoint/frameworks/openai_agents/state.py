@@ -58,6 +58,7 @@ def dump_state(
     own input; and its own items.
     """
     dumped: dict[str, Any] = state.to_json(context_serializer=lambda context: {})
+    dumped["context"]["context"] = {}  # the SDK stores each `dict` without the serializer
     items = dumped.pop("session_items")
     start, count = dumped.pop("original_input"), len(earlier)
     if not count or start[:count] != with_distinct_calls(earlier):
