@@ -44,6 +44,7 @@ FOREIGN = {
     "include_detailed_errors",  # Agent Framework
     "max_duration_seconds",  # Agent Framework
     "max_consecutive_errors_per_request",  # Agent Framework
+    "get_session_config",  # Google ADK
     "ShellTool",  # OpenAI Agents SDK
     "ComputerTool",  # OpenAI Agents SDK
     "mcp_servers",  # OpenAI Agents SDK
