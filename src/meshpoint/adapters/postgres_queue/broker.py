@@ -50,7 +50,7 @@ from meshpoint.ports.broker import OnDelivery, PublishResult, RequestSearch
 
 _log = logging.getLogger(__name__)
 
-_CONNECTIONS = SESSION_CONNECTIONS + 2  # and those of the notifier and the listener
+_CONNECTIONS = SESSION_CONNECTIONS + 2  # with the notifier and the listener
 _COMMAND_TIMEOUT = timedelta(seconds=10)
 _BEATS_PER_LEASE = 5
 _BEATS_PER_SWEEP = 20
@@ -384,7 +384,7 @@ class PostgresBroker:
                     await self._wake_up.wait()
             self._wake_up.clear()
             if (now := time.monotonic()) >= next_poll:
-                # Finds what was committed late, requeued, or not notified.
+                # Finds messages that were committed late, requeued, or not notified.
                 next_poll = now + self._poll_seconds
                 self._woken = None
                 for consumer in self._consumers:
@@ -495,7 +495,7 @@ class PostgresBroker:
         self._wake(None)
 
     async def _redeclare(self, session: QueueSession) -> None:
-        """Create what somebody deleted, and find the queues of all consumers again."""
+        """Recreate deleted queues, and look up the queues of all consumers again."""
         for agent, shards in list(self._agents.items()):
             await self._declare(session, agent, shards)
         for (agent, replica), topics in list(self._replicas.items()):
