@@ -24,6 +24,8 @@ _WRAPPED_SECRETS = (SecretStr, SecretBytes, pydantic.Secret)
 _QUALIFIERS = ("Required", "NotRequired", "ReadOnly", "Final")  # names match typing_extensions too
 _UNKNOWN = ""
 """Stands for JSON that is unknown because its shape differs from the value's."""
+_PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
+"""Types of values that are secret only if an annotation says so."""
 
 
 class UnrecoverableSecret(ValueError):
@@ -41,6 +43,8 @@ def find_secret_pointers(declared: Any, value: Any, written: JsonValue) -> list[
 
 
 def _walk(declared: Any, value: Any, written: JsonValue, at: str) -> Iterator[str]:
+    if _is_plain(declared, value):
+        return
     declared, metadata = _unwrap_type(declared)
     if isinstance(value, _WRAPPED_SECRETS):
         _reject_masked(value, written, at)
@@ -100,7 +104,13 @@ def _walk_container(declared: Any, value: Any, written: JsonValue, at: str) -> I
 
 
 def _has_secret(declared: Any, value: Any) -> bool:
+    if _is_plain(declared, value):
+        return False
     return any(True for _ in _walk(declared, value, _UNKNOWN, ""))
+
+
+def _is_plain(declared: Any, value: Any) -> bool:
+    return declared is Any and type(value) in _PLAIN_TYPES
 
 
 def _member_type(arguments: tuple[Any, ...], index: int) -> Any:
@@ -149,7 +159,11 @@ def _field_type(field: Any) -> Any:
 
 
 def _unwrap_type(declared: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Strip `Annotated`, `Required`, `type X = …` and `NewType`; return type and metadata."""
+    """Strip `Annotated`, `Required`, `type X = …` and `NewType`; return type and metadata.
+
+    `JsonValue` marks nothing as secret. It is `Any` here: each of its alternatives would walk the
+    whole value.
+    """
     metadata: tuple[Any, ...] = ()
     while True:
         origin = typing.get_origin(declared)
@@ -160,6 +174,8 @@ def _unwrap_type(declared: Any) -> tuple[Any, tuple[Any, ...]]:
             declared = typing.get_args(declared)[0]
         elif isinstance(declared, typing.NewType):
             declared = declared.__supertype__
+        elif declared is JsonValue:
+            return Any, metadata
         elif "TypeAliasType" in (type(declared).__name__, type(origin).__name__):
             declared = declared.__value__
         else:

@@ -28,6 +28,7 @@ from json_strategies import json_values
 from meshpoint.errors import SubtaskRefused
 from meshpoint.model.declared_type import TypeMismatch
 from meshpoint.model.secrets import Secret
+from meshpoint.subtasks import secret_places
 from meshpoint.subtasks.deliverable import DeliverableCodec
 
 if TYPE_CHECKING:
@@ -392,3 +393,29 @@ def test_a_secret_serialized_by_its_model_is_a_secret_path() -> None:
     text, tiers = form.write("x", Key(key=SecretStr("k")))
     assert tiers == ("/key",)
     assert form.read(text).key.get_secret_value() == "k"
+
+
+def test_plain_json_is_searched_for_secrets_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nested: JsonValue = "text"
+    for _ in range(5):
+        nested = {"parts": [nested, "text"]}
+    walked: list[object] = []
+    original = secret_places._walk
+
+    def walk(declared: Any, value: Any, written: JsonValue, at: str) -> Iterator[str]:
+        walked.append(value)
+        return original(declared, value, written, at)
+
+    monkeypatch.setattr(secret_places, "_walk", walk)
+    annotated_step(JsonValue).write("x", nested)
+    assert walked.count(nested) == 1
+    assert len(walked) == 1 + 5 + 5 * 2  # the value, the lists, and the members of the lists
+
+
+def test_an_object_in_the_place_of_plain_json_may_have_secrets() -> None:
+    @dataclass
+    class Holder:
+        plain: JsonValue
+
+    holder = Holder(Session("t"))  # type: ignore[arg-type]  # dataclasses check no types
+    assert annotated_step(Any).write("x", holder)[1] == ("/plain/token",)
