@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from meshpoint.adapters.sqlite_queue import SqliteBroker, content, queues
-from meshpoint.adapters.sqlite_queue.queues import QueueLimits, Queues
+from meshpoint.adapters.sqlite_queue.queues import Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
 from meshpoint.adapters.sqlite_queue.session import QueueOptions, QueueSession
+from meshpoint.adapters.stored_messages import MAX_BODY_BYTES, QueueLimits
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import (
@@ -231,7 +232,7 @@ async def test_large_messages_are_claimed_a_few_at_a_time(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"body": b"x" * (content.MAX_BODY_BYTES + 1)},
+        {"body": b"x" * (MAX_BODY_BYTES + 1)},
         {"headers": {"x": "\ud800"}},
         {"app_id": "x" * 2**20 + "x"},
     ],

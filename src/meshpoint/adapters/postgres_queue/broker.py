@@ -15,22 +15,21 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from meshpoint.adapters.postgres_queue import statements as sql
 from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
-from meshpoint.adapters.postgres_queue.content import (
-    MAX_BODY_BYTES,
-    Content,
-    from_row,
-    to_content,
-)
+from meshpoint.adapters.postgres_queue.content import from_row, to_content
 from meshpoint.adapters.postgres_queue.notifications import Listener, Notifier
 from meshpoint.adapters.postgres_queue.schema import ensure_tables
 from meshpoint.adapters.postgres_queue.session import (
     SESSION_CONNECTIONS,
     Entry,
-    QueueLimits,
     QueueSession,
     Settlement,
 )
 from meshpoint.adapters.sql.engine import engine_for
+from meshpoint.adapters.stored_messages import (
+    MAX_BODY_BYTES,
+    QueueLimits,
+    encode_sendable,
+)
 from meshpoint.errors import BrokerUnavailable, ConfigurationError, PoisonMessage, Unavailable
 from meshpoint.model.error_text import make_storable
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
@@ -39,7 +38,6 @@ from meshpoint.model.messages import (
     Message,
     Topic,
     dead_letter_queue,
-    is_sendable,
     nested_queue,
     private_queue,
     request_shard,
@@ -239,7 +237,7 @@ class PostgresBroker:
         entries = {
             place: Entry(self._queue_name(address), content)
             for place, (address, message) in enumerate(messages)
-            if (content := _encode(message)) is not None
+            if (content := encode_sendable(message, to_content)) is not None
         }
         published = await session.publish(list(entries.values()))
         for place, result in zip(entries, published, strict=True):
@@ -271,7 +269,7 @@ class PostgresBroker:
 
     async def _fan_out(self, find: str, key: str, message: Message) -> None:
         session = self._require_open()
-        content = _encode(message)
+        content = encode_sendable(message, to_content)
         if content is None:
             return
         names = [row.name for row in await session.execute(find, key)]
@@ -595,17 +593,3 @@ class PostgresDelivery:
     async def _settle(self, settlement: Settlement) -> bool:
         self._settled = True
         return await self._broker.settle(self._consumer, settlement)
-
-
-def _encode(message: Message) -> Content | None:
-    """The columns of `message`, or `None` if it cannot be stored."""
-    if not is_sendable(message):
-        _log.warning(
-            "message %r cannot be sent: its envelope is too large", message.message_id[:300]
-        )
-        return None
-    try:
-        return to_content(message)
-    except ValueError as error:
-        _log.warning("message %r cannot be sent: %s", message.message_id[:300], error)
-        return None

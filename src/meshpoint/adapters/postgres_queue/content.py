@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from meshpoint.adapters.stored_messages import MAX_BODY_BYTES, parse_timestamp
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType
-
-MAX_BODY_BYTES = 128 * 1024 * 1024
-"""Maximum bytes of a body; RabbitMQ's default limit."""
 
 
 class Content(NamedTuple):
@@ -75,7 +72,7 @@ def from_row(properties: str, body: bytes, dead_reason: str | None) -> Message:
         reply_to=Address(reply_to) if reply_to else None,
         user_id=_text(table, "user_id"),
         headers=headers,
-        timestamp=_timestamp(table.get("timestamp")),
+        timestamp=parse_timestamp(table.get("timestamp")),
     )
 
 
@@ -101,12 +98,3 @@ def _headers(table: object) -> dict[str, HeaderValue]:
     if not isinstance(table, dict):
         raise PoisonMessage("headers: must be a JSON object")
     return {key: value for key, value in table.items() if isinstance(value, str | int | float)}
-
-
-def _timestamp(value: object) -> datetime | None:
-    """The time of sending. `None` if unreadable, since nothing depends on it."""
-    try:
-        instant = datetime.fromisoformat(value) if isinstance(value, str) else None
-    except ValueError:
-        return None
-    return instant.replace(tzinfo=UTC) if instant and instant.tzinfo is None else instant

@@ -11,10 +11,10 @@ from typing import Any
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from meshpoint.adapters.postgres_queue.statements import FIND_TABLE
 from meshpoint.adapters.sql.failures import driver_errors, summarize
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 
-_HAS_TABLES = "SELECT to_regclass('meshpoint_queue_message')::text"
 _LOCK = 5_310_472_118_642  # of brokers that create the tables at the same time
 
 _TABLES = f"""
@@ -74,7 +74,7 @@ async def ensure_tables(engine: AsyncEngine) -> None:
     try:
         async with engine.connect() as connection:
             driver: Any = (await connection.get_raw_connection()).driver_connection
-            if await driver.fetchval(_HAS_TABLES) is None:
+            if await driver.fetchval(FIND_TABLE) is None:
                 with suppress(asyncpg.UniqueViolationError):  # created without the lock
                     await driver.execute(_TABLES)
     except asyncpg.InsufficientPrivilegeError as error:

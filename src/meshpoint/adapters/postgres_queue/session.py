@@ -15,6 +15,7 @@ from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
 from meshpoint.adapters.postgres_queue.content import Content
 from meshpoint.adapters.sql.batcher import Batcher
 from meshpoint.adapters.sql.prepared import PreparedConnection
+from meshpoint.adapters.stored_messages import QueueLimits
 from meshpoint.errors import BrokerUnavailable, CommitInDoubt, StoreUnavailable
 from meshpoint.model.messages import is_request_queue
 from meshpoint.ports.broker import PublishResult
@@ -29,14 +30,6 @@ _MAX_BATCH = 500
 _INLINE_BODY_BYTES = 64 * 1024
 """Larger bodies are read one by one, so that a claim needs little memory."""
 _RETRY_SECONDS = 0.1
-
-
-class QueueLimits(NamedTuple):
-    """Maximum messages in a queue. Full queues refuse more; dead-letter queues drop the oldest."""
-
-    private: int | None
-    requests: int | None
-    dead_letters: int | None
 
 
 class Queue(NamedTuple):
@@ -56,7 +49,7 @@ class Entry(NamedTuple):
 class Settlement(NamedTuple):
     """The end of a claim. A message that is neither acked nor dead is requeued.
 
-    `reason` is that of a dead letter, and `holder` who holds it from then on.
+    `reason` says why it is a dead letter, and `holder` is who holds it from then on.
     """
 
     claim: Claim

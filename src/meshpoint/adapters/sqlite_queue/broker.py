@@ -9,13 +9,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from meshpoint.adapters.sqlite_queue.content import MAX_BODY_BYTES, ContentRow, to_row
-from meshpoint.adapters.sqlite_queue.queues import ClaimedMessage, QueueLimits, Queues
+from meshpoint.adapters.sqlite_queue.content import to_row
+from meshpoint.adapters.sqlite_queue.queues import ClaimedMessage, Queues
 from meshpoint.adapters.sqlite_queue.session import Consumer, Job, QueueOptions, QueueSession
 from meshpoint.adapters.sqlite_queue.thread import QueueThread
+from meshpoint.adapters.stored_messages import (
+    MAX_BODY_BYTES,
+    QueueLimits,
+    encode_sendable,
+)
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
-from meshpoint.model.messages import Address, Message, Topic, is_sendable, truncate_reason
+from meshpoint.model.messages import Address, Message, Topic, truncate_reason
 from meshpoint.ports.broker import OnDelivery, PublishResult, RequestSearch
 
 _log = logging.getLogger(__name__)
@@ -150,7 +155,7 @@ class SqliteBroker:
 
         Accepted messages are on disk when this returns.
         """
-        rows = [(address, _encode_row(message)) for address, message in messages]
+        rows = [(address, encode_sendable(message, to_row)) for address, message in messages]
         storable = [(address, row) for address, row in rows if row is not None]
         if not storable:
             return [PublishResult.REJECTED] * len(rows)
@@ -161,7 +166,7 @@ class SqliteBroker:
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Append `message` to the private queues of `agent` that have room."""
-        if (row := _encode_row(message)) is not None:
+        if (row := encode_sendable(message, to_row)) is not None:
             await self._execute(lambda queues, _: queues.broadcast(agent, row), durable=True)
 
     async def subscribe(
@@ -179,7 +184,7 @@ class SqliteBroker:
 
     async def announce(self, topic: Topic, message: Message) -> None:
         """Append `message` to the subscribed queues that have room."""
-        if (row := _encode_row(message)) is not None:
+        if (row := encode_sendable(message, to_row)) is not None:
             await self._execute(lambda queues, _: queues.announce(topic, row))
 
     async def consume(
@@ -229,20 +234,6 @@ class SqliteBroker:
         if self._thread is None:
             raise BrokerUnavailable(f"{self.path}: the broker is not open")
         return self._thread
-
-
-def _encode_row(message: Message) -> ContentRow | None:
-    """The row of `message`, or `None` if it cannot be stored."""
-    if not is_sendable(message):
-        _log.warning(
-            "message %r cannot be sent: its envelope is too large", message.message_id[:300]
-        )
-        return None
-    try:
-        return to_row(message)
-    except ValueError as error:
-        _log.warning("message %r cannot be sent: %s", message.message_id[:300], error)
-        return None
 
 
 class SqliteSubscription:

@@ -7,15 +7,13 @@ checked when it is read.
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
+from meshpoint.adapters.stored_messages import MAX_BODY_BYTES, parse_timestamp
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType
 
 COLUMNS = "type, message_id, correlation_id, app_id, reply_to, user_id, headers, timestamp, body"
-MAX_BODY_BYTES = 128 * 1024 * 1024
-"""Maximum bytes of a body; RabbitMQ's default limit."""
 _MAX_REASON_LENGTH = 10_000  # characters
 _MAX_TEXT_BYTES = 1024 * 1024
 """Maximum bytes of one text column. RabbitMQ allows 128 KiB for all properties together."""
@@ -90,7 +88,7 @@ def from_row(row: tuple[Any, ...], dead_reason: str | None) -> Message:
         reply_to=Address(_check_text("reply_to", reply_to)) if reply_to else None,
         user_id=_check_text("user_id", user_id) if user_id else None,
         headers=table,
-        timestamp=_parse_timestamp(timestamp),
+        timestamp=parse_timestamp(timestamp),
     )
 
 
@@ -126,12 +124,3 @@ def _parse_headers(text: object) -> dict[str, HeaderValue]:
         for key, value in table.items()
         if isinstance(value, str | int | float)
     }
-
-
-def _parse_timestamp(value: object) -> datetime | None:
-    """Parse the time of sending. `None` if unreadable, since nothing depends on it."""
-    try:
-        instant = datetime.fromisoformat(value) if isinstance(value, str) else None
-    except ValueError:
-        return None
-    return instant.replace(tzinfo=UTC) if instant and instant.tzinfo is None else instant

@@ -10,8 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from meshpoint.adapters.sqlite_queue.queues import QueueLimits, Queues
+from meshpoint.adapters.sqlite_queue.queues import Queues
 from meshpoint.adapters.sqlite_queue.schema import MARKER_TABLE, has_schema, has_table
+from meshpoint.adapters.stored_messages import QueueLimits
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import AgentName
 from meshpoint.model.messages import Address

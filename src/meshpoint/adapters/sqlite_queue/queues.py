@@ -29,6 +29,7 @@ from meshpoint.adapters.sqlite_queue.schema import (
     has_table,
     transaction,
 )
+from meshpoint.adapters.stored_messages import QueueLimits
 from meshpoint.errors import BrokerUnavailable, PoisonMessage
 from meshpoint.model.error_text import make_storable
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
@@ -60,6 +61,7 @@ _BUSY_TIMEOUT = 10.0
 _BATCH_BYTES = 64 * 1024 * 1024
 """Total bytes of bodies after which a claim takes no more messages."""
 _MAX_DELIVERIES = 2**31
+_NO_LIMITS = QueueLimits()
 _MAX_NAME_BYTES = 10_000  # bytes
 _MAX_COUNTED_QUEUES = 10_000  # maximum queues whose free room is remembered
 
@@ -88,15 +90,6 @@ _QUEUES_OF_NAMESPACE = """
 
 
 @dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Maximum messages in a queue. Full queues refuse more; dead-letter queues drop the oldest."""
-
-    private: int | None = None
-    requests: int | None = None
-    dead_letters: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ClaimedMessage:
     """A message claimed by `holder` as its `count`-th delivery. Only this claim may settle it."""
 
@@ -119,7 +112,7 @@ class Queues:
         db: sqlite3.Connection,
         namespace: str,
         delivery_limit: int,
-        limits: QueueLimits = QueueLimits(),
+        limits: QueueLimits = _NO_LIMITS,
     ) -> None:
         self._db, self._namespace, self._delivery_limit, self._limits = (
             db,

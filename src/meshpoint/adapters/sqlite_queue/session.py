@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from meshpoint.adapters.sqlite_queue.queues import ClaimedMessage, QueueLimits, Queues
+from meshpoint.adapters.sqlite_queue.queues import ClaimedMessage, Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, remove_out_of_range_ids, transaction
+from meshpoint.adapters.stored_messages import QueueLimits
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import Address, Topic
 
