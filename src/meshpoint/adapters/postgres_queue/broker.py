@@ -349,10 +349,14 @@ class PostgresBroker:
         self._wake(None if settlement.dead else frozenset({queue}))
         return valid
 
-    def resize(self, consumer: Consumer, prefetch: int) -> None:
-        """Change the maximum number of unacked messages of `consumer`."""
+    async def resize(self, consumer: Consumer, prefetch: int) -> None:
+        """Change the maximum number of unacked messages of `consumer`.
+
+        Returns after the last claim that was sent with the earlier one.
+        """
         consumer.prefetch = prefetch
         self._wake(frozenset({consumer.queue}))
+        await self._claim_ended.wait()
 
     async def cancel(self, consumer: Consumer) -> None:
         """Stop claiming for `consumer`. Returns after the last claim."""
@@ -424,9 +428,10 @@ class PostgresBroker:
                 raise
         counts = Counter(claim.queue for claim, _ in claimed)
         full = frozenset(queue for queue, count in counts.items() if count >= rooms[queue])
-        for queue in counts:
+        lowest = {claim.queue: claim.id for claim, _ in reversed(claimed)}
+        for queue, lowest_id in lowest.items():
             consumer = by_queue[queue]
-            consumer.took(min(claim.id for claim, _ in claimed if claim.queue == queue))
+            consumer.took(lowest_id)
             if consumer in self._consumers:  # another consumer of this process comes first
                 self._consumers.remove(consumer)
                 self._consumers.append(consumer)
@@ -499,10 +504,12 @@ class PostgresBroker:
         for (agent, replica), topics in list(self._replicas.items()):
             await self._declare_private(session, agent, replica)
             await self._subscribe(session, agent, replica, list(topics))
-        names = {self._queue_name(consumer.address): consumer for consumer in self._consumers}
-        found = await session.find_queues(names)
-        for name, queue in found.items():
-            names[name].queue = queue.id
+        found = await session.find_queues(
+            {self._queue_name(consumer.address) for consumer in self._consumers}
+        )
+        for consumer in self._consumers:
+            if queue := found.get(self._queue_name(consumer.address)):
+                consumer.queue = queue.id
 
     async def _maintain(self, session: QueueSession, *, sweep: bool) -> None:
         ((removed,),) = await session.execute(sql.REMOVE_LAPSED_HOLDERS)
@@ -522,7 +529,7 @@ class PostgresBroker:
                     )
         if self._settled_count >= _VACUUM_AFTER:
             self._settled_count = 0
-            await session.vacuum()
+            await session.execute(sql.VACUUM)
 
     async def _free(self, session: QueueSession) -> None:
         freed = {row.queue for row in await session.execute(sql.FREE, self._delivery_limit)}
@@ -550,7 +557,7 @@ class PostgresSubscription:
 
     async def resize(self, prefetch: int) -> None:
         """Allow up to `prefetch` unacked deliveries at a time."""
-        self._broker.resize(self._consumer, prefetch)
+        await self._broker.resize(self._consumer, prefetch)
 
     async def cancel(self) -> None:
         """Stop receiving messages. Unacked deliveries can still be settled."""

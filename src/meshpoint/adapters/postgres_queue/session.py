@@ -101,10 +101,6 @@ class QueueSession:
         except StoreUnavailable as error:
             raise BrokerUnavailable(str(error)) from error
 
-    async def vacuum(self) -> None:
-        """Remove the dead rows of settled messages."""
-        await self.execute(sql.VACUUM)
-
     async def register(self) -> None:
         """Become a new holder."""
         ((self.holder,),) = await self.execute(sql.REGISTER_HOLDER, self._lease)
@@ -261,7 +257,7 @@ class QueueSession:
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _settle(self, settlements: Sequence[Settlement]) -> list[bool]:
-        settled = set[tuple[int, int]]()
+        settled = set[tuple[int, int, int]]()
         kinds: dict[tuple[str, int, int | None], list[Settlement]] = {}
         for each in settlements:
             dead = each.dead or (not each.acked and each.claim.deliveries >= self._delivery_limit)
@@ -277,9 +273,9 @@ class QueueSession:
             if statement == sql.DEAD_LETTER:
                 values += [[each.reason for each in group], new_holder]
             rows = await self._run(self._settling, statement, *values)
-            ids = {row.id for row in rows}
-            settled.update((holder, each.claim.id) for each in group if each.claim.id in ids)
-        return [(each.claim.holder, each.claim.id) in settled for each in settlements]
+            settled.update((holder, row.id, row.deliveries) for row in rows)
+        claims = [each.claim for each in settlements]
+        return [(claim.holder, claim.id, claim.deliveries) in settled for claim in claims]
 
     async def _run(
         self, connection: PreparedConnection, statement: str, *values: Any

@@ -95,14 +95,14 @@ unnest($2::integer[], $3::bigint[], $4::integer[]) AS given(queue, id, deliverie
  WHERE m.queue = given.queue AND m.id = given.id AND m.deliveries = given.deliveries
    AND m.holder = $1"""
 
-ACK = f"DELETE FROM meshpoint_queue_message m USING {_SETTLED} RETURNING m.id"
+ACK = f"DELETE FROM meshpoint_queue_message m USING {_SETTLED} RETURNING m.id, m.deliveries"
 
 REQUEUE = f"""
 WITH settled AS MATERIALIZED (
     SELECT m.queue, m.id FROM meshpoint_queue_message m, {_SETTLED} FOR UPDATE OF m)
 UPDATE meshpoint_queue_message m SET holder = NULL FROM settled
  WHERE m.queue = settled.queue AND m.id = settled.id
-RETURNING m.queue, m.id"""
+RETURNING m.id, m.deliveries"""
 
 DEAD_LETTER = """
 UPDATE meshpoint_queue_message m
@@ -115,7 +115,7 @@ UPDATE meshpoint_queue_message m
   LEFT JOIN meshpoint_queue dead ON dead.name = q.dead_letters
  WHERE m.queue = given.queue AND m.id = given.id AND m.deliveries = given.deliveries
    AND m.holder = $1
-RETURNING given.id AS id, m.queue AS queue"""
+RETURNING given.id, given.deliveries"""
 """Appends messages to the dead letters of their agents. $6 holds those that nobody can read."""
 
 FREE = """
@@ -158,7 +158,8 @@ abandoned AS (
 SELECT count(*) AS holders FROM removed"""
 
 DROP_UNUSED_QUEUES = """
-WITH dropped AS (DELETE FROM meshpoint_queue WHERE left_at < clock_timestamp() - $1 RETURNING id)
+WITH dropped AS (
+    DELETE FROM meshpoint_queue WHERE left_at < clock_timestamp() - $1::interval RETURNING id)
 DELETE FROM meshpoint_queue_message m USING dropped WHERE m.queue = dropped.id"""
 
 TRIM_DEAD_LETTERS = """
