@@ -1,4 +1,4 @@
-"""The benchmark of frameworks measures complete tasks, and a pause writes what it has added."""
+"""The benchmark of frameworks measures complete tasks; a pause writes only its additions."""
 
 from __future__ import annotations
 

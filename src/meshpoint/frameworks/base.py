@@ -409,7 +409,7 @@ def read_allowed(exceeded: Exceeded, outcome: Outcome) -> int:
     """How often the limits count from now on.
 
     Raises:
-        BudgetExceeded: Nobody has allowed more.
+        BudgetExceeded: The request to continue was refused, or timed out.
     """
     answer = BUDGET.read_outcome(outcome)
     if isinstance(answer, Failed):

@@ -72,7 +72,7 @@ _MAX_CONCURRENT_LOOKUPS = 8
 _DENIAL_SECONDS = SEARCH_SECONDS + 3.0
 """Seconds for which a consumer must have lasted, and have returned nothing, to deny a request.
 
-They count from when the broker has replied that it has what was returned. A consumer that denies
+They count from the reply with which the broker confirms the return. A consumer that denies
 therefore existed when the search began, because denials are read within `SEARCH_SECONDS`.
 """
 _MISSING_TTL = 1.0
