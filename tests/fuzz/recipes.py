@@ -2022,8 +2022,8 @@ def _locked_mail(world: FuzzState) -> MessageScript:
         (
             (2.6, _mail(world, "attach", asked, {})),
             (2.6, _mail(world, "complete", asked, {"value": True})),
-            (2.8, _signal(world, asked)),
             (2.8, _same_request(world, asked, reply_to=f"{MALLORY}.private.{world.mark}")),
+            *((2.8, _signal(world, asked)) for _ in range(4)),  # some wait behind another
         ),
         row_lock=hold,
     )
