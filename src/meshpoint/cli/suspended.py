@@ -42,7 +42,7 @@ def suspend_one(
     async def suspend(operations: Operations) -> TaskSuspended:
         (result,) = await operations.suspend([task_id])
         if isinstance(result, SuspendRefused):
-            raise _refusal(task_id, result)
+            raise _refusal(task_id, result, sources.database_options(config, namespace))
         return result
 
     result = asyncio.run(sources.query_operation(config, database, namespace, suspend))
@@ -118,7 +118,7 @@ def _print_changed(
     elif not tasks:
         print_text(nothing)
     elif dry_run:
-        columns = ("task", "agent", "state", "waiting for", "age")
+        columns = ("task", "agent", "state", "waiting for", "in this state")
         print_table(columns, [_row(task) for task in tasks])
     else:
         print_text("\n".join(f"{task.task_id} {_verb(task, status)}" for task in tasks))
@@ -143,8 +143,9 @@ def _status(result: TaskSuspended) -> str:
     return "suspending" if result.state is TaskState.RUNNING else "suspended"
 
 
-def _refusal(task_id: str, refused: SuspendRefused) -> MeshpointError:
+def _refusal(task_id: str, refused: SuspendRefused, database_options: str) -> MeshpointError:
     """The error for a task that cannot be suspended, with cause and fix."""
+    resume = f"meshpoint tasks resume {task_id} {database_options}"
     if refused.is_cancelled:
         return MeshpointError(f"task {task_id} is being cancelled; there is nothing to suspend")
     match refused.state:
@@ -157,10 +158,10 @@ def _refusal(task_id: str, refused: SuspendRefused) -> MeshpointError:
                 task_id, f"task {task_id} has completed; there is nothing to suspend"
             )
         case TaskState.PARKED:
-            fix = f"offer it again with: meshpoint tasks resume {task_id}, or cancel it"
+            fix = f"offer it again with: {resume}; or cancel it"
             return MeshpointError(f"task {task_id} is parked, so no replica runs it; {fix}")
         case state:
-            fix = f"a new attempt begins with: meshpoint tasks resume {task_id}"
+            fix = f"a new attempt begins with: {resume}"
             verb = "failed" if state is TaskState.FAILED else "been cancelled"
             return MeshpointError(
                 f"task {task_id} has already {verb}; there is nothing to suspend; {fix}"

@@ -43,7 +43,7 @@ class TaskDetails:
     """A task, its calls, its outcome once it has ended, and its input if it is still stored.
 
     `questions` are the open ones. Values of `secret_keys` are masked, like values of common secret
-    names.
+    names. Printed commands have `database_options`.
     """
 
     task: TaskSummary
@@ -53,6 +53,7 @@ class TaskDetails:
     questions: Sequence[AskedQuestion] = ()
     secret_keys: Sequence[str] = ()
     mailbox: Mailbox = field(default_factory=Mailbox)
+    database_options: str = "--db URL"
 
     @property
     def usage(self) -> TokenUsage | None:
@@ -206,9 +207,12 @@ def _outcome_facts(outcome: Outcome | None, keys: Sequence[str]) -> list[tuple[s
 def _explain_wait(details: TaskDetails) -> str | None:
     """What a task waits for that neither runs nor has ended."""
     task = details.task
+    resume = f"meshpoint tasks resume {task.task_id} {details.database_options}"
     match task.state:
         case TaskState.WAITING:
             return _explain_join(details)
+        case TaskState.READY if task.suspended_at is not None:
+            return f"a person: {resume}"
         case TaskState.READY:
             return _explain_ready(task)
         case TaskState.RUNNING if task.wake_at < datetime.now(UTC):
@@ -216,7 +220,7 @@ def _explain_wait(details: TaskDetails) -> str | None:
         case TaskState.PARKED:
             since = "" if task.incompatible_since is None else format_age(task.incompatible_since)
             tried = ", ".join(task.tried_versions) or "an earlier release"
-            fix = f"another version of the code, or: meshpoint tasks resume {task.task_id}"
+            fix = f"another version of the code, or: {resume}"
             return f"{fix} (tried by {tried}" + (since and f", for {since}") + ")"
         case _:
             return None
@@ -248,8 +252,6 @@ def _count_results(details: TaskDetails) -> int:
 
 def _explain_ready(task: TaskSummary) -> str:
     """Why no replica has acquired a ready task."""
-    if task.suspended_at is not None:
-        return f"a person: meshpoint tasks resume {task.task_id}"
     if task.wake_at > datetime.now(UTC):
         is_new = task.generation == 0 and not (task.attempt or task.rescues or task.retry_count)
         return f"its {'start' if is_new else 'next attempt'}, {format_due(task.wake_at)}"

@@ -176,7 +176,7 @@ def list_tasks(
     if as_json:
         print_json([summary_to_json(task) for task in tasks])
     elif tasks:
-        columns = ("task", "agent", "state", "waiting for", "age", "due", "subject")
+        columns = ("task", "agent", "state", "waiting for", "in this state", "due", "subject")
         print_table(columns, [_task_row(task) for task in tasks])
     else:
         mesh = sources.load_mesh(config, namespace=namespace)
@@ -707,6 +707,7 @@ async def _find_task(
                     await read_open_questions(store, *found),
                     sources.load_secret_keys(config),
                     await store.mailbox(id_),
+                    sources.database_options(config, namespace),
                 )
     raise _no_such_task(task_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -29,6 +30,7 @@ _SECTIONS = ("mesh", "agent", "agents")
 _MIN_SIMILARITY = 0.6
 """Similarity, from 0 to 1, above which a known key is suggested."""
 _MAX_SHOWN_CHARACTERS = 60
+_UNIT_SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3_600, "d": 86_400}
 
 
 class Settings(Section):
@@ -123,18 +125,7 @@ def _add_mesh(raw: _RawSettings, path: Path, mesh: Any) -> None:
     raw.mesh |= mesh
 
 
-def _reject_misplaced(
-    values: Any, label: str, model: type[BaseModel], other: type[BaseModel], section: str
-) -> None:
-    for key in values if isinstance(values, dict) else ():
-        if key in other.model_fields and key not in model.model_fields:
-            raise ConfigurationError(
-                f"{label}.{key}", f"is a key of {section}", f"move it under '{section}:'"
-            )
-
-
 def _build_mesh(raw: _RawSettings, overrides: dict[str, Any]) -> MeshSettings:
-    _reject_misplaced(raw.mesh, "mesh", MeshSettings, AgentSettings, "agent")
     names = {key: variable_name("mesh", key) for key in overrides}
     values = raw.mesh | overrides
     check_not_empty(values, f"mesh.{SHORT_KEY}")
@@ -168,7 +159,6 @@ def _build_agents(
 
 
 def _build_agent(label: str, values: Any, defaults: _AgentDefaults) -> AgentSettings:
-    _reject_misplaced(values, label, AgentSettings, MeshSettings, "mesh")
     names = defaults.names
     if isinstance(values, dict):
         mesh = defaults.mesh
@@ -266,8 +256,13 @@ def build_section(
 
 
 def _unknown_key(where: str, key: str, known: Iterable[str]) -> ConfigurationError:
-    """Return the error for an unknown `key`, with the most similar known key."""
+    """Return the error for an unknown `key`, with its section or the most similar known key."""
     known = sorted(known)
+    for section, model in (("mesh", MeshSettings), ("agent", AgentSettings)):
+        if key in model.model_fields and key not in known:
+            return ConfigurationError(
+                where, f"is a key of {section}", f"move it under '{section}:'"
+            )
     nearest = get_close_matches(key.lower(), known, n=1, cutoff=_MIN_SIMILARITY)
     fix = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(known)}"
     return ConfigurationError(where, "is not a known key", fix)
@@ -296,4 +291,12 @@ def _problem(error: ErrorDetails, key: str) -> str:
     shown = repr(error["input"])
     if key.endswith("_url") or len(shown) > _MAX_SHOWN_CHARACTERS:
         return message  # a URL may contain a password
-    return f"{message}, not {shown}"
+    return f"{message}, not {shown}{_suggest_seconds(error['input'], key)}"
+
+
+def _suggest_seconds(value: Any, key: str) -> str:
+    """Return the number to write for a duration with a unit, such as "5 min"."""
+    if not (key.endswith("_seconds") and isinstance(value, str)):
+        return ""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?) ?(ms|s|sec|min|m|h|d)", value.strip())
+    return f"; write {float(found[1]) * _UNIT_SECONDS[found[2]]:.15g}" if found else ""

@@ -91,7 +91,7 @@ async def test_a_waiting_task_stays_until_it_is_resumed(any_mesh: Mesh) -> None:
     assert describe_state(summary) == "waiting 0 of 1 (suspended)"
     await runs.respond_while_suspended(1, task_id)
     shown = dict(describe_task(TaskDetails(*await any_mesh.task(task_id), None)))
-    assert shown["waits for"] == f"a person: meshpoint tasks resume {task_id}"
+    assert shown["waits for"] == f"a person: meshpoint tasks resume {task_id} --db URL"
     assert "deadline" not in shown
     assert "suspended" in shown
     await _suspend(any_mesh, task_id, TaskState.READY, repeated=True)

@@ -301,6 +301,17 @@ def test_agents_inherit_the_message_limit_of_the_mesh(write: Write) -> None:
         ),
         ("mesh: {session_service: sql}\n", "mesh.session_service: is a key of agent"),
         (
+            "broker_url: sqlite:///q.db\n",
+            "broker_url: is a key of mesh; move it under 'mesh:'",
+        ),
+        *[
+            (
+                TRAVEL_CONFIG + f"  peer_timeout_seconds: {value!r}\n",
+                f"peer_timeout_seconds: must be a valid number, not {value!r}; write {seconds}",
+            )
+            for value, seconds in (("15s", "15; "), ("5 min", "300; "), ("500ms", "0.5; "))
+        ],
+        (
             TRAVEL_CONFIG + "  stateless_checkpointing: true\n",
             "agent.stateless_checkpointing: paused tasks would have no",
         ),
