@@ -327,7 +327,8 @@ def test_a_parked_task_shows_the_reason_and_what_continues_it(
     described = facts(run_command("show", task_id))
     assert described["parked because"] == "call 3: expected flights, recorded weather"
     assert described["waits for"].startswith(
-        f"another version of the code, or: meshpoint tasks resume {task_id} --db URL (tried by 1.4, for "
+        f"another version of the code, or: meshpoint tasks resume {task_id} "
+        "--db URL --namespace test (tried by 1.4, for "
     )
     assert described["fails"].startswith("in ")
 
@@ -405,7 +406,10 @@ def test_a_ready_task_that_is_suspended_waits_for_a_person(
     task_id = write(_make_ready)
     run_command("suspend", task_id)
     described = facts(run_command("show", task_id))
-    assert described["waits for"] == f"a person: meshpoint tasks resume {task_id} --db URL"
+    assert (
+        described["waits for"]
+        == f"a person: meshpoint tasks resume {task_id} --db URL --namespace test"
+    )
     assert "deadline" not in described
 
 
