@@ -19,6 +19,7 @@ from pydantic_ai.capabilities import ModelFallback, ProcessHistory
 from pydantic_ai.exceptions import CallDeferred, ModelHTTPError
 from pydantic_ai.messages import ModelMessage, ModelResponse, TextPart, ToolCallPart
 from pydantic_ai.models.function import AgentInfo, FunctionModel
+from pydantic_ai.models.test import TestModel
 from pydantic_ai.toolsets import DynamicToolset, FunctionToolset
 from scenario import (
     TOOLS,
@@ -464,6 +465,23 @@ def test_a_toolset_without_an_id_is_named() -> None:
 def test_mistakes_are_named(make: Any, problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         make()
+
+
+def test_an_agent_is_bound_again_only_if_it_has_changed() -> None:
+    planner, capability = Agent("test", name="travel"), MeshpointDurability()
+    bound = capability.for_agent(planner)
+    assert capability.for_agent(planner) is bound
+
+    @planner.toolset(id="late")
+    def late(ctx: RunContext[None]) -> FunctionToolset[None]:
+        return FunctionToolset()
+
+    with_toolset = capability.for_agent(planner)
+    assert with_toolset is not bound
+    planner.model = TestModel()
+    with_model = capability.for_agent(planner)
+    assert with_model is not with_toolset
+    assert capability.for_agent(Agent(planner.model, name="travel")) is not with_model
 
 
 async def test_tools_of_a_dynamic_toolset_are_steps() -> None:

@@ -8,11 +8,17 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache, partial
+from operator import is_
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue, TypeAdapter
-from pydantic_ai.capabilities import WrapModelRequestHandler, WrapRunHandler
+from pydantic_ai.agent import AbstractAgent
+from pydantic_ai.capabilities import (
+    AbstractCapability,
+    WrapModelRequestHandler,
+    WrapRunHandler,
+)
 from pydantic_ai.durable_exec import (
     JSON_CODEC,
     BaseDurabilityCapability,
@@ -163,10 +169,25 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
         tools, self._budget = PeerTools(peers), budget
         self.waits = ToolWaits(tools, on_peer_failure)
         self._peers: PeerTools | None = tools if peers else None
+        self._last_bound: tuple[Sequence[object], AbstractCapability[Any]] | None = None
 
     def use_peers(self, tools: PeerTools) -> None:
         """Offer the model the peers of `durable`, which may also come from the configuration."""
         self._peers = tools
+
+    def for_agent(self, agent: AbstractAgent[Any, Any]) -> AbstractCapability[Any]:
+        """Bind to `agent`, once as long as its parts are the same.
+
+        Pydantic AI asks at the start of each run with this capability, and so after each pause.
+        """
+        parts = (agent, agent.model, agent.root_capability, *agent.toolsets)
+        if self._last_bound is not None:
+            known, bound = self._last_bound
+            if len(known) == len(parts) and all(map(is_, known, parts)):
+                return bound
+        bound = super().for_agent(agent)
+        self._last_bound = parts, bound
+        return bound
 
     @property
     def in_durable_context(self) -> bool:
