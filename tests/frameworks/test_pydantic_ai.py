@@ -473,7 +473,7 @@ def test_an_agent_is_bound_again_only_if_it_has_changed() -> None:
     assert capability.for_agent(planner) is bound
 
     @planner.toolset(id="late")
-    def late(ctx: RunContext[None]) -> FunctionToolset[None]:
+    def late(ctx: RunContext[object]) -> FunctionToolset[object]:
         return FunctionToolset()
 
     with_toolset = capability.for_agent(planner)

@@ -87,14 +87,15 @@ def _walk_container(declared: Any, value: Any, written: JsonValue, at: str) -> I
                 yield at
             elif isinstance(written, dict) and len(value) == len(written):
                 for (key, inner), member in zip(written.items(), value.values(), strict=True):
-                    yield from _walk(member_type, member, inner, at + json_pointer(key))
+                    if not _is_plain(member_type, member):
+                        yield from _walk(member_type, member, inner, at + json_pointer(key))
             elif any(_has_secret(member_type, member) for member in value.values()):
                 yield at
         case list() | tuple() if isinstance(written, list) and len(value) == len(written):
             for index, (member, inner) in enumerate(zip(value, written, strict=True)):
-                yield from _walk(
-                    _member_type(arguments, index), member, inner, at + json_pointer(index)
-                )
+                member_type = _member_type(arguments, index)
+                if not _is_plain(member_type, member):
+                    yield from _walk(member_type, member, inner, at + json_pointer(index))
         case list() | tuple() | set() | frozenset():
             if any(
                 _has_secret(_member_type(arguments, index), member)
