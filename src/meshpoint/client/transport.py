@@ -561,7 +561,8 @@ class Transport:
         """Answer a question. Retries for ten seconds while the question is not known.
 
         Raises:
-            QuestionNotOpen: It is not open, or no replica has replied.
+            QuestionNotOpen: It is not open, or no replica has replied. In the latter case, the
+                answer may still be recorded when a replica starts.
             AnswerRefused: It was answered before, the value does not fit, or its agent accepts no
                 answer from this sender.
             UnknownAgent: No replica has ever served its agent in this namespace.
@@ -589,7 +590,8 @@ class Transport:
         if status is not CompletionStatus.RECORDED:
             silence = (
                 f"no reply: no replica of {key.agent!r} is running or has the question in memory, "
-                "or the message was refused unread (see its dead letters)"
+                "or the message was refused unread (see its dead letters); if the answer is still "
+                "queued, a replica that starts may still record it"
             )
             raise QuestionNotOpen(
                 f"question {key.name!r} of task {key.task_id!r}: {body.text or silence}"
@@ -617,7 +619,10 @@ class Transport:
         if status is CompletionStatus.REFUSED:
             raise SignalRefused(f"signal {signal!r}: {body.text}")
         if status is not CompletionStatus.RECORDED:
-            silence = f"no reply: no replica of {agent!r} is running or has the task in memory"
+            silence = (
+                f"no reply: no replica of {agent!r} is running or has the task in memory; if the "
+                "signal is still queued, a replica that starts may still store it"
+            )
             raise SignalNotKept(
                 f"signal {signal!r} to task {task_id!r} of {agent!r}: {body.text or silence}"
             )

@@ -13,6 +13,8 @@ from meshpoint import (
     NotJson,
     Question,
     QuestionNotOpen,
+    Signal,
+    SignalNotKept,
     TaskExecutionContext,
     TaskFailed,
     agent,
@@ -127,3 +129,19 @@ async def test_the_error_of_a_late_answer_names_the_question(
         with pytest.raises(QuestionNotOpen) as error:
             await mesh.complete(key.to_id(), True)
     assert str(error.value) == "question 'approval' of task 'order-17': it was answered before"
+
+
+async def test_an_answer_without_a_reply_may_still_be_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def stay_silent(*_: object) -> tuple[CompletionStatus | None, CompletedBody]:
+        return None, CompletedBody()
+
+    monkeypatch.setattr(Transport, "_exchange", stay_silent)
+    key = QuestionKey(AgentName("asking"), TaskId("order-17"), TaskId("~?approval.1.g0"))
+    async with local_mesh(asking(asyncio.Queue())) as mesh:
+        for answering in (mesh.complete(key.to_id(), True), mesh.reject(key.to_id(), "too dear")):
+            with pytest.raises(QuestionNotOpen, match="a replica that starts may still record it"):
+                await answering
+        with pytest.raises(SignalNotKept, match="a replica that starts may still store it"):
+            await mesh.task("asking", "order-17").signal(Signal("urgent", bool), True)
