@@ -448,7 +448,10 @@ def test_a_toolset_without_an_id_is_named() -> None:
     [
         (lambda: durable("openai:gpt-5", name="a"), "a str is not an agent of Pydantic AI"),  # type: ignore[call-overload]  # the mistake
         (lambda: durable(Agent("test")), "the agent has no name"),
-        (lambda: durable(Agent("test", name="a b")), "name"),
+        (
+            lambda: durable(Agent("test", name="Triage Agent (v2)")),
+            r"durable\('Triage Agent \(v2\)'\): .*; write name=\"triage_agent_v2\"",
+        ),
         (lambda: durable(Agent(name="a")), "needs to have a `model`"),
         (lambda: durable(Agent("test", name="a"), peers=["a b"]), "'a b' matches no agent"),
         (lambda: durable(Agent("test", name="a"), version=""), "version is empty"),

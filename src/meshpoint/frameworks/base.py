@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -28,7 +29,7 @@ from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.current_context import running_context
 from meshpoint.model.declared_type import DeclaredType, TypeMismatch
-from meshpoint.model.messages import validate_agent_name
+from meshpoint.model.messages import is_agent_name
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
 from meshpoint.model.questions import Question
 from meshpoint.model.waitable import Waitable
@@ -211,7 +212,10 @@ class FrameworkAgent(ABC, Generic[In, Out]):
             raise ConfigurationError(key, f"lifespan is {lifespan!r}", "pass the function")
         if prompt is None and input is not str:
             raise ConfigurationError(key, "input= needs prompt=", "write prompt=lambda trip: …")
-        self.name = str(validate_agent_name(name))
+        if not is_agent_name(name):
+            fix = f'write name="{_similar_name(name)}": letters, digits, "_" and "-", 63 at most'
+            raise ConfigurationError(key, "its name cannot be the name of a queue", fix)
+        self.name = name
         self.version, self.description, self._prompt = version, description, prompt
         self.state_format = f"{self.name}/{self.framework}/{version}"
         self.plan = Plan(version=version, resume_from="last-pause")
@@ -390,6 +394,11 @@ class FrameworkAgent(ABC, Generic[In, Out]):
         call = ToolCall("", BUDGET.name, ToolCallKind.BUDGET, asdict(reached))
         turn = replace(turn, calls=[call])
         return history.pause(turn, [wait.as_call(f"{BUDGET.name}.0")], self.library)
+
+
+def _similar_name(name: object) -> str:
+    """A name that is possible in the mesh, such as "triage_agent" for "Triage Agent"."""
+    return re.sub("[^a-z0-9]+", "_", str(name).lower()).strip("_")[:63] or "travel"
 
 
 def _extend_budget(history: History, call: ToolCall, outcome: Outcome) -> None:
