@@ -39,7 +39,25 @@ def find_secret_pointers(declared: Any, value: Any, written: JsonValue) -> list[
         UnrecoverableSecret: A `SecretStr`, or another secret type of pydantic, cannot be restored
             from its JSON.
     """
+    if (declared is Any or declared is JsonValue) and _is_plain_json(value):
+        return []
     return list(dict.fromkeys(_walk(declared, value, written, "")))
+
+
+def _is_plain_json(value: Any) -> bool:
+    """Whether `value` consists of objects, lists and plain values only; most results do."""
+    pending = [value]
+    for each in pending:
+        kind = type(each)
+        if kind in _PLAIN_TYPES:
+            continue
+        if kind is dict and _PLAIN_TYPES.issuperset(map(type, each)):
+            pending += each.values()
+        elif kind is list:
+            pending += each
+        else:
+            return False
+    return True
 
 
 def _walk(declared: Any, value: Any, written: JsonValue, at: str) -> Iterator[str]:

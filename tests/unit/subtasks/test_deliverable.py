@@ -395,8 +395,11 @@ def test_a_secret_serialized_by_its_model_is_a_secret_path() -> None:
     assert form.read(text).key.get_secret_value() == "k"
 
 
-def test_plain_json_is_searched_for_secrets_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    nested: JsonValue = "text"
+@pytest.mark.parametrize("innermost", ["text", Session("t")])
+def test_json_is_walked_in_search_of_secrets_at_most_once(
+    monkeypatch: pytest.MonkeyPatch, innermost: Any
+) -> None:
+    nested: Any = innermost
     for _ in range(5):
         nested = {"parts": [nested, "text"]}
     walked: list[object] = []
@@ -407,9 +410,12 @@ def test_plain_json_is_searched_for_secrets_once(monkeypatch: pytest.MonkeyPatch
         return original(declared, value, written, at)
 
     monkeypatch.setattr(secret_places, "_walk", walk)
-    annotated_step(JsonValue).write("x", nested)
-    assert walked.count(nested) == 1
-    assert len(walked) == 5 + 5  # the objects and the lists, not the texts
+    pointers = annotated_step(Any).write("x", nested)[1]
+    if innermost == "text":
+        assert (pointers, walked) == ((), [])
+    else:
+        assert pointers == ("/parts/0" * 5 + "/token",)
+        assert len(walked) == 5 + 5 + 1 + 2  # objects, lists, the session and its fields
 
 
 def test_an_object_in_the_place_of_plain_json_may_have_secrets() -> None:
