@@ -1916,7 +1916,14 @@ for _agent in ("clerk", "teller"):
     def _answered_often(world: FuzzState, agent: str = _agent) -> MessageScript:
         asked = _ask(world, agent)
         answer = _mail(world, "complete", asked, {"value": True})
-        return MessageScript([asked], tuple((delay, answer) for delay in (0.8, 1.6, 2.6, 4.0)))
+        return MessageScript(
+            [asked],
+            (
+                *((delay, answer) for delay in (0.8, 1.6, 2.6, 4.0)),
+                # now it waits for a signal
+                *((delay, _query(world, asked)) for delay in (2.0, 3.5, 5.0, 6.5, 8.0)),
+            ),
+        )
 
     @recipe(f"a rejection for {_agent}, and a signal before it", deep=True)
     def _rejected(world: FuzzState, agent: str = _agent) -> MessageScript:
