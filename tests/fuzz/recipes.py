@@ -2083,37 +2083,6 @@ def _long_signal(world: FuzzState) -> WireMessage:
     return signal.with_properties(body=signal.body.replace(b"[]", numbers))
 
 
-for _agent in ("sleeper", "teller", "diary"):
-
-    @recipe(f"copies of a running task of {_agent}", deep=True, servers=True)
-    def _copies_while_it_runs(world: FuzzState, agent: str = _agent) -> MessageScript:
-        """At once, while its code runs, and later. Half of them go to the other replica."""
-        work = _new_request(world, agent, 1501)
-        elsewhere = _same_request(world, work, reply_to=f"{MALLORY}.private.{world.mark}")
-        return MessageScript(
-            [work, work, elsewhere],
-            tuple(
-                (delay, copy)
-                for delay in (0.3, 0.6, 0.9, 1.5, 2.4)
-                for copy in (work, elsewhere, elsewhere)
-            ),
-        )
-
-    @recipe(f"starts of a running task of {_agent}", deep=True, servers=True)
-    def _starts_while_it_runs(world: FuzzState, agent: str = _agent) -> MessageScript:
-        work = _new_request(world, agent, 1501).with_headers({"x-start": "token"})
-        elsewhere = _same_request(world, work, reply_to=f"{MALLORY}.private.{world.mark}")
-        other = _same_request(world, work).with_headers({"x-start": new_id()})
-        return MessageScript(
-            [work, work, other],
-            tuple(
-                (delay, copy)
-                for delay in (0.3, 0.9, 1.5, 2.4)
-                for copy in (work, elsewhere, other, other)
-            ),
-        )
-
-
 # Requests that the broker has delivered before, and rows locked by a second session.
 
 
