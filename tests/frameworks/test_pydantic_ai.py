@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -485,6 +487,16 @@ def test_an_agent_is_bound_again_only_if_it_has_changed() -> None:
     with_model = capability.for_agent(planner)
     assert with_model is not with_toolset
     assert capability.for_agent(Agent(planner.model, name="travel")) is not with_model
+
+
+def test_only_the_last_binding_of_a_capability_is_kept() -> None:
+    """An agent with output validators is another copy in each run."""
+    capability = MeshpointDurability()
+    first = weakref.ref(capability.for_agent(Agent("test", name="travel")))
+    for _ in range(2):
+        capability.for_agent(Agent("test", name="travel"))
+    gc.collect()
+    assert first() is None
 
 
 async def test_tools_of_a_dynamic_toolset_are_steps() -> None:

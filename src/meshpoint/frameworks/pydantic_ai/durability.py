@@ -185,6 +185,7 @@ class MeshpointDurability(BaseDurabilityCapability[Any]):
             known, bound = self._last_bound
             if len(known) == len(parts) and all(map(is_, known, parts)):
                 return bound
+        self._last_bound = None  # the bound copy must not keep the one before it
         bound = super().for_agent(agent)
         self._last_bound = parts, bound
         return bound
