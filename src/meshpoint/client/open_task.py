@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 from weakref import WeakSet
 
 from meshpoint.client.attachment import Attachment
@@ -286,9 +287,10 @@ class OpenTask:
             await self.wait_news(with_updates=False)
         return self.outcome
 
-    async def wait_news(self, *, with_updates: bool = True) -> None:
+    def wait_news(self, *, with_updates: bool = True) -> Coroutine[Any, Any, None]:
         """Wait until the task has ended or, `with_updates`, another update may have arrived.
 
+        This counts from the call, so updates that arrive before the coroutine runs are not missed.
         Some seconds after its deadline, a task without an answer ends as `Failed(TIMEOUT)`. When
         it is time to ask the agent for the outcome, the first wait does so.
 
@@ -296,6 +298,9 @@ class OpenTask:
             TaskNotFound, OtherRequester, UnknownAgent: As for `TaskHandle.result`.
             MeshClosed: The connection was closed before.
         """
+        return self._wait_until_set(self._updated if with_updates else self._news)
+
+    async def _wait_until_set(self, news: asyncio.Event) -> None:
         if self._is_closed:
             raise MeshClosed(
                 f"the connection was closed before task {self.id!r} of {self.agent!r} ended"
@@ -304,7 +309,6 @@ class OpenTask:
         reference = (self, object())
         self._awaited.add(reference)
         now = asyncio.get_running_loop().time
-        news = self._updated if with_updates else self._news
         try:
             if self.attachment.due_at <= now():
                 await self.attachment.ask(now(), wants_snapshot=self.is_followed)

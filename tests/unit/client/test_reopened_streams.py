@@ -356,3 +356,17 @@ async def test_the_bound_counts_the_kept_failure_of_an_earlier_attempt(call: Cal
     assert kept.outcome is None
     assert 9_000 < kept.kept_bytes < 15_000
     assert call.transport._followed._bytes == kept.kept_bytes
+
+
+async def test_a_wait_for_news_counts_from_its_call() -> None:
+    """An update that arrives before the coroutine runs is news."""
+    task = OpenTask("travel", TaskId("1"), set())
+    news = task.wait_news()
+    envelope = status_envelope(
+        AgentName("travel"), task.id, Requester(Address("ledger.private.1")), {"percent": 1}
+    )
+    assert envelope is not None
+    task.add_status(envelope[1])
+    waiting = asyncio.ensure_future(news)
+    await idle()
+    assert waiting.done()
