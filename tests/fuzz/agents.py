@@ -73,12 +73,17 @@ async def teller(ctx: TaskExecutionContext, milliseconds: int) -> str:
 
 
 async def _ask_and_receive(ctx: TaskExecutionContext, milliseconds: int) -> str:
-    """Set a value if `milliseconds` is even, and pause for time if it is 2 modulo 3."""
-    await asyncio.sleep(min(max(milliseconds, 0), 3000) / 1000)
+    """Set a value if `milliseconds` is even, and pause for time if it is 2 modulo 3.
+
+    The segment after that pause takes as long as the first one.
+    """
+    seconds = min(max(milliseconds, 0), 3000) / 1000
+    await asyncio.sleep(seconds)
     if milliseconds % 2 == 0:  # otherwise the task has no row before its first pause
         await ctx.set_value("progress", milliseconds)
     if milliseconds % 3 == 2:
         await ctx.sleep(timedelta(seconds=3))
+        await asyncio.sleep(seconds)
     question = ctx.wait_for(approval, prompt="Go on?", timeout=timedelta(seconds=8))
     answer = await ctx.outcome(question)
     signal = await ctx.outcome(ctx.receive(chat, timeout=timedelta(seconds=8)))
@@ -107,7 +112,7 @@ async def solo(ctx: TaskExecutionContext, milliseconds: int) -> str:
 
 @agent("diary", version="1")
 async def diary(ctx: TaskExecutionContext, milliseconds: int) -> str:
-    """Record a subtask, then run for a while, or fail."""
+    """Record a subtask, send a status, then run for a while, or fail."""
     return await _run_recorded(ctx, milliseconds)
 
 
@@ -115,6 +120,7 @@ async def _run_recorded(ctx: TaskExecutionContext, milliseconds: int) -> str:
     await ctx.subtask("draw", draw_ticket)
     if milliseconds < 0:
         raise ValueError("no time")
+    await ctx.update_status("writing")
     await asyncio.sleep(min(milliseconds, 3000) / 1000)
     return "written"
 

@@ -51,15 +51,15 @@ _BRANCHES = {
         "if isinstance(result, BeginCommitted): self",
     ): _SLOT_TAKEN,
     (
+        "engine.requests",
+        "_add_repeated",
+        "if await self._settlement.attaches.attach_sender(in_process, command)",
+    ): "only if the task ends between two statements",
+    (
         "engine.request_answers",
         "_handle_repeated",
         "not backend.is_shared",
     ): "the process that holds the task sees it before",
-    (
-        "engine.request_answers",
-        "_revive",
-        "case NotRevived(detail=detail): await self.requeue",
-    ): _CONCURRENT_CHANGE,
     (
         "engine.request_answers",
         "_revive",
@@ -70,8 +70,8 @@ _BRANCHES = {
         "_revive",
         "case NotRevived(): await self.requeue",
     ): _CONCURRENT_CHANGE,
-    ("engine.request_answers", "_settle_from_current_row", "existing is None"): _CONCURRENT_CHANGE,
-    ("engine.attaches", "attach_sender", "AttachEnded"): _CONCURRENT_CHANGE,
+    ("engine.request_answers", "_reread_row", "is None"): _CONCURRENT_CHANGE,
+    ("engine.request_answers", "_stored_request", "except"): "only if a row is damaged",
     ("engine.attaches", "_show_open_questions", "is None"): _CONCURRENT_CHANGE,
     ("engine.responses", "handle_responses", "except StoreUnavailable"): _UNAVAILABLE,
     ("engine.responses", "handle_completions", "except StoreUnavailable"): _UNAVAILABLE,
@@ -80,7 +80,7 @@ _BRANCHES = {
     ("engine.responses", "_handle_commands", "except StoreUnavailable"): _UNAVAILABLE,
     ("engine.responses", "_handle_commands", "return"): _UNAVAILABLE,
     ("engine.responses", "handle_denials", "except PoisonMessage"): _BY_A_REPLICA,
-    ("engine.unknown_tasks", "_find_request", "except Unavailable"): _UNAVAILABLE,
+    ("engine.unknown_tasks", "_if_available", "except Unavailable"): _UNAVAILABLE,
     ("engine.completions", "complete", "except StoreUnavailable"): _UNAVAILABLE,
     ("engine.completions", "complete", "raise"): _UNAVAILABLE,
     (
@@ -106,7 +106,6 @@ _TIMING_DEPENDENT = {
     ("engine.responses", "_cancel_and_broadcast"): "case Cancel",
     ("engine.responses", "_cancel_in_process"): "case",
     ("engine.requests", "_delegate_to_local_task"): "live",
-    ("engine.requests", "_is_delayed"): "",
     ("engine.requests", "_begin_delayed"): "not isinstance",
     ("engine.requests", "_add_repeated"): "",
     ("engine.requests", "_find_request"): "",
@@ -142,7 +141,6 @@ _TIMING_DEPENDENT = {
     ("engine.unknown_tasks", "search"): "",
     ("engine.unknown_tasks", "_conclude"): "",
     ("engine.unknown_tasks", "_has_row"): "",
-    ("engine.unknown_tasks", "add"): "",
     ("engine.unknown_tasks", "add_denial"): "",
 }
 """Branches that depend on the timing of messages, which a busy machine may not provide."""

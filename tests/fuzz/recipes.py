@@ -6,7 +6,7 @@ import json
 import random
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -16,7 +16,7 @@ from meshpoint.model.questions import QuestionKey
 from meshpoint.model.waits import QUESTION_PREFIX, SLEEP_PEER
 
 from .amqp import Raw, Value, WireMessage, encode_table
-from .mesh import AGENTS, DURABLE, IN_PROCESS, MAX_BODY_BYTES, OPERATOR
+from .mesh import AGENTS, DURABLE, IN_PROCESS, MAX_BODY_BYTES, OPERATOR, SWITCHED_OFF
 
 MALLORY = "mallory"
 EVIL = "evil"
@@ -128,17 +128,13 @@ class RecipeScheduler:
     created_count: int = 0
     ranks: tuple[int, ...] = (0, 1, 2)
     """The ranks to choose from, in turn."""
+    focus: tuple[str, ...] = ()
+    """Recipes to use in turn for every second choice, if any."""
 
     def next(self) -> tuple[str, MessageScript] | None:
         """A recipe's name and its marked messages, or None when the recipe lacks material."""
-        rank = self.ranks[self.created_count % len(self.ranks)]
-        queue = self._queues[rank]
-        if not queue:
-            queue += [name for name in self.recipe_names if _rank(name) == rank] or list(
-                self.recipe_names
-            )
-            self.state.rng.shuffle(queue)
-        name = queue.pop()
+        turn, is_focused = divmod(self.created_count, 2) if self.focus else (0, False)
+        name = self.focus[turn % len(self.focus)] if is_focused else self._next_of_rank()
         self.created_count += 1
         self.state.mark = f"fz-{self.created_count:07}"
         result = RECIPES[name](self.state)
@@ -152,6 +148,24 @@ class RecipeScheduler:
         for message in script.all_messages:
             self._remember(message)
         return name, script
+
+    def _next_of_rank(self) -> str:
+        rank = self.ranks[self.created_count % len(self.ranks)]
+        queue = self._queues[rank]
+        if not queue:
+            queue += [name for name in self.recipe_names if _rank(name) == rank] or list(
+                self.recipe_names
+            )
+            self.state.rng.shuffle(queue)
+        return queue.pop()
+
+    def focus_on(self, branches: Sequence[str]) -> None:
+        """Prefer the recipes for these branches, given by their names."""
+        self.focus = tuple(
+            name
+            for name in self.recipe_names
+            if any(f".{each}: " in branch for each in REACHES.get(name, ()) for branch in branches)
+        )
 
     def _remember(self, message: WireMessage) -> None:
         agent, _, kind = message.key.partition(".")
@@ -186,6 +200,8 @@ DEEP: set[str] = set()
 """Recipes without which certain branches are not reached: another third."""
 ON_SERVERS: set[str] = set()
 """Recipes that need a broker with delivery counts and logins, or a database with row locks."""
+REACHES: dict[str, tuple[str, ...]] = {}
+"""Functions with branches that few other recipes reach, by recipe."""
 CLOSING: set[str] = set()
 """Recipes that can make the broker close the connection; sent rarely, on a separate connection."""
 
@@ -197,6 +213,7 @@ def recipe(
     closing: bool = False,
     deep: bool = False,
     servers: bool = False,
+    reaches: tuple[str, ...] = (),
 ) -> Callable[[Recipe], Recipe]:
     """Register a recipe under `name`."""
 
@@ -211,6 +228,8 @@ def recipe(
             CLOSING.add(name)
         if servers:
             ON_SERVERS.add(name)
+        if reaches:
+            REACHES[name] = reaches
         return recipe_function
 
     return register
@@ -1262,7 +1281,7 @@ def _answer_for_another(world: FuzzState) -> WireMessage:
     return make_complete(world, reply_to="ledger.resp")
 
 
-@recipe("answer to an odd question")
+@recipe("answer to an odd question", reaches=("Completions._parse",))
 def _answer_odd(world: FuzzState) -> WireMessage:
     odd = ("x", "W1tbW1s", "A" * 100_000, 7, ["a"], "\ud800", f"{world.mark}=")
     return make_complete(world, world.rng.choice(odd))
@@ -2047,9 +2066,9 @@ def _useless_mail(world: FuzzState) -> list[WireMessage]:
     return [cancel, *mail, other, *elsewhere]
 
 
-@recipe("a flood of queries and attaches", deep=True)
+@recipe("a flood of queries and attaches", deep=True, reaches=("search",))
 def _many_queries(world: FuzzState) -> list[WireMessage]:
-    unknown = [_ask(world, "teller") for _ in range(60)]
+    unknown = [_ask(world, "teller") for _ in range(100)]
     return [
         make
         for each in unknown
@@ -2083,7 +2102,168 @@ def _long_signal(world: FuzzState) -> WireMessage:
     return signal.with_properties(body=signal.body.replace(b"[]", numbers))
 
 
+@recipe("queries of two senders for one task", deep=True, reaches=("answer_and_broadcast",))
+def _queries_of_two_senders(world: FuzzState) -> MessageScript:
+    asked = _ask(world)
+    queries = (_query(world, asked), *[_query(world, asked, **_BY_EVE)] * 3)
+    return MessageScript([asked], tuple((delay, each) for delay in (0.8, 1.4) for each in queries))
+
+
+@recipe("queries for tasks behind a crowd", deep=True, reaches=("_conclude",))
+def _queries_behind_a_crowd(world: FuzzState) -> list[WireMessage]:
+    naps = [
+        _new_request(world, "sleeper", 300, task_id=f"{world.mark}-c{number}")
+        for number in range(40)
+    ]
+    unknown = [make_request(world, "sleeper") for _ in range(4)]
+    return [*naps, *(_query(world, each) for each in unknown)]
+
+
+@recipe("early and late answers", deep=True, reaches=("_explain_unasked",))
+def _early_and_late_answers(world: FuzzState) -> MessageScript:
+    """While the first segment runs, and after the end of the task."""
+    asked, ended = _ask(world, milliseconds=1501), _ask(world)
+    answers = [_mail(world, "complete", each, {"value": True}) for each in (asked, asked, asked)]
+    cancel = make_cancel(world, "clerk", str(ended.properties["correlation_id"]))
+    return MessageScript(
+        [asked, ended],
+        (
+            *((0.7, each) for each in answers),
+            (0.7, cancel),
+            *((delay, _mail(world, "complete", ended, {"value": True})) for delay in (1.4, 2.0)),
+        ),
+    )
+
+
+def _from_elsewhere(world: FuzzState, message: WireMessage, number: int = 0) -> WireMessage:
+    """The same request, from another private queue."""
+    return _same_request(world, message, reply_to=f"{MALLORY}.private.{world.mark}{number}")
+
+
+@recipe("copies of a running nap", deep=True, reaches=("_add_repeated",))
+def _copies_of_running(world: FuzzState) -> MessageScript:
+    nap, quiet = _new_request(world, "sleeper", 1500), _new_request(world, "sleeper", 1501)
+    quiet = quiet.with_properties(reply_to=None)
+    copies = [
+        _same_request(world, nap),
+        *(_from_elsewhere(world, nap, number) for number in (1, 1, 2, 3, 4, 5, 6, 7)),
+        _same_request(world, quiet),
+    ]
+    return MessageScript(
+        [nap, quiet], tuple((delay, each) for delay in (0.3, 0.8) for each in copies)
+    )
+
+
+@recipe("copies of a task that waits in a process", deep=True, reaches=("_add_repeated",))
+def _copies_of_in_process_task(world: FuzzState) -> MessageScript:
+    asked = _ask(world, "teller")
+    copies = [_from_elsewhere(world, asked, number) for number in (1, 2, 3)]
+    return MessageScript([asked], tuple((delay, each) for delay in (0.5, 1.2) for each in copies))
+
+
+@recipe(
+    "mail for a task whose agent keeps it in memory",
+    deep=True,
+    reaches=("Completions._record", "answer_and_broadcast"),
+)
+def _mail_in_memory(world: FuzzState) -> MessageScript:
+    """Its agent has a database for earlier tasks."""
+    nap = _new_request(world, SWITCHED_OFF, 1500)
+    mail = [
+        _mail(world, "complete", nap, {"value": True}),
+        _query(world, nap),
+        _signal(world, nap),
+    ]
+    return MessageScript([nap], tuple((delay, each) for delay in (0.4, 0.8) for each in mail))
+
+
+for _what, _delays in {
+    "runs": (0.4, 0.7, 1.0),
+    "has paused, and runs again": (5.3, 5.6, 5.9, 6.2),
+}.items():
+
+    @recipe(f"starts of a task that {_what}", deep=True, reaches=("_add_start",))
+    def _starts_while_it_runs(
+        world: FuzzState, delays: tuple[float, ...] = _delays
+    ) -> MessageScript:
+        started = _ask(world, "clerk", 1502).with_headers({"x-start": "token"})
+        copies = [
+            _same_request(world, started),
+            _from_elsewhere(world, started),
+            _same_request(world, started).with_headers({"x-start": new_id()}),
+        ]
+        return MessageScript(
+            [started], tuple((delay, each) for delay in delays for each in copies)
+        )
+
+
+@recipe(
+    "a request that starts later in a process",
+    deep=True,
+    reaches=("_begin_delayed", "keep_until_start"),
+)
+def _starts_later_in_process(world: FuzzState) -> WireMessage:
+    return make_request(world, "spark").with_headers({"x-start-at": time.time() + 1})
+
+
+@recipe("a sleeping task, resumed from elsewhere", deep=True, reaches=("with_requester",))
+def _resumed_from_elsewhere(world: FuzzState) -> MessageScript:
+    asleep = _ask(world, "clerk", 2)
+    resumed = _from_elsewhere(world, asleep).with_headers({"x-resume": "1"})
+    return MessageScript([asleep], ((1.0, resumed), (1.5, resumed)))
+
+
 # Requests that the broker has delivered before, and rows locked by a second session.
+
+
+@recipe("copies of a delayed request", deep=True, servers=True, reaches=("_begin_delayed",))
+def _copies_of_delayed(world: FuzzState) -> MessageScript:
+    """Both replicas insert its row at the same time."""
+    later = make_request(world, world.rng.choice(("leaf", "sleeper")))
+    later = later.with_headers({"x-start-at": time.time() + 3})
+    copies = [later, later, _from_elsewhere(world, later), _from_elsewhere(world, later)]
+    return MessageScript(copies, row_lock=_lock_before_insert(later))
+
+
+@recipe("starts at once", deep=True, servers=True, reaches=("_settle_not_begun",))
+def _starts_at_once(world: FuzzState) -> MessageScript:
+    nap = _new_request(world, "sleeper", 5)
+    starts = [_same_request(world, nap).with_headers({"x-start": each}) for each in "aabb"]
+    return MessageScript(starts, row_lock=_lock_before_insert(nap))
+
+
+@recipe("copies of a nap that begins", deep=True, servers=True, reaches=("_add_repeated",))
+def _copies_of_beginning(world: FuzzState) -> MessageScript:
+    nap = _new_request(world, "sleeper", 5)
+    copy = _from_elsewhere(world, nap)
+    return MessageScript(
+        [nap.with_headers({"x-resume": "1"})],
+        tuple((delay, copy) for delay in (0.1, 0.15, 0.2, 0.25)),
+        row_lock=_lock_before_insert(nap),
+    )
+
+
+@recipe(
+    "copies of a nap that ends, and attaches to it",
+    deep=True,
+    servers=True,
+    reaches=("_add_repeated", "_attach_here"),
+)
+def _copies_of_ending(world: FuzzState) -> MessageScript:
+    nap = _new_request(world, "sleeper", 300)
+    attach = _mail(world, "attach", nap, {}).with_headers({"x-snapshot": 1})
+    later = (_from_elsewhere(world, nap), attach, _to_replicas(attach))
+    hold = RowLock(str(nap.properties["correlation_id"]), 1.5, before_insert=True)
+    return MessageScript(
+        [nap], tuple((delay, each) for delay in (0.7, 1.0, 1.2) for each in later), row_lock=hold
+    )
+
+
+@recipe("attaches to a task that has sent a status", deep=True, reaches=("_attach_here",))
+def _attaches_with_snapshot(world: FuzzState) -> MessageScript:
+    work = _new_request(world, "diary", 2500)
+    attach = _mail(world, "attach", work, {}).with_headers({"x-snapshot": 1})
+    return MessageScript([work], tuple((delay, attach) for delay in (0.8, 1.4, 2.0)))
 
 
 @recipe("a crowd of worn requests", deep=True, servers=True)
@@ -2209,6 +2389,38 @@ for _what in (
     "request after its cancel",
 ):
     DEEP.add(_what)
+
+_REACHED_BY_RECIPE = {
+    "metadata with a wrong deep team": ("parse_request",),
+    "peer: of a name that only waits have": ("parse_claim",),
+    "attach without an address": ("parse_attach",),
+    "signal for another address": ("identify_signaller",),
+    "attach for another address": ("identify_attacher",),
+    "a refusal of another request": ("_drop_unrelated_refusals", "_request_fingerprint"),
+    "a status without a listener": ("_build_forwarded_statuses",),
+    "attach to the task of another": ("attach_and_broadcast",),
+    "answer for another address": ("Completions._identify",),
+    "answer that is also a rejection": ("Completions._parse",),
+    "an answer and a signal for clerk": (
+        "Completions._answer",
+        "Signals._finish",
+        "Signals._read",
+        "_explain_unasked",
+        "attach_and_broadcast",
+    ),
+    "a rejection for clerk, and a signal before it": ("_build_outcome",),
+    "a signal with an invalid name": ("_check_names", "_parse_signal"),
+    "odd signal": ("_check_names", "_parse_signal"),
+    "signal that is nested too deep": ("_parse_signal",),
+    "a signal that is too long": ("Signals._signal",),
+    "mail for the first segment of clerk": ("Signals._read", "_read_here"),
+    "mail for the first segment of teller": ("Signals._read", "_read_here"),
+    "worn copies of two requesters, 0": ("settle_id_conflict",),
+    "a cancel before the resumed request, 0": ("_settle_not_begun",),
+    "mail for a locked task": ("handle_signals", "handle_completions", "attempt"),
+    "mail for a cancelled task, and for one of another agent": ("attach_sender",),
+}
+REACHES.update(_REACHED_BY_RECIPE)
 
 _REPEATED_RECIPES = (
     "mail for a locked task",

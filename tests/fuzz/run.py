@@ -57,6 +57,8 @@ _MESSAGES_PER_CALL = 12
 _STEP_SECONDS = 0.05
 _SETTLE_SECONDS = 3.0
 """Seconds without progress after which a busy machine counts as having handled what it can."""
+_FOCUS_SECONDS = 15.0
+"""Seconds between two checks of the branches in the long form."""
 _ROUND_SECONDS = 2.0
 """Seconds of messages between two checks of the branches."""
 _MAX_ROUNDS = 20
@@ -240,8 +242,7 @@ class Fuzzer:
         self.measure_memory()
         if config.check_timing:
             await self._send(config.seconds / 4)
-            self._scheduler.ranks = _BY_HAND
-            await self._send(config.seconds / 2)
+            await self._send_by_hand(config.seconds / 2)
         else:
             await self._send(config.seconds * 3 / 4)
             await self._send_until_reached(generator)
@@ -251,22 +252,39 @@ class Fuzzer:
         await self._side.drain_full_queue()
         await honest_traffic
 
+    async def _send_by_hand(self, seconds: float) -> None:
+        """Send messages of recipes written by hand, and more for branches rarely reached."""
+        self._scheduler.ranks = _BY_HAND
+        rounds = max(1, round(seconds / _FOCUS_SECONDS))
+        for _ in range(rounds):
+            self._request_counts()
+            await self._send(seconds / rounds)
+            await self._focus_on_rarely_reached()
+
     async def _send_until_reached(self, generator: LoadGenerator) -> None:
         """Send messages, for a limited number of rounds, until each judged branch is reached."""
         self._scheduler.ranks = _BY_HAND
         for _ in range(_MAX_ROUNDS):
             await self.wait_until_settled(_SETTLE_SECONDS)
-            for slot in self._state.pool.slots:
-                slot.signal(signal.SIGRTMIN)
+            self._request_counts()
             await asyncio.gather(self._send(_ROUND_SECONDS), generator.run(_ROUND_SECONDS))
-            coverage = await asyncio.to_thread(
-                reports.measure_coverage,
-                self._folder,
-                self._config.min_branch_hits,
-                by_the_clock=False,
-            )
-            if not coverage.rarely_reached:
+            if not await self._focus_on_rarely_reached():
                 return
+
+    def _request_counts(self) -> None:
+        for slot in self._state.pool.slots:
+            slot.signal(signal.SIGRTMIN)
+
+    async def _focus_on_rarely_reached(self) -> list[str]:
+        """Prefer the recipes for the branches that were rarely reached. Returns the branches."""
+        coverage = await asyncio.to_thread(
+            reports.measure_coverage,
+            self._folder,
+            self._config.min_branch_hits,
+            by_the_clock=self._config.check_timing,
+        )
+        self._scheduler.focus_on(coverage.rarely_reached)
+        return coverage.rarely_reached
 
     async def _send(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()

@@ -166,10 +166,11 @@ class Attaches:
             elif backend is not None:
                 await self.attach_sender(backend, AttachCommand(task_id, sender, address))
 
-    async def attach_sender(self, backend: Backend, command: AttachCommand) -> None:
+    async def attach_sender(self, backend: Backend, command: AttachCommand) -> bool:
         """Attach the requester of a task with a row, which never asks again.
 
-        If another database session has locked the task, wait for it.
+        If another database session has locked the task, wait for it. Returns whether the task had
+        ended. Then its reply was sent.
         """
 
         async def attempt() -> AttachResult:
@@ -178,13 +179,14 @@ class Attaches:
                 raise RowLocked(f"another session holds task {command.task_id}")
             return result
 
-        match await self._runtime.retry.until_available(attempt):
+        match result := await self._runtime.retry.until_available(attempt):
             case AttachEnded(reply=reply):
                 await self._send_reply(reply, command.reply_to)
             case Attached(dropped=dropped):
                 self.report_dropped_later(command.task_id, dropped)
             case _:
                 pass
+        return isinstance(result, AttachEnded)
 
     async def _attach_here(self, command: AttachCommand) -> AttachResult:
         task_id = command.task_id

@@ -102,12 +102,13 @@ class Completions:
             if claim_id not in self._forwarded:
                 await self._forward(completion.message)
             self._forwarded.discard(claim_id)
-            if database is None:
-                return None
+        if database is None:
+            return None
+        if not pauses_in_database:
             asked = await self._find(database, completion.key)
             if asked is not None:
                 return await self._answer(database, asked, completion, claim_id)  # older task
-        text = await self._explain_unasked(completion.key)
+        text = await self._explain_unasked(completion.key, database)
         status = CompletionStatus.REFUSED if text == _ENDED else CompletionStatus.NOT_OPEN
         await self._reply(completion.message, status, text)
         return None
@@ -118,12 +119,10 @@ class Completions:
         forwarded = forwarded_message(agent, message, message.app_id)
         await self._runtime.broker.broadcast(agent, forwarded)
 
-    async def _explain_unasked(self, key: QuestionKey) -> str:
+    async def _explain_unasked(self, key: QuestionKey, database: Backend) -> str:
         """Why no question has this key, for people."""
         if key.task_id in self._runner.tasks.segments:
             return _NOT_ASKED
-        if (database := self._runtime.database) is None:
-            return _UNKNOWN
         found = await self._runtime.ask_store(
             database, lambda: database.store.lookup([key.task_id])
         )

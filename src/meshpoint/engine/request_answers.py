@@ -46,6 +46,8 @@ from meshpoint.subtasks.resuming import at_last_pause
 
 _MAX_FIELD_LENGTH = 100
 """Maximum characters of a field that an error names."""
+_CHANGED_SINCE = {"", DIFFERENT_REQUESTER, RESUMED_SINCE}
+"""Details of a row that has changed, or was deleted, since it was read."""
 
 
 async def find_existing(
@@ -190,11 +192,7 @@ class RequestAnswers:
         self, segment: RequestedSegment, request: parsing.Request, backend: Backend
     ) -> None:
         """Handle a request whose task must not exist, and has a row."""
-        task_id = request.task_id
-        rows = await self._runtime.retry.until_available(partial(backend.store.lookup, [task_id]))
-        if (existing := rows.get(task_id)) is None:  # deleted meanwhile
-            await self.requeue(segment)
-        else:
+        if (existing := await self._reread_row(segment, backend)) is not None:
             await self.handle_existing(segment, request, backend, existing)
 
     async def accept_start(self, segment: RequestedSegment, request: parsing.Request) -> None:
@@ -256,17 +254,15 @@ class RequestAnswers:
                     f"and its operation {active_operation} is active"
                 )
                 await self.refuse(segment, Failed(FailureKind.ERROR, message))
-            case NotRevived(detail=detail) if detail in {DIFFERENT_REQUESTER, RESUMED_SINCE}:
-                await self.requeue(segment)  # it has changed since it was read
-            case NotRevived(refusal=Refusal.RUNNING):
+            case NotRevived(refusal=Refusal.RUNNING, detail=detail) if detail != RESUMED_SINCE:
                 await self.settle(segment)
             case NotRevived(detail=detail) if detail == DIFFERENT_INPUT:
                 await self.refuse_id_in_use(segment)
-            case NotRevived(detail=detail) if detail:
+            case NotRevived(detail=detail) if detail not in _CHANGED_SINCE:
                 await self.refuse(
                     segment, Failed(FailureKind.ERROR, f"the task does not go on: {detail}")
                 )
-            case NotRevived():  # row deleted after the lookup: redelivery finds none
+            case NotRevived():
                 await self.requeue(segment)
             case _:
                 assert_never(result)
@@ -293,16 +289,21 @@ class RequestAnswers:
 
     async def _settle_from_current_row(self, segment: RequestedSegment, backend: Backend) -> None:
         """Reread the row to answer an already served request or a just completed task."""
-        task_id = segment.run.task_id
-        existing = (
-            await self._runtime.retry.until_available(partial(backend.store.lookup, [task_id]))
-        ).get(task_id)
-        if existing is None:
-            await self.requeue(segment)
-        elif existing.reply is not None:
+        existing = await self._reread_row(segment, backend)
+        if existing is not None and existing.reply is not None:
             await self._resend_reply(segment, existing.reply, existing)
-        else:
+        elif existing is not None:
             await self._leave_to_task(segment, backend)
+
+    async def _reread_row(
+        self, segment: RequestedSegment, backend: Backend
+    ) -> ExistingTask | None:
+        """The row of a request's task. If it was deleted meanwhile, the request is requeued."""
+        task_id = segment.run.task_id
+        rows = await self._runtime.retry.until_available(partial(backend.store.lookup, [task_id]))
+        if (existing := rows.get(task_id)) is None:
+            await self.requeue(segment)
+        return existing
 
     async def _leave_to_task(self, segment: RequestedSegment, backend: Backend) -> None:
         """Leave the request to its task, which runs now or soon and knows where to reply."""

@@ -148,19 +148,15 @@ class Requests:
     ) -> None:
         """Postpone the requests that need the database, while it is unavailable.
 
-        First deliveries stay in `pending` if their tasks pause here.
+        First deliveries stay in `pending`: their tasks pause here.
         """
         for each in list(pending):
             segment, request, delivery = each
             may_have_row = delivery.delivery_count > 1 or request.resume_token is not None
-            needs_row = self._runtime.new_task_backend.is_shared and self._is_delayed(request)
-            if (may_have_row or needs_row) and request.task_id not in existing_by_id:
+            if may_have_row and request.task_id not in existing_by_id:
                 pending.remove(each)
                 remaining.remove(delivery)
                 await self.postponed.postpone(segment)
-
-    def _is_delayed(self, request: parsing.Request) -> bool:
-        return request.is_delayed(self._runtime.clock.now())
 
     def _find_delayed(
         self, pending: Sequence[_PendingRequest], existing_by_id: Collection[TaskId]
@@ -312,11 +308,11 @@ class Requests:
             return
         command = AttachCommand(task_id, repeated.sender.name or "", address)
         if live is None:
-            await self._settlement.attaches.attach_sender(self._runtime.in_process, command)
-            if task_id in self._tasks.segments or task_id in self._tasks.unacked.by_task:
-                await self._add_redelivery(task_id, delivery)
-            else:  # its task has ended meanwhile
+            in_process = self._runtime.in_process
+            if await self._settlement.attaches.attach_sender(in_process, command):
                 await self._answers.settle(repeated)
+            else:
+                await self._add_redelivery(task_id, delivery)
         elif address == live.requester.reply_to:
             await self._add_redelivery(task_id, delivery)
         elif live.shared_backend is not None:

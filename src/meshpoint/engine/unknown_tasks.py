@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 from meshpoint.engine.background import wait_for_first
 from meshpoint.engine.live_tasks import LiveTasks
@@ -27,6 +28,8 @@ from meshpoint.model.envelopes import Search, deny_envelope
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.messages import Address, AttachStatus, Message, private_queue
 from meshpoint.ports.broker import SEARCH_SECONDS, RequestSearch
+
+_T = TypeVar("_T")
 
 MAX_SEARCHES_PER_SECOND = 50
 """Maximum unknown tasks per second and sender that are searched for."""
@@ -41,19 +44,18 @@ class _Denials:
     """Counts the consumers that have denied one task, until all `consumers` have."""
 
     def __init__(self, consumers: Mapping[Address, int]) -> None:
-        self._missing = dict(consumers)
-        self._replicas: set[str] = set()
+        self._consumers = consumers
+        self._denied: dict[str, Mapping[str, int]] = {}  # by replica
         self.is_complete = asyncio.Event()
 
     def add(self, replica: str, consumers: Mapping[str, int]) -> None:
         """Record the denial of one replica. Only its first one counts."""
-        if replica in self._replicas:
-            return
-        self._replicas.add(replica)
-        for address in self._missing:
-            self._missing[address] -= max(0, consumers.get(address, 0))
-        if all(count <= 0 for count in self._missing.values()):
+        self._denied.setdefault(replica, consumers)
+        if all(self._count_denied(address) >= n for address, n in self._consumers.items()):
             self.is_complete.set()
+
+    def _count_denied(self, address: Address) -> int:
+        return sum(max(0, each.get(address, 0)) for each in self._denied.values())
 
 
 class UnknownTasks:
@@ -76,41 +78,30 @@ class UnknownTasks:
             await send(AttachStatus.QUEUED, False)
             return
         started_at = self._runtime.clock.monotonic()
-        found = await self._find_request(task_id)
+        found = await _if_available(
+            self._runtime.broker.find_request(self._runtime.agent, task_id)
+        )
         if found is None or found.may_be_queued or not found.consumers:
             await broadcast(None)
             await self._conclude(task_id, found, send)
             return
-        token = new_id()
-        self._denials[token] = _Denials(found.consumers)
-        is_pending = False
-        try:
-            reply_to = private_queue(self._runtime.agent, self._runtime.replica.id)
-            await broadcast(Search(token, reply_to))
-            self._runtime.background.spawn(
-                self._await_denials, task_id, token, started_at, found, send
-            )
-            is_pending = True
-        finally:
-            if not is_pending:
-                del self._denials[token]
-
-    async def _find_request(self, task_id: TaskId) -> RequestSearch | None:
-        try:
-            return await self._runtime.broker.find_request(self._runtime.agent, task_id)
-        except Unavailable:
-            return None
+        self._runtime.background.spawn(
+            self._await_denials, task_id, started_at, found, broadcast, send
+        )
 
     async def _await_denials(
         self,
         task_id: TaskId,
-        token: str,
         started_at: float,
         found: RequestSearch,
+        broadcast: Broadcast,
         send: SendStatus,
     ) -> None:
-        denials, clock = self._denials[token], self._runtime.clock
+        token, clock = new_id(), self._runtime.clock
+        denials = self._denials[token] = _Denials(found.consumers)
         try:
+            reply_to = private_queue(self._runtime.agent, self._runtime.replica.id)
+            await broadcast(Search(token, reply_to))
             await wait_for_first(
                 denials.is_complete.wait(), clock.sleep(timedelta(seconds=SEARCH_SECONDS))
             )
@@ -138,12 +129,10 @@ class UnknownTasks:
         """Whether the task has a row by now; `None` if the database is unavailable."""
         if self._runtime.database is None:
             return False
-        try:
-            rows = await self._runtime.database.store.lookup([task_id])
-        except Unavailable:
-            return None
-        row = rows.get(task_id)
-        return row is not None and row.agent == self._runtime.agent and not row.is_early_cancel
+        rows = await _if_available(self._runtime.database.store.lookup([task_id]))
+        row = None if rows is None else rows.get(task_id)
+        found = row is not None and row.agent == self._runtime.agent and not row.is_early_cancel
+        return None if rows is None else found
 
     async def deny(self, questions: Sequence[tuple[TaskId, Message]]) -> None:
         """Deny the tasks that other replicas search for and that are not here."""
@@ -166,3 +155,10 @@ class UnknownTasks:
         body = parse_body(DenyBody, message.body)
         if (denials := self._denials.get(message.correlation_id)) is not None:
             denials.add(body.replica, body.consumers)
+
+
+async def _if_available(look_up: Awaitable[_T]) -> _T | None:
+    try:
+        return await look_up
+    except Unavailable:
+        return None

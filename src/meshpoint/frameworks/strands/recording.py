@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from types import AsyncGeneratorType
 from typing import Any
 from weakref import WeakSet
 
@@ -119,7 +120,7 @@ class Recorder:
         self._peers, self._stream, self._limits = peers, stream, limits
         self._used_ids, self._offering, self._has_offered = set(used_ids), asyncio.Lock(), False
         self._scopes: dict[int, tuple[str, ...]] = {id(root): ()}
-        self._error: MeshpointError | None = None
+        self._error: BaseException | None = None
         self._changes = StateChanges()
         self.offered: Mapping[str, PeerTool] = peers.known
         self.nested: set[str] = set()
@@ -136,6 +137,7 @@ class Recorder:
             yield
         finally:
             _recorder.reset(token)
+            self._error = None  # its traceback has this recorder
 
     def keep_decisions(self, stored: Any) -> None:
         """Keep what people have decided before the last pause; see `open_decisions`."""
@@ -211,7 +213,8 @@ class Recorder:
                 await self.offer(task)
                 specs = [*context.tool_specs, *map(_spec_of, self.offered.values())]
                 asked = context.replace(tool_specs=specs)
-            recorded: Any = await record_step(task, step_name("model", *scope), request)
+            with self._keep_cancellation():
+                recorded: Any = await record_step(task, step_name("model", *scope), request)
             error = recorded.get("error")
             if error is None:
                 break
@@ -292,10 +295,11 @@ class Recorder:
                 yield event
         elif isinstance(nested := getattr(tool, "agent", None), Agent):
             with self._nest(nested, scope):
-                async for event in call_next(context):
-                    for interrupt in event.get("tool_interrupt_event", {}).get("interrupts", ()):
-                        self.nested.add(interrupt.id)
-                    yield event
+                async with aclosing(call_next(context)) as running:
+                    async for event in running:
+                        pauses = event.get("tool_interrupt_event", {}).get("interrupts", ())
+                        self.nested.update(each.id for each in pauses)
+                        yield event
         else:
             if context.agent is self.root and call["toolUseId"] in self.approved:
                 approved: Any = {**call, "input": self.approved[call["toolUseId"]]}
@@ -309,7 +313,8 @@ class Recorder:
 
             name = step_name("tool", *scope[:-1], call["name"], scope[-1])
             try:
-                recorded: Any = await record_step(task, name, run)
+                with self._keep_cancellation():
+                    recorded: Any = await record_step(task, name, run)
             except AgentFailed:
                 raise
             except MeshpointError as error:
@@ -326,6 +331,21 @@ class Recorder:
                 decode_bytes_values(recorded["result"]),
                 exception=None if failed is None else AgentFailed(failed),
             )
+
+    @contextmanager
+    def _keep_cancellation(self) -> Iterator[None]:
+        """Keep the cancellation of a step, for example because the run has lost its task.
+
+        Strands ignores the cancellation of a tool unless the whole run is cancelled, and would ask
+        the model again.
+        """
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            current = asyncio.current_task()
+            if current is not None and not current.cancelling():  # not cancelled by Strands
+                self._error = error
+            raise
 
     @contextmanager
     def _nest(self, agent: Agent, scope: tuple[str, ...]) -> Iterator[None]:
@@ -381,9 +401,30 @@ async def _execute_tool(
         events = call_next(context)
     else:
         events = recorder.run_tool(task, context, call_next)
+        _close_after(asyncio.current_task(), events)
     async with aclosing(events):
         async for event in events:
             yield event
+
+
+def _close_after(task: asyncio.Task[Any] | None, events: AsyncGenerator[TypedEvent, None]) -> None:
+    """Close the events of a tool when its asyncio task has ended.
+
+    Strands does not, if it cancels the tool between two events. Then an agent that is a tool would
+    stay locked, and watch for its cancellation for ever.
+    """
+
+    def close(_: object) -> None:
+        if isinstance(events, AsyncGeneratorType) and events.ag_frame is not None:
+            closing = asyncio.ensure_future(events.aclose())
+            _closing.add(closing)
+            closing.add_done_callback(_closing.discard)
+
+    if task is not None:
+        task.add_done_callback(close)
+
+
+_closing: set[asyncio.Future[None]] = set()
 
 
 async def _select_peer(event: BeforeToolCallEvent[Any]) -> None:
