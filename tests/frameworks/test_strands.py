@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ from meshpoint import (
 )
 from meshpoint import TaskExecutionContext as Context
 from meshpoint.frameworks import APPROVAL, Approval
-from meshpoint.frameworks.strands import durable
+from meshpoint.frameworks.strands import durable, recording
 from meshpoint.local import local_mesh
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.operations import Operations
@@ -496,3 +496,53 @@ async def test_an_approved_tool_that_waits_runs_again_with_the_approved_argument
         assert (await task.result()).strip() == "paid 17 from savings | sunny"
     assert len(inputs) > 1
     assert all(each == {"amount": 17} for each in inputs)
+
+
+async def test_the_events_of_a_cancelled_tool_are_closed() -> None:
+    """Strands leaves them open if it cancels the tool between two events."""
+    waits, closed = asyncio.Event(), asyncio.Event()
+
+    async def stream() -> AsyncGenerator[Any, None]:
+        try:
+            yield {}
+        finally:
+            await asyncio.sleep(0)
+            closed.set()
+
+    async def run_tool() -> None:
+        recording._close_after(asyncio.current_task(), events)
+        async for _ in events:
+            waits.set()
+            await asyncio.Event().wait()
+
+    events = stream()
+    tool_task = asyncio.create_task(run_tool())
+    await waits.wait()
+    tool_task.cancel()
+    await closed.wait()
+    assert tool_task.cancelled()
+
+
+async def test_the_model_is_not_asked_again_after_a_step_has_lost_its_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Strands takes the cancelled tool for one without a result."""
+    record_step = recording.record_step
+
+    async def lose_tools(ctx: Context, name: str, function: Any) -> Any:
+        if name.startswith("tool "):
+            raise asyncio.CancelledError
+        return await record_step(ctx, name, function)
+
+    monkeypatch.setattr(recording, "record_step", lose_tools)
+    journey = Journey(call_then_tell(Use("clock", {}, "call-c")), TOOLS)
+
+    @tool
+    def clock() -> str:
+        """Tells the time."""
+        return journey.use("clock")
+
+    async with TestMesh(wrap(journey, clock)) as mesh:
+        outcome = await (await mesh.send(travel, "Rome")).outcome()
+    assert isinstance(outcome, Failed), outcome
+    assert journey.model_calls == [1]
