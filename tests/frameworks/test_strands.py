@@ -33,6 +33,7 @@ from meshpoint import (
 )
 from meshpoint import TaskExecutionContext as Context
 from meshpoint.frameworks import APPROVAL, Approval
+from meshpoint.frameworks.steps import record_step
 from meshpoint.frameworks.strands import durable, recording
 from meshpoint.local import local_mesh
 from meshpoint.model.ids import TaskId, new_id
@@ -527,7 +528,6 @@ async def test_the_model_is_not_asked_again_after_a_step_has_lost_its_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Strands takes the cancelled tool for one without a result."""
-    record_step = recording.record_step
 
     async def lose_tools(ctx: Context, name: str, function: Any) -> Any:
         if name.startswith("tool "):
