@@ -1724,9 +1724,9 @@ def _long_status(world: FuzzState) -> WireMessage | None:
 
 @recipe("a refusal of another request", deep=True)
 def _refusal_of_another(world: FuzzState) -> WireMessage | None:
-    call = world.next_call()
-    if call is None:
+    if not world.open_calls:
         return None
+    call = world.open_calls.pop()  # the newest: older ones may have timed out
     message = make_response(world, call, "FAILED")
     body = json.loads(message.body)
     body["task"]["metadata"] = {"failure": "invalid", "refuses": "0" * 64}
@@ -2119,19 +2119,13 @@ def _queries_behind_a_crowd(world: FuzzState) -> list[WireMessage]:
     return [*naps, *(_query(world, each) for each in unknown)]
 
 
-@recipe("early and late answers", deep=True, reaches=("_explain_unasked",))
-def _early_and_late_answers(world: FuzzState) -> MessageScript:
-    """While the first segment runs, and after the end of the task."""
-    asked, ended = _ask(world, milliseconds=1501), _ask(world)
-    answers = [_mail(world, "complete", each, {"value": True}) for each in (asked, asked, asked)]
-    cancel = make_cancel(world, "clerk", str(ended.properties["correlation_id"]))
+@recipe("early answers", deep=True, reaches=("_explain_unasked",))
+def _early_answers(world: FuzzState) -> MessageScript:
+    """While the first segment runs, and while the task sleeps before it asks."""
+    running, asleep = _ask(world, milliseconds=1501), _ask(world, milliseconds=2)
+    answers = [_mail(world, "complete", each, {"value": True}) for each in (running, asleep)]
     return MessageScript(
-        [asked, ended],
-        (
-            *((0.7, each) for each in answers),
-            (0.7, cancel),
-            *((delay, _mail(world, "complete", ended, {"value": True})) for delay in (1.4, 2.0)),
-        ),
+        [running, asleep], tuple((delay, each) for delay in (0.7, 1.0, 1.2) for each in answers)
     )
 
 
@@ -2152,6 +2146,13 @@ def _copies_of_running(world: FuzzState) -> MessageScript:
     return MessageScript(
         [nap, quiet], tuple((delay, each) for delay in (0.3, 0.8) for each in copies)
     )
+
+
+@recipe("copies of a nap as it ends in a process", deep=True, reaches=("_add_repeated",))
+def _copies_of_ending_in_process(world: FuzzState) -> MessageScript:
+    nap = _new_request(world, SWITCHED_OFF, 200)
+    copy = _from_elsewhere(world, nap)
+    return MessageScript([nap], tuple((0.15 + number / 100, copy) for number in range(20)))
 
 
 @recipe("copies of a task that waits in a process", deep=True, reaches=("_add_repeated",))
@@ -2390,8 +2391,11 @@ for _what in (
 ):
     DEEP.add(_what)
 
-_REACHED_BY_RECIPE = {
-    "metadata with a wrong deep team": ("parse_request",),
+_DEEP_METADATA = ("team", "scopes", "configuration")
+_ASKED_AGAIN = ("leaf", "sleeper", "asker")
+_REACHED_BY_RECIPE: dict[str, tuple[str, ...]] = {
+    **{f"metadata with a wrong deep {each}": ("parse_request",) for each in _DEEP_METADATA},
+    **{f"operator: request again, {each}, 0 back": ("attach_sender",) for each in _ASKED_AGAIN},
     "peer: of a name that only waits have": ("parse_claim",),
     "attach without an address": ("parse_attach",),
     "signal for another address": ("identify_signaller",),
@@ -2418,7 +2422,6 @@ _REACHED_BY_RECIPE = {
     "worn copies of two requesters, 0": ("settle_id_conflict",),
     "a cancel before the resumed request, 0": ("_settle_not_begun",),
     "mail for a locked task": ("handle_signals", "handle_completions", "attempt"),
-    "mail for a cancelled task, and for one of another agent": ("attach_sender",),
 }
 REACHES.update(_REACHED_BY_RECIPE)
 
