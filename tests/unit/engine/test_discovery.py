@@ -114,8 +114,9 @@ async def a_round(mesh: Mesh, count: int = 1) -> None:
 
 
 async def test_a_named_peer_is_offered_with_its_card(
-    mesh: Mesh, caplog: pytest.LogCaptureFixture
+    mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(peer_directory, "_COLLECT_SECONDS", 3600.0)  # ends with the answer
     await mesh.replica(server("flights", "3"), server("hotels"))
     await mesh.replica(planner("flights"))
     assert await mesh.ask("planner", 1) == Ok([["flights/3: 1"]])
