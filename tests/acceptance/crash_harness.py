@@ -151,24 +151,16 @@ class CrashHarness:
         assert isinstance(await self._outcome, Failed)
         end_count = len(await self._chief.wait("end:after"))
         self._repair_marker.touch()
-        store = self.mesh.store()
-        await store.open()
-        try:
+        async with self.mesh.store() as store:
             await resume_operation(store, self._task_id)
             self._resume_count += 1
-        finally:
-            await store.close()
         self._outcome = asyncio.ensure_future(self._recorded_outcome(end_count + 1))
 
     async def _recorded_outcome(self, end_count: int) -> Outcome:
         """The resumed operation's outcome, from the database: the client gets no reply."""
         await self._chief.wait("end:after", end_count)
-        store = self.mesh.store()
-        await store.open()
-        try:
+        async with self.mesh.store() as store:
             existing = (await store.lookup([self._task_id]))[self._task_id]
-        finally:
-            await store.close()
         assert existing.reply is not None
         return parse_body(ResponseBody, existing.reply.body).outcome()
 
@@ -260,9 +252,7 @@ class CrashHarness:
 
     async def _wait_until_idle(self, survivor: Process) -> None:
         """Return once no task is open and every unanswered call was cancelled at the peer."""
-        store = self.mesh.store()
-        await store.open()
-        try:
+        async with self.mesh.store() as store:
             while (
                 (counts := await count_rows(store))["open"]
                 or counts["calls"]
@@ -270,8 +260,6 @@ class CrashHarness:
             ):
                 sweeps = len(survivor.matching_events("sweep:after", durable=True))
                 await survivor.wait("sweep:after", sweeps + 1, durable=True)
-        finally:
-            await store.close()
         while self.unanswered:
             cancel = await self.peer.cancels.get()
             self.unanswered.discard(TaskId(cancel.message.correlation_id))

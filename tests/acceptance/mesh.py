@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +15,7 @@ import yaml
 from pydantic import JsonValue
 
 from meshpoint import wiring
+from meshpoint.errors import StoreUnavailable
 from meshpoint.model.bodies import RequestBody, parse_body
 from meshpoint.model.envelopes import encode_reply, status_envelope
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
@@ -39,6 +41,7 @@ HERE = Path(__file__).parent
 EventRecord = dict[str, Any]
 SHORT_LEASE: Mapping[str, Any] = {"lease_seconds": 2}
 """Options for tests that wait until a dead replica's lease expires."""
+_MAX_CONNECT_ATTEMPTS = 10
 
 
 @dataclass
@@ -293,19 +296,27 @@ class Mesh:
 
     async def row_counts(self) -> dict[str, int]:
         """Row counts of the tables."""
-        store = self.store()
-        await store.open()
-        try:
+        async with self.store() as store:
             return await count_rows(store)
-        finally:
-            await store.close()
 
-    def store(self) -> CheckpointStore:
-        """A store on the tables, not opened yet."""
-        return wiring.make_store(
+    @asynccontextmanager
+    async def store(self) -> AsyncIterator[CheckpointStore]:
+        """A store on the tables. On a busy machine, it may need several attempts to connect."""
+        store = wiring.make_store(
             self.backends.settings(self.backends.config("root")).agents[0].store_settings(),
             self.backends.namespace,
         )
+        for attempt in range(_MAX_CONNECT_ATTEMPTS):
+            try:
+                await store.open()
+                break
+            except StoreUnavailable:
+                if attempt + 1 == _MAX_CONNECT_ATTEMPTS:
+                    raise
+        try:
+            yield store
+        finally:
+            await store.close()
 
     async def close(self) -> None:
         for process in self.processes:

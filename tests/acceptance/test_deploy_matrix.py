@@ -332,17 +332,13 @@ async def see_refusal(replica: Process) -> None:
 async def change_tables(mesh: Mesh, revision: str) -> None:
     """Upgrade the tables as a later release would, or undo it."""
     change = "DROP COLUMN later" if revision == REVISION else "ADD COLUMN later INT"
-    store = mesh.store()
-    assert isinstance(store, SqlStore)
-    await store.open()
-    try:
+    async with mesh.store() as store:
+        assert isinstance(store, SqlStore)
         for statement in (
             f"ALTER TABLE agent_paused_tasks {change}",
             f"UPDATE {VERSION_TABLE} SET version_num = '{revision}'",
         ):
             await store._database.transact(partial(_execute, statement))
-    finally:
-        await store.close()
 
 
 async def _execute(statement: str, tx: Transaction) -> None:

@@ -101,14 +101,10 @@ async def test_a_signal_waits_for_this_release(mesh: Mesh, sources: Path) -> Non
         await broker.publish([(response_queue(ROOT), message)])
         await broker.close()
         await earlier.wait_for("type: 'signal' is not known")
-        store = mesh.store()
-        await store.open()
-        try:
+        async with mesh.store() as store:
             command = SendSignal(task_id, ROOT, "1", "chat", to_json(7), CLIENT)
             accepted = [MailAccepted(is_ready=True)]
             assert await store.signal([command]) == accepted, "no replica had received it"
-        finally:
-            await store.close()
         await mesh.replica(config)
         assert (await reply).outcome == Ok(7)
     assert client.duplicates == 0

@@ -344,9 +344,5 @@ def sub_task_id_of(note: EventRecord) -> TaskId:
 
 async def all_tasks(mesh: Mesh) -> list[TaskSummary]:
     """All task rows."""
-    store = mesh.store()
-    await store.open()
-    try:
+    async with mesh.store() as store:
         return await store.tasks()
-    finally:
-        await store.close()
