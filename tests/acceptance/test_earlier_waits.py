@@ -46,7 +46,13 @@ async def earlier_replica(sources: Path, config: Path) -> AsyncIterator[EarlierR
 
 
 def config_of(mesh: Mesh, name: str, version: str = "2") -> Path:
-    return mesh.backends.config("root", entrypoint=f"earlier_agents:{name}", app_version=version)
+    """A busy machine may take long to record that a reply was sent; then it is sent again."""
+    return mesh.backends.config(
+        "root",
+        entrypoint=f"earlier_agents:{name}",
+        app_version=version,
+        dispatch_lease_seconds=60,
+    )
 
 
 async def fail_first(peer: FakePeer, attempts: Counter[int]) -> None:
