@@ -539,7 +539,7 @@ async def test_the_model_is_not_asked_again_after_a_step_has_lost_its_task(
 
     @tool
     def clock() -> str:
-        """Tells the time."""
+        """The time of day."""
         return journey.use("clock")
 
     async with TestMesh(wrap(journey, clock)) as mesh:
