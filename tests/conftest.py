@@ -366,7 +366,7 @@ def redis_url(redis_server: NamedServer | RedisServer) -> str:
 @pytest.fixture
 async def redis(redis_url: str) -> AsyncIterator[Redis]:
     """Direct connection to the shared Redis."""
-    async with Redis.from_url(redis_url) as client:
+    async with Redis.from_url(redis_url, socket_timeout=None) as client:
         yield client
 
 

@@ -141,7 +141,7 @@ async def memory_task(
         [Begin(run, HERE, Requester(), b"{}", Operation(type="test", parameters=None))]
     )
     assert isinstance(begin_result, BeginCommitted)
-    async with Redis.from_url(redis_url) as raw:
+    async with Redis.from_url(redis_url, socket_timeout=None) as raw:
         l1 = RedisWorkingMemory(redis_url, timeout=REDIS_LIMIT, namespace=namespace)
         snapshots = RedisSnapshotStore(
             redis_url, timeout=REDIS_LIMIT, namespace=namespace, secret=redis_data_key

@@ -33,7 +33,7 @@ async def mesh(production: Backends, fork_server: ForkServer) -> AsyncIterator[M
 @pytest.fixture
 async def redis(own_redis: RedisServer) -> AsyncIterator[Redis]:
     """Direct connection to the replicas' Redis, which only this test uses and may flush."""
-    async with Redis.from_url(own_redis.url) as raw:
+    async with Redis.from_url(own_redis.url, socket_timeout=None) as raw:
         yield raw
 
 

@@ -510,7 +510,7 @@ async def test_redis_that_evicts_or_forgets_or_refuses(
     places = f"sqlite:///{tmp_path}/broker.db", f"sqlite:///{tmp_path}/tasks.db"
     memory = configure(*places, memory_url=own_redis.url)
     cache = configure(*places, checkpoint_cache_url=own_redis.url)
-    async with Redis.from_url(own_redis.url) as redis:
+    async with Redis.from_url(own_redis.url, socket_timeout=None) as redis:
         assert await of_redis(memory) == []
         await redis.config_set("maxmemory-policy", "allkeys-lru")
         await redis.config_set("appendonly", "no")

@@ -100,7 +100,7 @@ async def test_a_forged_copy_does_not_change_a_deliverable(
         local_mesh(
             press_agent, db_url=postgres_url, namespace=namespace, checkpoint_cache_url=redis_url
         ) as mesh,
-        Redis.from_url(redis_url) as redis,
+        Redis.from_url(redis_url, socket_timeout=None) as redis,
     ):
         assert isinstance(
             await (await mesh.send("press", "Rome", task_id=task_id)).outcome(), Failed
@@ -129,7 +129,7 @@ async def test_a_forged_copy_is_not_decompressed(
         local_mesh(
             press_agent, db_url=postgres_url, namespace=namespace, checkpoint_cache_url=redis_url
         ) as mesh,
-        Redis.from_url(redis_url) as redis,
+        Redis.from_url(redis_url, socket_timeout=None) as redis,
     ):
         assert isinstance(
             await (await mesh.send("press", "Rome", task_id=task_id)).outcome(), Failed
@@ -168,7 +168,7 @@ async def test_a_forged_failure_imports_nothing(
             namespace=namespace,
             checkpoint_cache_url=redis_url,
         ) as mesh,
-        Redis.from_url(redis_url) as redis,
+        Redis.from_url(redis_url, socket_timeout=None) as redis,
     ):
         task = await mesh.send("careful", "Rome", task_id=task_id)
         await reached.wait()

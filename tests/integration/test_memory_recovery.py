@@ -120,7 +120,7 @@ async def place(
         [Begin(run, HERE, Requester(), b"{}", Operation(type="test", parameters=None))]
     )
     assert isinstance(begin_result, BeginCommitted)
-    async with Redis.from_url(redis_url) as raw:
+    async with Redis.from_url(redis_url, socket_timeout=None) as raw:
         owner = Owner(
             make_agent_id(AGENT, run.task_id), begin_result.run.id, begin_result.run.fence
         )

@@ -243,7 +243,7 @@ async def test_scripts_can_be_flushed_at_any_time(
     )
     send, trips = script_calls._send, 0
     redis: Any
-    async with Redis.from_url(own_redis.url) as redis:
+    async with Redis.from_url(own_redis.url, socket_timeout=None) as redis:
 
         async def forgetful(client: Any, calls: Any, known: bool) -> Any:
             nonlocal trips
