@@ -39,6 +39,7 @@ from servers import (
     create_database,
     drop_database,
     own_database,
+    redis_client,
     url_on,
 )
 from servers.memory_folder import memory_folder
@@ -366,7 +367,7 @@ def redis_url(redis_server: NamedServer | RedisServer) -> str:
 @pytest.fixture
 async def redis(redis_url: str) -> AsyncIterator[Redis]:
     """Direct connection to the shared Redis."""
-    async with Redis.from_url(redis_url, socket_timeout=None) as client:
+    async with redis_client(redis_url) as client:
         yield client
 
 

@@ -22,7 +22,7 @@ from meshpoint.testing.conformance.build import AGENT, HERE
 from meshpoint.working_memory.packing import to_bytes
 from meshpoint.working_memory.recovery import DualRecoveryStrategy
 from meshpoint.working_memory.snapshots import L1CacheSnapshotter
-from servers import REDIS_LIMIT, redis_data_key
+from servers import REDIS_LIMIT, redis_client, redis_data_key
 
 from .fork_server import ForkServer
 
@@ -141,7 +141,7 @@ async def memory_task(
         [Begin(run, HERE, Requester(), b"{}", Operation(type="test", parameters=None))]
     )
     assert isinstance(begin_result, BeginCommitted)
-    async with Redis.from_url(redis_url, socket_timeout=None) as raw:
+    async with redis_client(redis_url) as raw:
         l1 = RedisWorkingMemory(redis_url, timeout=REDIS_LIMIT, namespace=namespace)
         snapshots = RedisSnapshotStore(
             redis_url, timeout=REDIS_LIMIT, namespace=namespace, secret=redis_data_key

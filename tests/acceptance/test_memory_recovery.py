@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from meshpoint.model.outcomes import Ok
-from servers import RedisServer
+from servers import RedisServer, redis_client
 
 from .fork_server import ForkServer
 from .mesh import Backends, Mesh
@@ -33,7 +33,7 @@ async def mesh(production: Backends, fork_server: ForkServer) -> AsyncIterator[M
 @pytest.fixture
 async def redis(own_redis: RedisServer) -> AsyncIterator[Redis]:
     """Direct connection to the replicas' Redis, which only this test uses and may flush."""
-    async with Redis.from_url(own_redis.url, socket_timeout=None) as raw:
+    async with redis_client(own_redis.url) as raw:
         yield raw
 
 

@@ -15,7 +15,6 @@ import asyncpg
 import pytest
 import pytest_asyncio
 import yaml
-from redis.asyncio import Redis
 
 from meshpoint.adapters.sql import SqlStore, migrations
 from meshpoint.adapters.sql.tables import REVISION, VERSION_TABLE
@@ -28,7 +27,7 @@ from meshpoint.settings import Settings, StoreSettings, load
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import HERE, a_call, a_pause, a_release, resumed
 from meshpoint.wiring import make_broker
-from servers import RabbitServer, RedisServer
+from servers import RabbitServer, RedisServer, redis_client
 
 TRAVEL = AgentName("travel")
 CODE = """
@@ -510,7 +509,7 @@ async def test_redis_that_evicts_or_forgets_or_refuses(
     places = f"sqlite:///{tmp_path}/broker.db", f"sqlite:///{tmp_path}/tasks.db"
     memory = configure(*places, memory_url=own_redis.url)
     cache = configure(*places, checkpoint_cache_url=own_redis.url)
-    async with Redis.from_url(own_redis.url, socket_timeout=None) as redis:
+    async with redis_client(own_redis.url) as redis:
         assert await of_redis(memory) == []
         await redis.config_set("maxmemory-policy", "allkeys-lru")
         await redis.config_set("appendonly", "no")

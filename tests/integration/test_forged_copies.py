@@ -20,6 +20,7 @@ from meshpoint.local import local_mesh
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.operations import Operations
+from servers import redis_client
 
 pytestmark = pytest.mark.servers
 
@@ -100,7 +101,7 @@ async def test_a_forged_copy_does_not_change_a_deliverable(
         local_mesh(
             press_agent, db_url=postgres_url, namespace=namespace, checkpoint_cache_url=redis_url
         ) as mesh,
-        Redis.from_url(redis_url, socket_timeout=None) as redis,
+        redis_client(redis_url) as redis,
     ):
         assert isinstance(
             await (await mesh.send("press", "Rome", task_id=task_id)).outcome(), Failed
@@ -129,7 +130,7 @@ async def test_a_forged_copy_is_not_decompressed(
         local_mesh(
             press_agent, db_url=postgres_url, namespace=namespace, checkpoint_cache_url=redis_url
         ) as mesh,
-        Redis.from_url(redis_url, socket_timeout=None) as redis,
+        redis_client(redis_url) as redis,
     ):
         assert isinstance(
             await (await mesh.send("press", "Rome", task_id=task_id)).outcome(), Failed
@@ -168,7 +169,7 @@ async def test_a_forged_failure_imports_nothing(
             namespace=namespace,
             checkpoint_cache_url=redis_url,
         ) as mesh,
-        Redis.from_url(redis_url, socket_timeout=None) as redis,
+        redis_client(redis_url) as redis,
     ):
         task = await mesh.send("careful", "Rome", task_id=task_id)
         await reached.wait()

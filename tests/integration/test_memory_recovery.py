@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import zstandard
-from redis.asyncio import Redis
 
 from meshpoint.adapters.redis import RedisSnapshotStore, RedisWorkingMemory
 from meshpoint.adapters.sql import SqlStore
@@ -25,7 +24,7 @@ from meshpoint.testing.conformance.build import AGENT, HERE
 from meshpoint.working_memory.packing import from_bytes, to_bytes
 from meshpoint.working_memory.recovery import DualRecoveryStrategy, RecoveredMemory
 from meshpoint.working_memory.snapshots import L1CacheSnapshotter
-from servers import REDIS_LIMIT, redis_data_key
+from servers import REDIS_LIMIT, redis_client, redis_data_key
 
 pytestmark = pytest.mark.servers
 
@@ -120,7 +119,7 @@ async def place(
         [Begin(run, HERE, Requester(), b"{}", Operation(type="test", parameters=None))]
     )
     assert isinstance(begin_result, BeginCommitted)
-    async with Redis.from_url(redis_url, socket_timeout=None) as raw:
+    async with redis_client(redis_url) as raw:
         owner = Owner(
             make_agent_id(AGENT, run.task_id), begin_result.run.id, begin_result.run.fence
         )

@@ -20,7 +20,7 @@ from meshpoint.errors import CheckpointError, ConfigurationError
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord, SubtaskStatus
 from meshpoint.ports.task_store import CacheUnavailable, LeftOut
-from servers import Proxy, RedisServer, redis_data_key
+from servers import Proxy, RedisServer, redis_client, redis_data_key
 
 AGENT = AgentName("travel")
 WEEK = timedelta(days=7)
@@ -137,7 +137,7 @@ async def test_large_records_are_not_sent_again_with_each_checkpoint(
     )
     records = [a_record(f"subtask {number}", 10_000, number) for number in range(100)]
     checkpoint, left_out = create_checkpoint(), set[int]()
-    async with Redis.from_url(own_redis.url, socket_timeout=None) as redis:
+    async with redis_client(own_redis.url) as redis:
         before = (await redis.info("stats"))["total_net_input_bytes"]
         for count in range(1, len(records) + 1):
             saved = checkpoint.model_copy(
@@ -216,7 +216,7 @@ async def test_a_put_and_a_get_are_one_request_each(own_redis: RedisServer) -> N
         ),
         create_checkpoint(size=10_000),
     )
-    async with Redis.from_url(own_redis.url, socket_timeout=None) as redis:
+    async with redis_client(own_redis.url) as redis:
         await cache.put(checkpoint)  # connects
         await redis.config_resetstat()
         await cache.put(checkpoint)
@@ -389,7 +389,7 @@ async def test_a_redis_that_was_wiped_has_no_copies(own_redis: RedisServer) -> N
         create_checkpoint(),
     )
     await cache.put(checkpoint)
-    async with Redis.from_url(own_redis.url, socket_timeout=None) as redis:
+    async with redis_client(own_redis.url) as redis:
         await redis.flushall()
     assert await cache.get(checkpoint.operation_id, AGENT) is None
     await cache.put(checkpoint)
@@ -525,7 +525,7 @@ async def test_a_full_redis_is_unavailable(own_redis: RedisServer) -> None:
     cache = RedisCheckpointCache(
         own_redis.url, make_timeout=NEVER, namespace="mesh", secret=redis_data_key
     )
-    async with Redis.from_url(own_redis.url, socket_timeout=None) as redis:
+    async with redis_client(own_redis.url) as redis:
         await redis.config_set("maxmemory", "1")
         try:
             with pytest.raises(CacheUnavailable, match="maxmemory"):

@@ -29,7 +29,7 @@ from meshpoint.errors import (
 )
 from meshpoint.model.ids import RunId
 from meshpoint.model.memory import Answer, Command, Content, Item, Kind, MemoryContents, Owner
-from servers import Proxy, RedisServer
+from servers import Proxy, RedisServer, redis_client
 
 AGENT_ID = "travel:task-1"
 DAY = 24 * 3600 * 1000
@@ -624,7 +624,7 @@ async def test_evicted_metadata_is_detected(
 async def test_a_wiped_redis_is_detected(own_redis: RedisServer) -> None:
     memory = RedisWorkingMemory(own_redis.url, make_timeout=NEVER, namespace="mesh")
     version = (await memory.replace(FIRST, EVERY_KIND)).version
-    async with Redis.from_url(own_redis.url, socket_timeout=None) as redis:
+    async with redis_client(own_redis.url) as redis:
         await redis.flushall()
     await assert_all_lost(memory, version)
     await memory.close()
@@ -891,7 +891,7 @@ async def test_scripts_can_be_flushed_at_any_time(
         *small_items(600),
         Item("list", Kind.LIST, tuple(b"%d" % number for number in range(600))),
     ]
-    async with Redis.from_url(own_redis.url, socket_timeout=None) as redis:
+    async with redis_client(own_redis.url) as redis:
         await redis.flushall()
 
         async def forget() -> None:
@@ -1252,7 +1252,7 @@ async def test_a_full_redis_is_unavailable_and_loses_nothing(own_redis: RedisSer
         own_redis.url, make_timeout=NEVER, namespace="mesh", retry_after=timedelta(0)
     )
     await memory.replace(FIRST, OLD)
-    async with Redis.from_url(own_redis.url, socket_timeout=None) as redis:
+    async with redis_client(own_redis.url) as redis:
         await redis.config_set("maxmemory", "1")
         try:
             with pytest.raises(MemoryUnavailable, match="maxmemory"):

@@ -8,14 +8,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 from redis_wire import NEVER, ManualTimeouts, RedisProxy
 
 from meshpoint.adapters.redis import RedisSnapshotStore, script_calls
 from meshpoint.errors import ConfigurationError, ConsistencyError, MemoryUnavailable
 from meshpoint.model.memory import Item, Kind, MemoryContents, PackedSnapshot
 from meshpoint.working_memory.packing import pack, unpack
-from servers import Proxy, RedisServer, redis_data_key
+from servers import Proxy, RedisServer, redis_client, redis_data_key
 
 AGENT_ID = "travel:task-1"
 TWO_WEEKS = 14 * 24 * 3600 * 1000
@@ -243,7 +242,7 @@ async def test_scripts_can_be_flushed_at_any_time(
     )
     send, trips = script_calls._send, 0
     redis: Any
-    async with Redis.from_url(own_redis.url, socket_timeout=None) as redis:
+    async with redis_client(own_redis.url) as redis:
 
         async def forgetful(client: Any, calls: Any, known: bool) -> Any:
             nonlocal trips

@@ -7,13 +7,12 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from redis.asyncio import Redis
 
 from meshpoint import TaskExecutionContext, agent
 from meshpoint.adapters.redis import RedisWorkingMemory
 from meshpoint.errors import ConfigurationError, MemoryUnavailable
 from meshpoint.local import local_mesh
-from servers import RedisServer
+from servers import RedisServer, redis_client
 
 
 @agent("counter")
@@ -45,7 +44,7 @@ async def test_a_reachable_memory_lets_the_worker_start(redis_url: str) -> None:
 @pytest.fixture
 async def restricted(own_redis: RedisServer) -> AsyncIterator[Callable[..., Awaitable[str]]]:
     """Factory for users with the given rights; returns their URL."""
-    async with Redis.from_url(own_redis.url, socket_timeout=None) as admin:
+    async with redis_client(own_redis.url) as admin:
 
         async def user(*rights: str) -> str:
             await admin.execute_command("ACL", "SETUSER", "limited", "on", ">secret", *rights)
@@ -90,7 +89,7 @@ async def test_a_read_only_memory_fails_the_start_with_its_reason(
     command: tuple[str, ...],
     reason: str,
 ) -> None:
-    async with Redis.from_url(own_redis.url, socket_timeout=None) as admin:
+    async with redis_client(own_redis.url) as admin:
         await admin.execute_command(*command)
     with pytest.raises(MemoryUnavailable, match=reason):
         async with local_mesh(count_up, memory_url=own_redis.url, startup_timeout_seconds=0.1):

@@ -9,7 +9,7 @@ from .postgres import PostgresServer
 from .process import PrivateServer, ServerFailed
 from .proxy import Proxy
 from .rabbit import RabbitServer
-from .redis import REDIS_LIMIT, RedisServer, redis_data_key
+from .redis import REDIS_LIMIT, RedisServer, redis_client, redis_data_key
 from .session_servers import KINDS, NamedServer, SessionServers
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "create_database",
     "drop_database",
     "own_database",
+    "redis_client",
     "redis_data_key",
     "url_on",
 ]

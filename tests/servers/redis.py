@@ -6,11 +6,18 @@ import os
 import socket
 from datetime import timedelta
 
+from redis.asyncio import Redis
+
 from .locate import redis_programs
 from .process import PrivateServer, ServerFolder, free_port
 
 REDIS_LIMIT = timedelta(minutes=5)
 """The limit of a request to Redis in tests: no busy machine reaches it."""
+
+
+def redis_client(url: str) -> Redis:
+    """A connection of a test's own. By default, redis-py waits for a reply for five seconds."""
+    return Redis.from_url(url, socket_timeout=REDIS_LIMIT.total_seconds())
 
 
 class RedisServer(PrivateServer):

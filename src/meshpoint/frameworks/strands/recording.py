@@ -366,6 +366,7 @@ _ToolNext = Callable[[ExecuteToolContext], AsyncGenerator[TypedEvent, None]]
 
 _recorder: ContextVar[Recorder | None] = ContextVar("meshpoint_strands_recorder", default=None)
 _recorded: WeakSet[Agent] = WeakSet()
+_closing: set[asyncio.Future[None]] = set()
 
 
 def record(agent: Agent) -> None:
@@ -422,9 +423,6 @@ def _close_after(task: asyncio.Task[Any] | None, events: AsyncGenerator[TypedEve
 
     if task is not None:
         task.add_done_callback(close)
-
-
-_closing: set[asyncio.Future[None]] = set()
 
 
 async def _select_peer(event: BeforeToolCallEvent[Any]) -> None:
