@@ -12,8 +12,10 @@ from sqlalchemy import Connection
 from sqlalchemy.engine import URL
 
 from meshpoint.adapters.sql.engine import async_url
-from meshpoint.adapters.sql.migrations import run_in_transaction
-from meshpoint.adapters.sql.tables import VERSION_TABLE, metadata
+from meshpoint.adapters.sql.migrations import QUEUES, TASKS, run_in_transaction
+from meshpoint.adapters.sql.tables import metadata
+
+SCHEMA = QUEUES if context.config.config_ini_section == QUEUES.ini_section else TASKS
 
 
 def migrate(connection: Connection) -> None:
@@ -21,7 +23,7 @@ def migrate(connection: Connection) -> None:
     context.configure(
         connection=connection,
         target_metadata=metadata,
-        version_table=VERSION_TABLE,
+        version_table=SCHEMA.version_table,
         render_as_batch=True,
         include_object=lambda thing, name, kind, *rest: kind != "table" or name in metadata.tables,
     )
@@ -31,7 +33,9 @@ def migrate(connection: Connection) -> None:
 
 def write(dialect_name: str) -> None:
     """Write the migrations as SQL instead of running them."""
-    context.configure(dialect_name=dialect_name, version_table=VERSION_TABLE, literal_binds=True)
+    context.configure(
+        dialect_name=dialect_name, version_table=SCHEMA.version_table, literal_binds=True
+    )
     with context.begin_transaction():
         context.run_migrations()
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from urllib.parse import urlsplit
@@ -70,6 +71,7 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
             delivery_limit=mesh.delivery_limit,
             max_length=mesh.max_queue_length,
             private_ttl=mesh.private_queue_ttl,
+            lease=mesh.queue_lease,
         )
     if scheme.startswith("postgresql"):
         from meshpoint.adapters.postgres_queue import PostgresBroker
@@ -80,6 +82,7 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
             delivery_limit=mesh.delivery_limit,
             max_length=mesh.max_queue_length,
             private_ttl=mesh.private_queue_ttl,
+            lease=mesh.queue_lease,
         )
     from meshpoint.adapters.rabbitmq import RabbitMqBroker
 
@@ -326,6 +329,14 @@ async def delete_queues(mesh: MeshSettings, agents: Sequence[AgentName]) -> None
     await topology.delete_queues(mesh.broker_url, names, agents)
 
 
+class Tables(StrEnum):
+    """Tables of a database with migrations of their own."""
+
+    TASKS = "tasks"
+    QUEUES = "queues"
+    """Of a broker on PostgreSQL."""
+
+
 @dataclass(frozen=True, slots=True)
 class SchemaStatus:
     """The schema of a database: its `revision`, `None` if it has no tables, and the newest one."""
@@ -335,7 +346,7 @@ class SchemaStatus:
     is_outdated: bool
 
 
-def check_schema(store: StoreSettings) -> SchemaStatus:
+def check_schema(store: StoreSettings, tables: Tables = Tables.TASKS) -> SchemaStatus:
     """Compare the schema of a database with this release. Must not be called from an event loop.
 
     Raises:
@@ -343,13 +354,15 @@ def check_schema(store: StoreSettings) -> SchemaStatus:
             version table.
         StoreUnavailable: The database does not respond.
     """
-    from meshpoint.adapters.sql import migrations, tables
+    from meshpoint.adapters.sql import migrations
+    from meshpoint.adapters.sql.tables import is_outdated
 
-    revision, newest = migrations.check(store.url)
-    return SchemaStatus(revision, newest, tables.is_outdated(revision))
+    revision, newest = migrations.check(store.url, migrations.SCHEMAS[tables])
+    outdated = is_outdated(revision) if tables is Tables.TASKS else revision is None
+    return SchemaStatus(revision, newest, outdated)
 
 
-def upgrade_schema(store: StoreSettings) -> None:
+def upgrade_schema(store: StoreSettings, tables: Tables = Tables.TASKS) -> None:
     """Upgrade the schema of a database to this release, in one transaction.
 
     Must not be called from an event loop.
@@ -361,7 +374,7 @@ def upgrade_schema(store: StoreSettings) -> None:
     """
     from meshpoint.adapters.sql import migrations
 
-    migrations.upgrade(store.url)
+    migrations.upgrade(store.url, migrations.SCHEMAS[tables])
 
 
 def plan_downgrade(store: StoreSettings, target: str | None) -> DowngradePlan:
@@ -398,11 +411,11 @@ def downgrade_sql(store: StoreSettings, target: str | None) -> str:
     return migrations.downgrade_sql(store.url, target)
 
 
-def schema_sql(store: StoreSettings) -> str:
+def schema_sql(store: StoreSettings, tables: Tables = Tables.TASKS) -> str:
     """Return the SQL that creates the schema in an empty database."""
     from meshpoint.adapters.sql import migrations
 
-    return migrations.upgrade_sql(store.url)
+    return migrations.upgrade_sql(store.url, migrations.SCHEMAS[tables])
 
 
 def inspect_database(

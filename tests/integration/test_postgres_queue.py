@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import sys
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
 
+from command_result import CommandResult
 from meshpoint.adapters.postgres_queue import PostgresBroker
+from meshpoint.adapters.postgres_queue import broker as broker_module
 from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
 from meshpoint.adapters.postgres_queue.session import QueueSession
-from meshpoint.model.ids import ReplicaId
+from meshpoint.adapters.sql import migrations
+from meshpoint.adapters.sql.tables import REVISION
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.ids import ReplicaId, new_id
 from meshpoint.model.messages import dead_letter_queue, private_queue
+from meshpoint.settings.urls import redact_url
 from meshpoint.testing.conformance.broker import (
     AGENT,
     REQUESTS,
@@ -28,6 +38,14 @@ from meshpoint.testing.conformance.broker import (
 pytestmark = pytest.mark.servers
 
 REPLICA = ReplicaId("replica")
+NEWEST = "id = (SELECT max(id) FROM meshpoint_queue_message)"
+
+
+def with_property(name: str, value: object) -> str:
+    """An assignment that replaces a property of a message."""
+    text = json.dumps({name: value})
+    assert "'" not in text
+    return f"properties = regexp_replace(properties, '}}$', ', {text[1:-1]}}}')"
 
 
 @pytest.fixture
@@ -62,6 +80,33 @@ async def test_maintenance_drops_unused_queues_and_old_dead_letters(
     kept = [delivery.message.message_id for delivery in await inbox.take(2)]
     assert kept == [letter.message_id for letter in letters[2:]]
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_snapshot_that_another_session_keeps_is_reported_once(
+    empty_postgres_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_module, "_OLD_SNAPSHOT", timedelta(0))
+    monkeypatch.setattr(broker_module, "_BEATS_PER_SWEEP", 1)
+    broker = PostgresBroker(empty_postgres_url, namespace="demo", lease=timedelta(seconds=0.5))
+    connection = await asyncpg.connect(empty_postgres_url)
+    sweeps, sweep = asyncio.Semaphore(0), PostgresBroker._redeclare
+
+    async def count_sweeps(self: PostgresBroker, session: QueueSession) -> None:
+        sweeps.release()
+        await sweep(self, session)
+
+    monkeypatch.setattr(PostgresBroker, "_redeclare", count_sweeps)
+    try:
+        async with connection.transaction(isolation="repeatable_read"):
+            await connection.execute("SELECT 1")
+            await broker.open()
+            for _ in range(4):
+                await sweeps.acquire()
+    finally:
+        await broker.close()
+        await connection.close()
+    (warning,) = [each for each in caplog.messages if "transaction open" in each]
+    assert warning.startswith("session ")
 
 
 async def test_a_smaller_prefetch_waits_for_the_claim_in_progress(
@@ -101,3 +146,180 @@ async def test_all_consumers_of_a_recreated_queue_receive(
     await send(broker, REQUESTS, a_message(), a_message())
     for inbox in inboxes:
         assert await (await inbox.next()).ack()
+
+
+@pytest.fixture
+async def plain_role_url(empty_postgres_url: str) -> AsyncIterator[str]:
+    """The URL of a role that may not create tables."""
+    role = f"plain_{new_id()[-12:]}"
+    connection = await asyncpg.connect(empty_postgres_url)
+    try:
+        await connection.execute(f"CREATE ROLE {role} LOGIN")
+        await connection.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+        address = urlsplit(empty_postgres_url)
+        yield address._replace(netloc=f"{role}@{address.hostname}:{address.port}").geturl()
+        await connection.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+    finally:
+        await connection.close()
+
+
+async def test_a_role_that_may_not_create_tables_uses_those_of_an_administrator(
+    empty_postgres_url: str, plain_role_url: str
+) -> None:
+    broker = PostgresBroker(plain_role_url, namespace="demo")
+    with pytest.raises(
+        ConfigurationError, match=r"^mesh.broker_url: .*may not create.*db upgrade"
+    ):
+        await broker.open()
+    await asyncio.to_thread(migrations.upgrade, empty_postgres_url, migrations.QUEUES)
+    with pytest.raises(ConfigurationError, match=r"^mesh.broker_url: .*may not .*; run: GRANT"):
+        await broker.open()
+    connection = await asyncpg.connect(empty_postgres_url)
+    role = urlsplit(plain_role_url).username
+    await connection.execute(
+        f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO {role}"
+    )
+    await connection.close()
+    await broker.open()
+    try:
+        await broker.declare(AGENT)
+        inbox = Inbox()
+        await broker.consume(REQUESTS, 2, inbox)
+        await send(broker, REQUESTS, a_message(), a_message())
+        first, second = await inbox.take(2)
+        assert await first.ack()
+        assert await second.dead_letter("unwanted")
+        await until_depth(broker, dead_letter_queue(AGENT), 1)
+    finally:
+        await broker.close()
+
+
+async def test_a_login_that_the_database_refuses_is_a_configuration_error(
+    empty_postgres_url: str,
+) -> None:
+    address = urlsplit(empty_postgres_url)
+    url = address._replace(netloc=f"nobody@{address.hostname}:{address.port}").geturl()
+    with pytest.raises(ConfigurationError, match=r"^mesh.broker_url: .*nobody"):
+        await PostgresBroker(url, namespace="demo").open()
+
+
+async def test_the_commands_for_databases_create_the_tables_of_the_queues_too(
+    empty_postgres_url: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "mesh.yaml"
+    config.write_text(f"mesh: {{broker_url: '{empty_postgres_url}'}}\n")
+    shown = redact_url(empty_postgres_url)
+    checked = await _run_db("check", config)
+    assert checked.code == 2
+    assert checked.err.startswith(f"{shown} (queues): has no tables, needs 0001; run: meshpoint ")
+    assert (
+        "CREATE TABLE IF NOT EXISTS meshpoint_queue_message" in (await _run_db("sql", config)).out
+    )
+    upgraded = [await _run_db("upgrade", config) for _ in range(2)]
+    assert [each.out for each in upgraded] == [
+        f"{shown} (queues): upgraded to revision 0001\n",
+        f"{shown} (queues): already at revision 0001\n",
+    ]
+    assert (await _run_db("check", config, "--json")).json == {
+        "database": shown,
+        "tables": "queues",
+        "status": "up to date",
+        "revision": "0001",
+        "newest": "0001",
+    }
+    with config.open("a") as file:
+        file.write(
+            f"agents: [{{name: a, entrypoint: 'a:b', database_url: '{empty_postgres_url}'}}]"
+        )
+    upgraded = [await _run_db("upgrade", config)]
+    assert upgraded[0].out.splitlines() == [
+        f"{shown}: upgraded to revision {REVISION}",
+        f"{shown} (queues): already at revision 0001",
+    ]
+
+
+async def _run_db(command: str, config: Path, *options: str) -> CommandResult:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "meshpoint.cli", "db", command, "--config", str(config)),
+        *options,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    return CommandResult(process.returncode or 0, out.decode(), err.decode())
+
+
+async def test_brokers_that_open_at_once_create_the_tables_once(empty_postgres_url: str) -> None:
+    brokers = [PostgresBroker(empty_postgres_url, namespace="demo") for _ in range(4)]
+    await asyncio.gather(*(broker.open() for broker in brokers))
+    for broker in brokers:
+        await broker.close()
+    assert await asyncio.to_thread(migrations.check, empty_postgres_url, migrations.QUEUES) == (
+        "0001",
+        "0001",
+    )
+
+
+@pytest.mark.parametrize(
+    ("assignment", "reason"),
+    [
+        ("properties = 'no json'", "properties: not JSON"),
+        ("properties = '[]'", "properties: must be a JSON object"),
+        ("properties = repeat('[', 50000)", "properties: not JSON"),
+        ("properties = repeat('x', 1048577)", "properties: are too large to load"),
+        (with_property("type", "telepathy"), "type: 'telepathy' is not known"),
+        (with_property("message_id", ""), "message_id: is missing"),
+        (with_property("app_id", 5), "app_id: must be text"),
+        (with_property("correlation_id", "\ud800"), "correlation_id: is not UTF-8"),
+        (with_property("headers", []), "headers: must be a JSON object"),
+        (with_property("headers", {"x": "\ud800"}), "headers.x: is not UTF-8"),
+        (with_property("headers", {"\ud800": 1}), "headers: is not UTF-8"),
+        ("body = convert_to(repeat('x', 134217729), 'UTF8')", "body: is too large to load"),
+    ],
+)
+async def test_an_unreadable_row_is_dead_lettered_and_others_arrive(
+    broker: PostgresBroker, empty_postgres_url: str, assignment: str, reason: str
+) -> None:
+    inbox, good = Inbox(), [a_message(), a_message()]
+    connection = await asyncpg.connect(empty_postgres_url)
+    try:
+        await send(broker, REQUESTS, good[0], a_message())
+        await connection.execute(f"UPDATE meshpoint_queue_message SET {assignment} WHERE {NEWEST}")
+        await send(broker, REQUESTS, good[1])
+        await broker.consume(REQUESTS, 1, inbox)
+        for message in good:
+            delivery = await inbox.next()
+            assert delivery.message == message
+            assert await delivery.ack()
+        await until_depth(broker, dead_letter_queue(AGENT), 1)
+        row = await connection.fetchrow("SELECT holder, dead_reason FROM meshpoint_queue_message")
+        assert row["holder"] == 0
+        assert row["dead_reason"].startswith(reason)
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize("deliveries", [-(2**31), -1, 2**31 - 1])
+@pytest.mark.parametrize("row_id", ["id", "-id", "9223372036854775807 - id"])
+async def test_a_row_with_an_odd_count_or_id_is_delivered(
+    broker: PostgresBroker, empty_postgres_url: str, deliveries: int, row_id: str
+) -> None:
+    inbox, messages = Inbox(), [a_message() for _ in range(3)]
+    connection = await asyncpg.connect(empty_postgres_url)
+    try:
+        await send(broker, REQUESTS, *messages[:2])
+        await connection.execute(
+            f"UPDATE meshpoint_queue_message SET deliveries = {deliveries}, id = {row_id} "
+            f"WHERE {NEWEST}"
+        )
+        await send(broker, REQUESTS, messages[2])
+        await broker.consume(REQUESTS, 1, inbox)
+        seen = []
+        for _ in messages:
+            delivery = await inbox.next()
+            seen.append(delivery.message.message_id)
+            assert delivery.delivery_count >= 1
+            assert await delivery.ack()
+        assert sorted(seen) == sorted(message.message_id for message in messages)
+    finally:
+        await connection.close()

@@ -260,7 +260,7 @@ async def test_a_file_that_is_not_a_database_is_reported_in_one_line(tmp_path: P
 
 async def downgrade(url: str, revision: str) -> None:
     def run(connection: Connection) -> None:
-        command.downgrade(migrations._config(connection), revision)
+        command.downgrade(migrations._config(migrations.TASKS, connection), revision)
 
     await asyncio.to_thread(migrations._run, url, run)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from meshpoint.cli import sources
 from meshpoint.cli.exits import ExitCode
 from meshpoint.cli.output import print_either, print_json, print_note, print_text
 from meshpoint.settings.urls import redact_url
+
+if TYPE_CHECKING:
+    from meshpoint.wiring import Tables
 
 app = typer.Typer(help="Create and check the database schema.", no_args_is_help=True)
 
@@ -35,13 +38,15 @@ def upgrade(
     """
     from meshpoint.wiring import check_schema, upgrade_schema
 
-    for store in sources.load_databases(config, database):
-        before = check_schema(store)
-        upgrade_schema(store)
+    for store, tables in sources.load_schemas(config, database):
+        before = check_schema(store, tables)
+        upgrade_schema(store, tables)
         is_newest = before.revision == before.newest
         shown = redact_url(store.url)
-        data = {"database": shown, "status": "up to date" if is_newest else "upgraded"}
-        text = f"{shown}: {'already at' if is_newest else 'upgraded to'} revision {before.newest}"
+        status = "up to date" if is_newest else "upgraded"
+        data = {"database": shown, "tables": tables.value, "status": status}
+        result = f"{'already at' if is_newest else 'upgraded to'} revision {before.newest}"
+        text = f"{_describe(shown, tables)}: {result}"
         print_either(data, text, as_json=as_json)
 
 
@@ -55,15 +60,16 @@ def check(
     from meshpoint.wiring import check_schema
 
     outdated = False
-    for store in sources.load_databases(config, database):
-        schema = check_schema(store)
+    for store, tables in sources.load_schemas(config, database):
+        schema = check_schema(store, tables)
         status = "behind" if schema.is_outdated else "up to date"
         outdated |= schema.is_outdated
-        shown = redact_url(store.url)
+        shown = _describe(redact_url(store.url), tables)
         if as_json:
             print_json(
                 {
-                    "database": shown,
+                    "database": redact_url(store.url),
+                    "tables": tables.value,
                     "status": status,
                     "revision": schema.revision,
                     "newest": schema.newest,
@@ -133,5 +139,9 @@ def sql(config: sources.Config = None, database: sources.Database = None) -> Non
     """Print the SQL that creates the schema, to run by hand. Changes nothing."""
     from meshpoint.wiring import schema_sql
 
-    for store in sources.load_databases(config, database):
-        print(schema_sql(store))
+    for store, tables in sources.load_schemas(config, database):
+        print(schema_sql(store, tables))
+
+
+def _describe(database: str, tables: Tables) -> str:
+    return f"{database} ({tables})" if tables == "queues" else database

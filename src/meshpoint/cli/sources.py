@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshpoint.operations import Operations
     from meshpoint.settings import MeshSettings, StoreSettings
     from meshpoint.settings.choosing import OptionNames
+    from meshpoint.wiring import Tables
 
 _D = TypeVar("_D")
 _T = TypeVar("_T")
@@ -130,6 +131,27 @@ def load_databases(config: Path | None, database: str | None) -> list[StoreSetti
         fix = "add session_service: sql to an agent, or use --db URL"
         raise ConfigurationError(str(config), "no agent in it stores its tasks in a database", fix)
     return [agent.store_settings() for agent in by_url.values()]
+
+
+def load_schemas(config: Path | None, database: str | None) -> list[tuple[StoreSettings, Tables]]:
+    """Like `load_databases`, with the tables in each, and with a database that has the queues.
+
+    Raises:
+        ConfigurationError: Neither names a database.
+    """
+    from meshpoint.settings import StoreSettings, load
+    from meshpoint.wiring import Tables
+
+    queues: list[tuple[StoreSettings, Tables]] = []
+    if database is None and config is not None:
+        settings = load([config])
+        if (url := settings.mesh.broker_url).startswith("postgresql"):
+            queues = [(StoreSettings.at(url, key="mesh.broker_url"), Tables.QUEUES)]
+            if settings.mesh.database_url is None and not any(
+                agent.has_database for agent in settings.agents
+            ):
+                return queues
+    return [(store, Tables.TASKS) for store in load_databases(config, database)] + queues
 
 
 def database_options(config: Path | None, namespace: str | None) -> str:

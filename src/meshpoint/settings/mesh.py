@@ -69,6 +69,13 @@ class MeshSettings(Section):
     private_queue_ttl_seconds: Seconds = Field(
         default=3600, description="how long a replica's private queue is kept after its last use"
     )
+    queue_lease_seconds: Seconds | None = Field(
+        default=None,
+        ge=1,
+        description="how long a process may be stopped before other replicas get its unacked "
+        "messages from a database (15 on PostgreSQL, 5 on SQLite); on RabbitMQ, set ?heartbeat= "
+        "in the URL",
+    )
 
     @field_validator("namespace")
     @classmethod
@@ -103,3 +110,9 @@ class MeshSettings(Section):
     def private_queue_ttl(self) -> timedelta:
         """How long a replica's private queue is kept after its last use."""
         return timedelta(seconds=self.private_queue_ttl_seconds)
+
+    @property
+    def queue_lease(self) -> timedelta | None:
+        """How long a process may be stopped before others get its unacked messages."""
+        seconds = self.queue_lease_seconds
+        return None if seconds is None else timedelta(seconds=seconds)

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from meshpoint.adapters.postgres_queue import statements as sql
-from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
+from meshpoint.adapters.postgres_queue.consumers import LOWEST_ID, Claim, Consumer
 from meshpoint.adapters.postgres_queue.content import from_row, to_content
 from meshpoint.adapters.postgres_queue.notifications import Listener, Notifier
 from meshpoint.adapters.postgres_queue.schema import ensure_tables
@@ -50,9 +50,12 @@ _log = logging.getLogger(__name__)
 
 _CONNECTIONS = SESSION_CONNECTIONS + 2  # with the notifier and the listener
 _COMMAND_TIMEOUT = timedelta(seconds=10)
+_DEFAULT_LEASE = timedelta(seconds=15)
 _BEATS_PER_LEASE = 5
 _BEATS_PER_SWEEP = 20
 """Heartbeats between two searches for messages of holders that no longer exist."""
+_OLD_SNAPSHOT = timedelta(minutes=5)
+"""Age at which a snapshot of another session is worth a warning."""
 _VACUUM_AFTER = 2000
 """Settled messages after which this process removes dead rows."""
 
@@ -64,6 +67,7 @@ class PostgresBroker:
         url: The database, in which tables are created. It may also contain the task tables.
         namespace: Separates meshes that share a database.
         lease: How long the process may be stopped before its unacked messages are requeued.
+            The default is 15 seconds.
         delivery_limit: A message requeued after this many deliveries becomes a dead letter.
         private_ttl: How long a private queue outlives its broker.
         poll_interval: Maximum delay of a message whose notification is lost.
@@ -78,7 +82,7 @@ class PostgresBroker:
         url: str,
         *,
         namespace: str,
-        lease: timedelta = timedelta(seconds=15),
+        lease: timedelta | None = None,
         delivery_limit: int = 20,
         private_ttl: timedelta = timedelta(minutes=30),
         poll_interval: timedelta = timedelta(seconds=1),
@@ -87,9 +91,10 @@ class PostgresBroker:
         dead_letters_max_length: int | None = 10_000,
     ) -> None:
         self._url, self._namespace = url, namespace
-        self._lease, self._private_ttl, self._delivery_limit = lease, private_ttl, delivery_limit
+        self._lease = lease or _DEFAULT_LEASE
+        self._private_ttl, self._delivery_limit = private_ttl, delivery_limit
         self._poll_seconds = poll_interval.total_seconds()
-        self._beat_seconds = lease.total_seconds() / _BEATS_PER_LEASE
+        self._beat_seconds = self._lease.total_seconds() / _BEATS_PER_LEASE
         self._limits = QueueLimits(private_max_length, max_length, dead_letters_max_length)
         self._engine: AsyncEngine | None = None
         self._session: QueueSession | None = None
@@ -103,6 +108,7 @@ class PostgresBroker:
         self._wake_up = asyncio.Event()
         self._claim_ended = asyncio.Event()
         self._settled_count = 0
+        self._snapshot_pid: int | None = None  # of the session that was last warned of
 
     @property
     def connected(self) -> bool:
@@ -137,7 +143,7 @@ class PostgresBroker:
         engine = engine_for(self._url, command_timeout=_COMMAND_TIMEOUT, pool_size=_CONNECTIONS)
         session = QueueSession(engine, self._lease, self._delivery_limit, self._limits)
         try:
-            await ensure_tables(engine)
+            await ensure_tables(engine, self._url)
             await session.register()
         except BaseException:
             await session.close()
@@ -375,7 +381,7 @@ class PostgresBroker:
     def _forget_hint(self, queue: int) -> None:
         for consumer in self._consumers:
             if consumer.queue == queue:
-                consumer.low = 0
+                consumer.low = LOWEST_ID
 
     async def _claim_forever(self, session: QueueSession) -> None:
         self._claim_ended.set()
@@ -390,7 +396,7 @@ class PostgresBroker:
                 next_poll = now + self._poll_seconds
                 self._woken = None
                 for consumer in self._consumers:
-                    consumer.low = 0
+                    consumer.low = LOWEST_ID
             woken, self._woken = self._woken, set()
             consumers = [
                 each
@@ -448,15 +454,19 @@ class PostgresBroker:
     async def _deliver(
         self, session: QueueSession, consumer: Consumer, claim: Claim, row: Any
     ) -> None:
-        body = row.body if row.body is not None else await session.read_body(claim)
-        if body is None:
-            consumer.unacked.discard(claim)
-            return
+        body = row.body
+        if body is None and row.body_size <= MAX_BODY_BYTES:
+            body = await session.read_body(claim)
+            if body is None:
+                consumer.unacked.discard(claim)
+                return
         if consumer.cancelled or self._session is None:
             await self.settle(consumer, Settlement(claim))
             return
         reason = None if row.dead_reason is None else make_storable(row.dead_reason)
         try:
+            if body is None:
+                raise PoisonMessage("body: is too large to load")
             message = from_row(row.properties, body, reason)
         except PoisonMessage as error:
             _log.warning("unreadable message %d in %s: %s", claim.id, consumer.address, error)
@@ -517,6 +527,7 @@ class PostgresBroker:
             await self._free(session)
         if sweep:
             await self._redeclare(session)
+            await self._warn_of_old_snapshot(session)
         await session.execute(sql.DROP_UNUSED_QUEUES, self._private_ttl)
         limit = self._limits.dead_letters
         if limit is not None:
@@ -530,6 +541,18 @@ class PostgresBroker:
         if self._settled_count >= _VACUUM_AFTER:
             self._settled_count = 0
             await session.execute(sql.VACUUM)
+
+    async def _warn_of_old_snapshot(self, session: QueueSession) -> None:
+        """Warn once of each session whose snapshot keeps the rows of acked messages."""
+        rows = await session.execute(sql.FIND_OLD_SNAPSHOT, _OLD_SNAPSHOT)
+        pid = rows[0].pid if rows else None
+        if pid is not None and pid != self._snapshot_pid:
+            _log.warning(
+                "session %d has had a transaction open for %d s: the queues grow, and become "
+                "slower, until it ends",
+                *(pid, rows[0].seconds),
+            )
+        self._snapshot_pid = pid
 
     async def _free(self, session: QueueSession) -> None:
         freed = {row.queue for row in await session.execute(sql.FREE, self._delivery_limit)}

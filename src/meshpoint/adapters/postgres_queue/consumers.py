@@ -10,6 +10,8 @@ from meshpoint.model.messages import Address, Message
 
 MAX_CLAIMED = 64
 """Maximum messages that one claim takes for one consumer."""
+LOWEST_ID = -(2**63)
+"""Below all ids, even those that another program invents."""
 _LATE_IDS = 1000
 """Messages whose ids were assigned earlier, but that may be committed later."""
 
@@ -36,7 +38,7 @@ class Consumer:
     prefetch: int
     deliver: Callable[[Claim, Message], None]
     unacked: set[Claim] = field(default_factory=set)
-    low: int = 0
+    low: int = LOWEST_ID
     cancelled: bool = False
 
     @property

@@ -9,6 +9,9 @@ from meshpoint.adapters.stored_messages import MAX_BODY_BYTES, parse_timestamp
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType
 
+MAX_PROPERTIES_BYTES = 1024 * 1024
+"""Maximum bytes of all properties. RabbitMQ allows 128 KiB, and more is never sent."""
+
 
 class Content(NamedTuple):
     """A message as it is stored. `request` is the id of the task that a request begins."""
@@ -43,12 +46,19 @@ def to_content(message: Message) -> Content:
     return Content(message.correlation_id if is_request else None, json.dumps(table), message.body)
 
 
-def from_row(properties: str, body: bytes, dead_reason: str | None) -> Message:
+def from_row(properties: str | None, body: bytes, dead_reason: str | None) -> Message:
     """Decode a row. `dead_reason` becomes a header.
+
+    Args:
+        properties: JSON; `None` if it is too large to load.
+        body: The content.
+        dead_reason: Why the message is a dead letter.
 
     Raises:
         PoisonMessage: A property is missing or of the wrong type. Names it.
     """
+    if properties is None:
+        raise PoisonMessage("properties: are too large to load")
     try:
         table = json.loads(properties)
     except (ValueError, RecursionError) as error:
@@ -80,11 +90,7 @@ def _text(table: dict[str, Any], name: str) -> str | None:
     value = table.get(name)
     if value is not None and not isinstance(value, str):
         raise PoisonMessage(f"{name}: must be text, not {type(value).__name__}")
-    try:
-        (value or "").encode()
-    except UnicodeEncodeError as error:
-        raise PoisonMessage(f"{name}: is not UTF-8") from error
-    return value or None
+    return _check_text(name, value or "") or None
 
 
 def _required(table: dict[str, Any], name: str) -> str:
@@ -97,4 +103,18 @@ def _headers(table: object) -> dict[str, HeaderValue]:
     """The headers, without values of other types than the wire specification has."""
     if not isinstance(table, dict):
         raise PoisonMessage("headers: must be a JSON object")
-    return {key: value for key, value in table.items() if isinstance(value, str | int | float)}
+    return {
+        _check_text("headers", key): _check_text(f"headers.{key[:100]}", value)
+        if isinstance(value, str)
+        else value
+        for key, value in table.items()
+        if isinstance(value, str | int | float)
+    }
+
+
+def _check_text(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PoisonMessage(f"{name}: is not UTF-8") from error
+    return text

@@ -16,15 +16,9 @@ from meshpoint.model.ids import AgentName
 from meshpoint.model.messages import Address
 from meshpoint.ports.inspection import MissingRight, OtherArguments, QueueFacts, Right
 
-TABLES = ("", "_message", "_holder", "_topic", "_marker")
-"""Endings of the names of the tables, after `meshpoint_queue`."""
 _COUNT_REPLICAS = """
 SELECT count(*) AS replicas FROM meshpoint_queue q JOIN meshpoint_queue_holder h ON h.id = q.holder
  WHERE q.agent = $1 AND q.is_private AND h.until > clock_timestamp()"""
-_FIND_MISSING = """
-SELECT name, privilege FROM unnest($1::text[]) AS given(name),
-       unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS needed(privilege)
- WHERE NOT has_table_privilege(name, privilege)"""
 
 
 class PostgresQueueInspection:
@@ -43,8 +37,7 @@ class PostgresQueueInspection:
         """
         self._engine = engine_for(self._url, command_timeout=self._timeout, pool_size=1)
         self._connection = PreparedConnection(self._engine)
-        ((table,),) = await self._read(sql.FIND_TABLE)
-        self._has_tables = table is not None
+        ((self._has_tables, _),) = await self._read(sql.FIND_TABLES)
 
     async def close(self) -> None:
         """Disconnect."""
@@ -68,8 +61,7 @@ class PostgresQueueInspection:
 
     async def missing_rights(self, agent: AgentName, shards: int) -> list[MissingRight]:
         """The tables that the login may not read or write."""
-        names = [f"meshpoint_queue{ending}" for ending in TABLES]
-        rows = await self._read_tables(_FIND_MISSING, names)
+        rows = await self._read_tables(sql.FIND_MISSING_RIGHTS, sql.TABLES)
         missing = {
             (Right.READ if row.privilege == "SELECT" else Right.WRITE, row.name) for row in rows
         }

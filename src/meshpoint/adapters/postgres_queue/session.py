@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from meshpoint.adapters.postgres_queue import statements as sql
 from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
-from meshpoint.adapters.postgres_queue.content import Content
+from meshpoint.adapters.postgres_queue.content import MAX_PROPERTIES_BYTES, Content
 from meshpoint.adapters.sql.batcher import Batcher
 from meshpoint.adapters.sql.prepared import PreparedConnection
 from meshpoint.adapters.stored_messages import QueueLimits
@@ -227,6 +227,7 @@ class QueueSession:
             [consumer.low for consumer in consumers],
             [consumer.room for consumer in consumers],
             _INLINE_BODY_BYTES,
+            MAX_PROPERTIES_BYTES,
         )
 
     async def read_body(self, claim: Claim) -> bytes | None:

@@ -12,7 +12,19 @@ UNREADABLE_HOLDER = 0
 No broker has this id.
 """
 
-FIND_TABLE = "SELECT to_regclass('meshpoint_queue_message')::text"
+TABLES = [
+    f"meshpoint_queue{ending}" for ending in ("", "_message", "_holder", "_topic", "_marker")
+]
+FIND_TABLES = """
+SELECT to_regclass('meshpoint_queue_marker') IS NOT NULL AS exist,
+       coalesce(has_schema_privilege(current_schema(), 'CREATE'), false) AS may_create"""
+"""Whether the tables exist, by the one that is created last; and whether the login may create."""
+
+FIND_MISSING_RIGHTS = """
+SELECT name, privilege
+  FROM unnest($1::text[]) AS given(name),
+       unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS needed(privilege)
+ WHERE NOT has_table_privilege(name, privilege)"""
 
 REGISTER_HOLDER = """
 INSERT INTO meshpoint_queue_holder (until) VALUES (clock_timestamp() + $1) RETURNING id"""
@@ -80,11 +92,17 @@ got AS MATERIALIZED (
         SELECT m.queue, m.id FROM meshpoint_queue_message m
          WHERE m.queue = wanted.queue AND m.id > wanted.low AND m.holder IS NULL
          ORDER BY m.queue, m.id LIMIT wanted.room FOR UPDATE SKIP LOCKED) ready)
-UPDATE meshpoint_queue_message m SET holder = $1, deliveries = deliveries + 1
+UPDATE meshpoint_queue_message m
+   SET holder = $1, deliveries = least(greatest(deliveries, 0), 2147483646) + 1
   FROM got WHERE m.queue = got.queue AND m.id = got.id
-RETURNING m.queue, m.id, m.deliveries, m.dead_reason, m.properties,
+RETURNING m.queue, m.id, m.deliveries, left(m.dead_reason, 10000) AS dead_reason,
+          CASE WHEN octet_length(m.properties) <= $6 THEN m.properties END AS properties,
+          octet_length(m.body) AS body_size,
           CASE WHEN octet_length(m.body) <= $5 THEN m.body END AS body"""
-"""Claims messages, oldest first. The bodies of large messages are read one by one."""
+"""Claims messages, oldest first. The bodies of large messages are read one by one.
+
+Other programs may write any row, so no value may fail the statement or fill the memory.
+"""
 
 READ_BODY = """
 SELECT body FROM meshpoint_queue_message
@@ -107,7 +125,7 @@ RETURNING m.id, m.deliveries"""
 DEAD_LETTER = """
 UPDATE meshpoint_queue_message m
    SET queue = coalesce(dead.id, m.queue), holder = $6, deliveries = 0, request = NULL,
-       id = nextval(pg_get_serial_sequence('meshpoint_queue_message', 'id')),
+       id = DEFAULT,
        dead_reason = coalesce(given.reason, m.dead_reason, 'delivery limit')
   FROM unnest($2::integer[], $3::bigint[], $4::integer[], $5::text[])
        AS given(queue, id, deliveries, reason)
@@ -127,7 +145,7 @@ WITH gone AS MATERIALIZED (
 moved AS (
     UPDATE meshpoint_queue_message m
        SET queue = coalesce(dead.id, m.queue), holder = NULL, deliveries = 0, request = NULL,
-           id = nextval(pg_get_serial_sequence('meshpoint_queue_message', 'id')),
+           id = DEFAULT,
            dead_reason = coalesce(m.dead_reason, 'delivery limit')
       FROM gone
       JOIN meshpoint_queue q ON q.id = gone.queue
@@ -190,3 +208,11 @@ REMOVE_MARKER = "DELETE FROM meshpoint_queue_marker WHERE name = $1"
 NOTIFY = "SELECT pg_notify($1, $2)"
 
 VACUUM = "VACUUM (TRUNCATE false, SKIP_LOCKED) meshpoint_queue_message"
+
+FIND_OLD_SNAPSHOT = """
+SELECT pid, extract(epoch FROM clock_timestamp() - xact_start)::integer AS seconds
+  FROM pg_stat_activity
+ WHERE backend_xmin IS NOT NULL AND backend_type = 'client backend'
+   AND datname = current_database() AND xact_start < clock_timestamp() - $1::interval
+ ORDER BY xact_start LIMIT 1"""
+"""The oldest session that keeps dead rows from being removed. Needs the right to see sessions."""

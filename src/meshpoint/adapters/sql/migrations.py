@@ -30,12 +30,27 @@ from meshpoint.adapters.sql.failures import (
     is_deadlock,
     summarize,
 )
-from meshpoint.adapters.sql.tables import metadata, recorded_revision
+from meshpoint.adapters.sql.tables import VERSION_TABLE, metadata, recorded_revision
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 
 _MIGRATION_LOCK_KEY = 0x6D657368  # the advisory lock's key: "mesh"
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 _BASE = "base"  # Alembic's name for a database without tables
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """Tables with migrations of their own. `ini_section` names them in `alembic.ini`."""
+
+    ini_section: str
+    folder: str
+    version_table: str
+
+
+TASKS = Schema("alembic", "versions", VERSION_TABLE)
+QUEUES = Schema("queues", "queue_versions", "meshpoint_queue_version")
+"""The tables of a broker on PostgreSQL."""
+SCHEMAS = {"tasks": TASKS, "queues": QUEUES}
 
 
 def migrations_folder() -> Path:
@@ -53,7 +68,7 @@ def migrations_folder() -> Path:
     )
 
 
-def upgrade(url: str) -> None:
+def upgrade(url: str, schema: Schema = TASKS) -> None:
     """Upgrade the tables to this release's revision, in one transaction.
 
     Raises:
@@ -61,10 +76,10 @@ def upgrade(url: str) -> None:
             tables, or is at a revision that this release does not know.
         StoreUnavailable: The database does not respond.
     """
-    _run(url, _upgrade)
+    _run(url, lambda connection: _upgrade(connection, schema))
 
 
-def check(url: str) -> tuple[str | None, str]:
+def check(url: str, schema: Schema = TASKS) -> tuple[str | None, str]:
     """The database's revision, `None` if it has no tables, and this release's newest one.
 
     Raises:
@@ -73,14 +88,14 @@ def check(url: str) -> tuple[str | None, str]:
         StoreUnavailable: The database does not respond.
     """
     found: list[str | None] = []
-    _run(url, lambda connection: found.append(recorded_revision(connection)))
-    return found[0], newest_revision()
+    _run(url, lambda connection: found.append(recorded_revision(connection, schema.version_table)))
+    return found[0], newest_revision(schema)
 
 
-def upgrade_sql(url: str) -> str:
+def upgrade_sql(url: str, schema: Schema = TASKS) -> str:
     """The SQL that `upgrade` runs on an empty database, for administrators who run it by hand."""
     written = io.StringIO()
-    config = _config(output=written)
+    config = _config(schema, output=written)
     config.attributes["dialect_name"] = async_url(url).get_backend_name()
     command.upgrade(config, "head", sql=True)
     return written.getvalue()
@@ -138,7 +153,7 @@ def downgrade(url: str, target: str | None, *, lose_data: bool = False) -> Downg
             )
             fix = "let these tasks end first, or delete the data with --lose-data"
             raise ConfigurationError("db downgrade", problem, fix)
-        command.downgrade(_config(connection), plan.target)
+        command.downgrade(_config(TASKS, connection), plan.target)
 
     _run(url, run)
     return plans[0]
@@ -153,21 +168,27 @@ def downgrade_sql(url: str, target: str | None) -> str:
     """
     plan = plan_downgrade(url, target)
     written = io.StringIO()
-    config = _config(output=written)
+    config = _config(TASKS, output=written)
     config.attributes["dialect_name"] = async_url(url).get_backend_name()
     command.downgrade(config, f"{plan.revision}:{plan.target}", sql=True)
     return written.getvalue()
 
 
-def newest_revision() -> str:
+def newest_revision(schema: Schema = TASKS) -> str:
     """The revision of this release's last migration."""
-    (head,) = ScriptDirectory.from_config(_config()).get_heads()
+    (head,) = ScriptDirectory.from_config(_config(schema)).get_heads()
     return head
 
 
-def _config(connection: Connection | None = None, output: io.StringIO | None = None) -> Config:
-    config = Config(output_buffer=output)
-    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
+def _config(
+    schema: Schema, connection: Connection | None = None, output: io.StringIO | None = None
+) -> Config:
+    config = Config(ini_section=schema.ini_section, output_buffer=output)
+    folder = str(migrations_folder()).replace("%", "%%")
+    config.set_main_option("script_location", folder)
+    for option in ("path_separator", "version_path_separator"):  # before Alembic 1.16: the second
+        config.set_main_option(option, "os")  # the path may contain spaces
+    config.set_main_option("version_locations", f"{folder}/{schema.folder}")
     config.attributes["connection"] = connection
     return config
 
@@ -189,7 +210,7 @@ def _plan_downgrade(connection: Connection, target: str | None) -> DowngradePlan
         raise ConfigurationError("database", "the database has no tables", "use another one")
     known = {
         script.revision: script
-        for script in ScriptDirectory.from_config(_config()).walk_revisions()
+        for script in ScriptDirectory.from_config(_config(TASKS)).walk_revisions()
     }
     if recorded not in known:
         raise _unknown_revision(recorded)
@@ -218,10 +239,10 @@ def _unknown_revision(recorded: str | None) -> ConfigurationError:
     return ConfigurationError("database", problem, "run the release that upgraded it")
 
 
-def _upgrade(connection: Connection) -> None:
-    recorded = recorded_revision(connection)
+def _upgrade(connection: Connection, schema: Schema) -> None:
+    recorded = recorded_revision(connection, schema.version_table)
     try:
-        command.upgrade(_config(connection), "head")
+        command.upgrade(_config(schema, connection), "head")
     except CommandError as error:
         raise _unknown_revision(recorded) from error
     except DBAPIError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from time import monotonic
@@ -61,25 +61,29 @@ class DatabaseTime:
         )
 
 
-async def check_session(engine: AsyncEngine, time: DatabaseTime) -> None:
+async def check_session(
+    engine: AsyncEngine, time: DatabaseTime, written_tables: Sequence[str] = _WRITTEN_TABLES
+) -> None:
     """Check that sessions, possibly through a pooler, behave as transitions require.
 
     Also updates `time`.
 
     Raises:
         ConfigurationError: A pooler prevents the store from setting parameters it depends on, and
-            the defaults differ; or the role may not write the tables; or the database refuses the
-            URL's user.
+            the defaults differ; or the role may not write `written_tables`; or the database
+            refuses the URL's user.
         StoreUnavailable: The database does not respond, or is a standby.
     """
     try:
         async with engine.connect() as connection:
-            await _check_session(engine, await _driver(connection), time)
+            await _check_session(engine, await _driver(connection), time, written_tables)
     except driver_errors() as error:
         raise as_configuration_error(error) or StoreUnavailable(summarize(error)) from error
 
 
-async def _check_session(engine: AsyncEngine, driver: Any, time: DatabaseTime) -> None:
+async def _check_session(
+    engine: AsyncEngine, driver: Any, time: DatabaseTime, written_tables: Sequence[str]
+) -> None:
     sent_at = time.clock()
     session = await driver.fetchrow(_SESSION_QUERY)
     time.observe(session["now"], sent_at)
@@ -97,7 +101,7 @@ async def _check_session(engine: AsyncEngine, driver: Any, time: DatabaseTime) -
             raise ConfigurationError(
                 "database", problem, f"run: ALTER ROLE … SET {name} = '{needed}'"
             )
-    if missing := await driver.fetchrow(_MISSING_PRIVILEGE, _WRITTEN_TABLES):
+    if missing := await driver.fetchrow(_MISSING_PRIVILEGE, written_tables):
         problem = f"the role may not {missing['privilege']} in the table {missing['name']}"
         fix = "run: GRANT SELECT, INSERT, UPDATE, DELETE ON the tables of Meshpoint TO the role"
         raise ConfigurationError("database", problem, fix)

@@ -451,34 +451,34 @@ def _set_storage(target: object, connection: Connection, **options: object) -> N
             connection.exec_driver_sql(statement)
 
 
-def recorded_revision(connection: Connection) -> str | None:
+def recorded_revision(connection: Connection, version_table: str = VERSION_TABLE) -> str | None:
     """The latest migration applied to the database, or `None`.
 
     Raises:
         ConfigurationError: The version table was not written by Alembic.
     """
     inspector = inspect(connection)
-    if not inspector.has_table(VERSION_TABLE):
+    if not inspector.has_table(version_table):
         return None
-    columns = {column["name"]: column["type"] for column in inspector.get_columns(VERSION_TABLE)}
+    columns = {column["name"]: column["type"] for column in inspector.get_columns(version_table)}
     if not isinstance(columns.get("version_num"), String):
-        raise _version_table_error("it has no text column version_num")
+        raise _version_table_error(version_table, "it has no text column version_num")
     found = (
-        connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE} LIMIT 2"))
+        connection.execute(text(f"SELECT version_num FROM {version_table} LIMIT 2"))
         .scalars()
         .all()
     )
     if len(found) > 1:
-        raise _version_table_error("it has more than one row")
+        raise _version_table_error(version_table, "it has more than one row")
     if not all(isinstance(each, str) for each in found):
-        raise _version_table_error("its version_num is not text")
+        raise _version_table_error(version_table, "its version_num is not text")
     return found[0] if found else None
 
 
-def _version_table_error(problem: str) -> ConfigurationError:
+def _version_table_error(table: str, problem: str) -> ConfigurationError:
     """The error for a version table that Alembic did not write, or that was changed since."""
     fix = "use another database, or repair or drop that table"
-    return ConfigurationError("database", f"cannot use table {VERSION_TABLE}: {problem}", fix)
+    return ConfigurationError("database", f"cannot use table {table}: {problem}", fix)
 
 
 def create_if_empty(connection: Connection) -> None:

@@ -26,6 +26,7 @@ from meshpoint.ports.broker import OnDelivery, PublishResult, RequestSearch
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_DEFAULT_LEASE = timedelta(seconds=5)
 
 
 class SqliteBroker:
@@ -35,6 +36,7 @@ class SqliteBroker:
         path: The file, created if missing. It may also contain the task tables.
         namespace: Separates meshes that share a file.
         lease: How long the process may be stopped before its unacked messages are requeued.
+            The default is 5 seconds.
         delivery_limit: A message requeued after this many deliveries becomes a dead letter.
         private_ttl: How long a private queue outlives its broker.
         poll_interval: Maximum delay before a message from another process is noticed.
@@ -50,7 +52,7 @@ class SqliteBroker:
         path: str | Path,
         *,
         namespace: str,
-        lease: timedelta = timedelta(seconds=5),
+        lease: timedelta | None = None,
         delivery_limit: int = 20,
         private_ttl: timedelta = timedelta(minutes=30),
         poll_interval: timedelta = timedelta(milliseconds=10),
@@ -61,7 +63,7 @@ class SqliteBroker:
     ) -> None:
         self.path, self._namespace = Path(path).absolute(), namespace
         self._options = QueueOptions(
-            lease=lease.total_seconds(),
+            lease=(lease or _DEFAULT_LEASE).total_seconds(),
             private_ttl=private_ttl.total_seconds(),
             poll_interval=poll_interval.total_seconds(),
             busy_timeout=busy_timeout.total_seconds(),
