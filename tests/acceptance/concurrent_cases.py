@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -30,10 +30,20 @@ def selected_parameters(request: pytest.FixtureRequest) -> list[Mapping[str, Any
     return [call.params for call in calls if call is not None]
 
 
-def server_urls(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """RabbitMQ and one database for all cases that need them, each case in its own namespace."""
-    rabbit = request.getfixturevalue("rabbit_server").url
-    return rabbit, request.getfixturevalue("module_postgres_url")
+def server_urls(
+    request: pytest.FixtureRequest, backends: Collection[str]
+) -> Mapping[str, tuple[str, str]]:
+    """URLs of broker and database for those of `backends` that are servers.
+
+    All cases share them, each in its own namespace.
+    """
+    urls: dict[str, tuple[str, str]] = {}
+    if {"production", "postgresql"}.intersection(backends):
+        database = request.getfixturevalue("module_postgres_url")
+        urls["postgresql"] = database, database
+        if "production" in backends:
+            urls["production"] = request.getfixturevalue("rabbit_server").url, database
+    return urls
 
 
 def make_backends(urls: tuple[str, str] | None, folder: Path) -> Backends:

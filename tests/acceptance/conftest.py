@@ -1,4 +1,5 @@
 import os
+import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -8,14 +9,15 @@ import pytest
 from .fork_server import ForkServer
 from .mesh import Backends, Mesh
 
+_BACKENDS_NAME = re.compile("embedded|production|postgresql")
 _ALL_BACKENDS = bool(os.environ.get("MESHPOINT_ALL_BACKENDS"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before the tests are shared among the workers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run each case on one backend, half of the cases of a module on either.
+    """Run each case on one of its backends, an equal share of a module's cases on each.
 
-    With `MESHPOINT_ALL_BACKENDS`, every case runs on both.
+    With `MESHPOINT_ALL_BACKENDS`, every case runs on all of them.
     """
     if _ALL_BACKENDS:
         return
@@ -23,15 +25,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases_by_module = defaultdict(lambda: defaultdict(list))
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
-            case = item.nodeid.replace("embedded", "").replace("production", "")
+            case = _BACKENDS_NAME.sub("", item.nodeid)
             cases_by_module[item.path][case].append(item)
     left_out: set[pytest.Item] = set()
     for cases in cases_by_module.values():
-        pairs = [pair for pair in cases.values() if len(pair) == 2]
-        if len(pairs) > 1:
-            # Neighbouring cases, such as before and after a step, do not share a backend, and
-            # neither do all cases "before".
-            left_out.update(pair[index.bit_count() % 2] for index, pair in enumerate(pairs))
+        groups = [group for group in cases.values() if len(group) > 1]
+        if len(groups) > 1:
+            for index, group in enumerate(groups):
+                # Neither all cases "before" a step share a backend, nor all cases "after" it.
+                chosen = group[(index + index // len(group)) % len(group)]
+                left_out.update(item for item in group if item is not chosen)
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
@@ -54,7 +57,19 @@ def production(tmp_path: Path, namespace: str, amqp_url: str, postgres_url: str)
     return Backends(f"{amqp_url}?heartbeat=5", postgres_url, namespace, tmp_path)
 
 
-@pytest.fixture(params=["embedded", pytest.param("production", marks=pytest.mark.servers)])
+@pytest.fixture
+def postgresql(tmp_path: Path, namespace: str, postgres_url: str) -> Backends:
+    """One database on PostgreSQL for queues and tasks."""
+    return Backends(postgres_url, postgres_url, namespace, tmp_path)
+
+
+@pytest.fixture(
+    params=[
+        "embedded",
+        pytest.param("production", marks=pytest.mark.servers),
+        pytest.param("postgresql", marks=pytest.mark.servers),
+    ]
+)
 def backends(request: pytest.FixtureRequest) -> Backends:
     chosen: Backends = request.getfixturevalue(request.param)
     return chosen

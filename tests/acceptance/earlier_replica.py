@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+import pytest
+
 from .mesh import HERE
+
+EARLIER_BACKENDS = ["embedded", pytest.param("production", marks=pytest.mark.servers)]
+"""Earlier releases have no queues on PostgreSQL."""
 
 
 @dataclass

@@ -66,11 +66,13 @@ class Backends:
             "session_service": "sql",
             "session_db_url": self.db_url,
         }
-        mesh = {
+        mesh: dict[str, Any] = {
             "namespace": self.namespace,
             "broker_url": self.broker_url,
             "publish_timeout_seconds": 60,  # the broker of a busy machine may respond late
         }
+        if self.broker_url.startswith("postgresql"):
+            mesh["queue_lease_seconds"] = 5  # bounds how long a dead replica keeps its messages
         config = {
             "mesh": mesh,
             "agents": [

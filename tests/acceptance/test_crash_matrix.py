@@ -1,13 +1,13 @@
 """Every event is a crash point: replicas are killed before and after each step with an effect.
 
-On both backends, another replica finishes. The client and peer, both played by the test, must see
+On every backend, another replica finishes. The client and peer, both played by the test, must see
 one outcome per request and one id per call, and no open task or dead letter may remain. Cases run
 concurrently because they mostly wait for leases; each is reported as a test of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import TypeAlias
 
 import pytest
@@ -30,7 +30,11 @@ POINTS = [
     for phase in (Phase.BEFORE, Phase.AFTER)
     for way in CASES_BY_STEP.get(step, [None])
 ]
-BACKENDS = ["embedded", pytest.param("production", marks=pytest.mark.servers)]
+BACKENDS = [
+    "embedded",
+    pytest.param("production", marks=pytest.mark.servers),
+    pytest.param("postgresql", marks=pytest.mark.servers),
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,22 +45,20 @@ def selected(request: pytest.FixtureRequest) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def urls(request: pytest.FixtureRequest, selected: list[Case]) -> tuple[str, str] | None:
-    if all(backend_name != "production" for backend_name, *_ in selected):
-        return None
-    return server_urls(request)
+def urls(request: pytest.FixtureRequest, selected: list[Case]) -> Mapping[str, tuple[str, str]]:
+    return server_urls(request, {backends_name for backends_name, *_ in selected})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cases(
     selected: list[Case],
-    urls: tuple[str, str] | None,
+    urls: Mapping[str, tuple[str, str]],
     fork_server: ForkServer,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[ConcurrentCases[Case, None]]:
     async def run(case: Case) -> None:
         folder = tmp_path_factory.mktemp("case")
-        backends = make_backends(urls if case[0] == "production" else None, folder)
+        backends = make_backends(urls.get(case[0]), folder)
         await _run_case(Mesh(backends, fork_server), *case[1:])
 
     concurrent_cases = ConcurrentCases(selected, run)

@@ -25,10 +25,13 @@ from meshpoint.operations import Operations
 
 from .deploy_agents import result
 from .deploy_load import LONG, Load, Release, run_doctor, steady_load
-from .earlier_replica import EarlierReplica, run_earlier
+from .earlier_replica import EARLIER_BACKENDS, EarlierReplica, run_earlier
 from .mesh import HERE, Mesh
 
-pytestmark = pytest.mark.skipif(not LONG, reason="`make deploys` runs it")
+pytestmark = [
+    pytest.mark.skipif(not LONG, reason="`make deploys` runs it"),
+    pytest.mark.parametrize("backends", EARLIER_BACKENDS, indirect=True),
+]
 RELEASES = {"e09230b": "0005", "821818e": "0004"}
 """Commits, and the revision of their tables."""
 

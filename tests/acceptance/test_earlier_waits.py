@@ -20,9 +20,10 @@ from meshpoint.model.mailbox import MailAccepted, SendSignal
 from meshpoint.model.messages import response_queue
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
-from .earlier_replica import EarlierReplica
+from .earlier_replica import EARLIER_BACKENDS, EarlierReplica
 from .mesh import FakePeer, Mesh
 
+pytestmark = pytest.mark.parametrize("backends", EARLIER_BACKENDS, indirect=True)
 EARLIER = "2893b32c580ffdc43b985bb4f5ca5d407b6d483b"
 ROOT, CLIENT = AgentName("root"), AgentName("client")
 

@@ -95,13 +95,14 @@ def cases() -> Iterator[Case]:
     """Every kill in every way; on servers only some of the kills that need the command line."""
     for on_lost_owner in ("rescue", "fail"):
         yield from (Case("embedded", on_lost_owner, kill) for kill in KILLS)
-    yield from (Case("production", "rescue", kill) for kill in KILLS)
+    for servers in ("production", "postgresql"):
+        yield from (Case(servers, "rescue", kill) for kill in KILLS)
     yield from (Case("production", "fail", kill) for kill in REPAIRED_ON_SERVERS)
 
 
 CASES = [
     pytest.param(
-        case, id=str(case), marks=[pytest.mark.servers] if case.backends == "production" else []
+        case, id=str(case), marks=[] if case.backends == "embedded" else [pytest.mark.servers]
     )
     for case in cases()
 ]
@@ -228,22 +229,20 @@ def selected(request: pytest.FixtureRequest) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def urls(request: pytest.FixtureRequest, selected: list[Case]) -> tuple[str, str] | None:
-    if all(case.backends != "production" for case in selected):
-        return None
-    return server_urls(request)
+def urls(request: pytest.FixtureRequest, selected: list[Case]) -> Mapping[str, tuple[str, str]]:
+    return server_urls(request, {case.backends for case in selected})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def concurrent_cases(
     selected: list[Case],
-    urls: tuple[str, str] | None,
+    urls: Mapping[str, tuple[str, str]],
     fork_server: ForkServer,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[ConcurrentCases[Case, CaseResult]]:
     async def run(case: Case) -> CaseResult:
         folder = tmp_path_factory.mktemp("case")
-        backends = make_backends(urls if case.backends == "production" else None, folder)
+        backends = make_backends(urls.get(case.backends), folder)
         mesh = Mesh(backends, fork_server)
         try:
             return await run_case(case, mesh)
