@@ -32,6 +32,18 @@ def _parse_arguments() -> argparse.Namespace:
         "--replicas", type=int, default=4, help="number of processes, each serving all agents"
     )
     parser.add_argument(
+        "--broker",
+        choices=("rabbitmq", "postgresql"),
+        default="rabbitmq",
+        help="server of the queues; the tasks are always on PostgreSQL",
+    )
+    parser.add_argument(
+        "--database-every",
+        type=float,
+        metavar="SECONDS",
+        help="also stop PostgreSQL this often, in immediate mode",
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results"), help="folder for the results"
     )
     parser.add_argument(
@@ -44,17 +56,20 @@ def _parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def _run(config: RunConfig, console: Console) -> Report:
-    rabbit, postgres, redis = RabbitServer(), PostgresServer(), RedisServer()
+async def _run(config: RunConfig, broker: str, console: Console) -> Report:
+    rabbit = RabbitServer() if broker == "rabbitmq" else None
+    postgres, redis = PostgresServer(), RedisServer()
     display_tasks: list[asyncio.Task[None]] = []
 
     def on_start(running: RunState) -> None:
         display_tasks.append(asyncio.create_task(display.show_progress(running, console)))
 
     try:
-        rabbit.launch()
+        if rabbit is not None:
+            rabbit.launch()
         await postgres.start()
-        await rabbit.start()
+        if rabbit is not None:
+            await rabbit.start()
         await redis.start()
         return await run(config, rabbit, postgres, redis, on_start)
     finally:
@@ -62,7 +77,8 @@ async def _run(config: RunConfig, console: Console) -> Report:
             task.cancel()
         await asyncio.gather(*display_tasks, return_exceptions=True)
         postgres.close()
-        rabbit.close()
+        if rabbit is not None:
+            rabbit.close()
         redis.close()
 
 
@@ -77,7 +93,7 @@ def main() -> None:
     console = Console(stderr=arguments.json)
     for name in ("aiormq", "meshpoint"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the broker is stopped on purpose
-    console.print(f"chaos: {arguments.minutes:g} minutes, seed {seed}")
+    console.print(f"chaos: {arguments.minutes:g} minutes, {arguments.broker}, seed {seed}")
     config = RunConfig(
         seed=seed,
         seconds=arguments.minutes * 60,
@@ -86,13 +102,15 @@ def main() -> None:
         replicas=arguments.replicas,
         history_folder=arguments.out / "chaos-stories",
         keep_events=arguments.keep,
+        database_every=arguments.database_every,
     )
-    report = asyncio.run(_run(config, console))
+    report = asyncio.run(_run(config, arguments.broker, console))
     arguments.out.mkdir(parents=True, exist_ok=True)
     report_json = json.dumps(asdict(report), indent=1)
-    (arguments.out / "chaos.json").write_text(report_json + "\n")
+    name = "chaos" if arguments.broker == "rabbitmq" else "chaos-postgresql"
+    (arguments.out / f"{name}.json").write_text(report_json + "\n")
     arguments.plots.mkdir(parents=True, exist_ok=True)
-    if not plot.draw_plot(report, arguments.plots / "chaos.png"):
+    if not plot.draw_plot(report, arguments.plots / f"{name}.png"):
         console.print("no plot: matplotlib is not installed (`make chaos` installs it)")
     if arguments.json:
         sys.stdout.write(report_json + "\n")

@@ -8,11 +8,7 @@ import time
 from datetime import UTC, datetime
 from itertools import count
 
-import aiormq
 import asyncpg
-from aiormq.abc import AbstractChannel
-from aiormq.exceptions import AMQPError
-from pamqp.common import FieldValue
 
 from meshpoint.errors import Unavailable
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody
@@ -21,6 +17,7 @@ from meshpoint.model.messages import Address, Message, MessageType, request_queu
 from meshpoint.ports.broker import Broker
 
 from .agents import Piece
+from .queue_server import UNAVAILABLE_ERRORS, QueueServer
 
 _LOCK_STATEMENTS = (
     "SELECT 1 FROM agent_paused_tasks WHERE ctid IN (SELECT ctid FROM agent_paused_tasks "
@@ -32,17 +29,7 @@ _LOCK_STATEMENTS = (
     "FROM agent_parallel_invocations ORDER BY random() LIMIT 2) FOR UPDATE SKIP LOCKED",
 )
 FLOOD_SIZE = 1000
-# aiormq raises a RuntimeError on a closed channel.
-_UNAVAILABLE_ERRORS = (
-    OSError,
-    AMQPError,
-    RuntimeError,
-    Unavailable,
-    asyncpg.PostgresError,
-    asyncpg.InterfaceError,
-    asyncpg.InternalClientError,
-    TimeoutError,
-)
+_UNAVAILABLE_ERRORS = (Unavailable, *UNAVAILABLE_ERRORS)
 _numbers = count(100_000_000)
 
 
@@ -98,34 +85,16 @@ async def send_flood(broker: Broker) -> str:
 
 
 async def send_with_bad_reply_queues(
-    url: str, namespace: str, broker: Broker, rng: random.Random, seconds: float
+    queues: QueueServer, namespace: str, broker: Broker, rng: random.Random, seconds: float
 ) -> str:
     """Send requests with a full reply queue, and with many that do not exist; delete it later."""
     sender, leaf = f"bad{rng.randrange(10**6)}", request_queue(AgentName("leaf"))
-    full_address, queue = f"{sender}.replies", f"{namespace}.{sender}.replies"
+    full_address = f"{sender}.replies"
     addresses = [*[full_address] * 20, *(f"{sender}.gone-{number}" for number in range(20))]
     try:
-        connection = await aiormq.connect(url)
-        try:
-            channel = await connection.channel()
-            await _declare_full_queue(channel, namespace, queue, full_address)
+        async with queues.full_queue(namespace, full_address):
             await broker.publish([(leaf, make_request(sender, address)) for address in addresses])
             await asyncio.sleep(seconds)
-            await channel.queue_delete(queue)
-        finally:
-            await connection.close()
     except _UNAVAILABLE_ERRORS as error:
         return f"until {type(error).__name__}"
     return f"{len(addresses)} requests"
-
-
-async def _declare_full_queue(
-    channel: AbstractChannel, namespace: str, queue: str, address: str
-) -> None:
-    bounded: dict[str, FieldValue] = {
-        "x-max-length": 1,
-        "x-overflow": "reject-publish",
-        "x-expires": 30_000,
-    }
-    await channel.queue_declare(queue, arguments=bounded)
-    await channel.queue_bind(queue, f"{namespace}.mesh", address)

@@ -6,18 +6,19 @@ import asyncio
 import random
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
 from meshpoint.ports.broker import Broker
-from servers import PostgresServer, PrivateServer, RabbitServer, RedisServer
+from servers import PostgresServer, PrivateServer, RedisServer
 
 from . import external_faults
 from .fault_plan import Fault, FaultKind
 from .load_generator import LoadGenerator
+from .queue_server import QueueServer
 from .replica_pool import ReplicaPool, ReplicaSlot
 
 _STUBBORN_START_SECONDS = 1.0
@@ -39,7 +40,7 @@ class FaultInjector:
     """The faults of one run."""
 
     pool: ReplicaPool
-    rabbit: RabbitServer
+    queues: QueueServer
     postgres: PostgresServer
     redis: RedisServer
     generator: LoadGenerator
@@ -49,9 +50,9 @@ class FaultInjector:
     applied: list[AppliedFault] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     active: set[str] = field(default_factory=set)
-    _broker_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _database_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _redis_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _locks: defaultdict[PrivateServer, asyncio.Lock] = field(
+        default_factory=lambda: defaultdict(asyncio.Lock)
+    )
     _rolling_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, faults: list[Fault]) -> None:
@@ -86,19 +87,19 @@ class FaultInjector:
             await _REPLICA_FAULTS[fault.kind](slot, fault)
             return f"replica {slot.number}-{incarnation:04}"
         if fault.kind is FaultKind.BROKER_RESTART:
-            return await self._restart(self._broker_lock, self.rabbit, fault)
+            return await self._restart(self.queues.server, fault)
         if fault.kind is FaultKind.DATABASE_RESTART:
-            return await self._restart(self._database_lock, self.postgres, fault)
+            return await self._restart(self.postgres, fault)
         if fault.kind is FaultKind.REDIS_RESTART:
-            return await self._restart(self._redis_lock, self.redis, fault)
+            return await self._restart(self.redis, fault)
         if fault.kind in _EXTERNAL_FAULTS:
             return await _EXTERNAL_FAULTS[fault.kind](self, fault)
         if fault.kind is FaultKind.REDIS_FLUSH:
             return await self._flush_redis()
         return await self._roll_replicas()
 
-    async def _restart(self, lock: asyncio.Lock, server: PrivateServer, fault: Fault) -> str:
-        async with lock:
+    async def _restart(self, server: PrivateServer, fault: Fault) -> str:
+        async with self._locks[server]:
             await server.stop(immediate=fault.immediate)
             await asyncio.sleep(fault.duration)
             await server.start()
@@ -112,7 +113,7 @@ class FaultInjector:
     async def _bad_replies(self, fault: Fault) -> str:
         rng = random.Random(fault.target)
         return await external_faults.send_with_bad_reply_queues(
-            self.rabbit.url, self.namespace, self.broker, rng, fault.duration
+            self.queues, self.namespace, self.broker, rng, fault.duration
         )
 
     async def _poison(self, fault: Fault) -> str:
@@ -133,7 +134,7 @@ class FaultInjector:
         return f"replica {slot.number}"
 
     async def _flush_redis(self) -> str:
-        async with self._redis_lock, Redis.from_url(self.redis.url) as redis:
+        async with self._locks[self.redis], Redis.from_url(self.redis.url) as redis:
             keys = await redis.dbsize()
             await redis.flushall()
         return f"{keys} keys"

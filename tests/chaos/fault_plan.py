@@ -14,11 +14,11 @@ class FaultKind(StrEnum):
     KILL = "kill"  # SIGKILL to a replica
     FREEZE = "freeze"  # SIGSTOP until after the lease has expired, then SIGCONT
     ROLLING_RESTART = "roll"  # SIGTERM to each replica in turn, like a deployment
-    BROKER_RESTART = "broker"  # RabbitMQ restarts, alternately immediate and clean
+    BROKER_RESTART = "broker"  # the broker restarts, alternately immediate and clean
     DATABASE_RESTART = "database"  # PostgreSQL stops immediately and restarts
     REDIS_FLUSH = "flush"  # FLUSHALL: deletes every working memory and snapshot in Redis
     REDIS_RESTART = "redis"  # Redis is killed and restarted: it loses what is not on disk yet
-    CUT_BROKER = "cut broker"  # a replica's connections to RabbitMQ are reset
+    CUT_BROKER = "cut broker"  # a replica's connections to the broker are reset
     CUT_DATABASE = "cut database"  # a replica's connections to PostgreSQL are reset
     SILENCE = "silence"  # a replica's connections to both stay open but carry nothing
     LOCKED_ROWS = "locked rows"  # a session locks rows of tasks, calls and joins
@@ -74,8 +74,11 @@ class Fault:
     immediate: bool = True
 
 
-def make_plan(seed: int, seconds: float) -> list[Fault]:
-    """All faults of a run in time order. Each kind occurs at its rate, and at least once."""
+def make_plan(seed: int, seconds: float, database_every: float | None = None) -> list[Fault]:
+    """All faults of a run in time order. Each kind occurs at its rate, and at least once.
+
+    With `database_every`, PostgreSQL also stops this often, in seconds.
+    """
     rng = random.Random(seed)
     quiet_seconds = min(seconds, BLOCK_SECONDS) / 10
     blocks = max(1, round(seconds / BLOCK_SECONDS))
@@ -87,6 +90,10 @@ def make_plan(seed: int, seconds: float) -> list[Fault]:
     shifted = [
         _shifted(fault, quiet_seconds * (1 + fault.at // active_per_block)) for fault in faults
     ]
+    if database_every is not None:
+        times = range(1, int((seconds - quiet_seconds) / database_every) + 1)
+        stops = [Fault(n * database_every, FaultKind.DATABASE_RESTART, 0.0) for n in times]
+        shifted += [stop for stop in stops if stop.at > quiet_seconds]
     return sorted(shifted, key=lambda fault: fault.at)
 
 

@@ -9,8 +9,8 @@ import asyncpg
 
 from meshpoint.model.ids import AgentName
 from meshpoint.model.messages import dead_letter_queue, nested_queue, request_queue, response_queue
-from servers import RabbitServer
 
+from .queue_server import QueueServer, connect
 from .replica_pool import AGENTS
 
 _COUNT_QUERIES = {
@@ -67,17 +67,8 @@ class Leftovers:
         }
 
 
-async def _connect(db_url: str) -> asyncpg.Connection:
-    """Connect, after the server has closed the connections of killed replicas if need be."""
-    while True:
-        try:
-            return await asyncpg.connect(db_url)
-        except asyncpg.TooManyConnectionsError:
-            await asyncio.sleep(0.5)
-
-
 async def _count_rows(db_url: str) -> dict[str, int]:
-    connection = await _connect(db_url)
+    connection = await connect(db_url)
     try:
         return {
             name: int(await connection.fetchval(query)) for name, query in _COUNT_QUERIES.items()
@@ -87,14 +78,14 @@ async def _count_rows(db_url: str) -> dict[str, int]:
 
 
 async def _fetch_tasks(db_url: str) -> list[asyncpg.Record]:
-    connection = await _connect(db_url)
+    connection = await connect(db_url)
     try:
         return list(await connection.fetch(_TASK_QUERY))
     finally:
         await connection.close()
 
 
-async def _count_messages(rabbit: RabbitServer, namespace: str) -> dict[str, int]:
+async def _count_messages(queues: QueueServer, namespace: str) -> dict[str, int]:
     """Messages in the shared queues, unacked ones included.
 
     Messages in a dead replica's private queue do not count: nothing needs them, and the queue
@@ -106,14 +97,14 @@ async def _count_messages(rabbit: RabbitServer, namespace: str) -> dict[str, int
         for agent in (*AGENTS, "ledger")
         for address in queue_kinds
     }
-    message_counts = await rabbit.messages()
+    message_counts = await queues.messages()
     return {
         name.removeprefix(f"{namespace}."): message_counts.get(name, 0) for name in sorted(shared)
     }
 
 
 async def wait_until_none(
-    db_url: str, rabbit: RabbitServer, namespace: str, limit: float
+    db_url: str, queues: QueueServer, namespace: str, limit: float
 ) -> Leftovers:
     """Wait until nothing is left, or until the leftovers have not changed for `limit` seconds."""
     loop, deadline = asyncio.get_running_loop(), 0.0
@@ -121,7 +112,7 @@ async def wait_until_none(
     while True:
         leftovers = Leftovers(await _count_rows(db_url), {})
         if not leftovers.total:
-            leftovers = Leftovers(leftovers.rows, await _count_messages(rabbit, namespace))
+            leftovers = Leftovers(leftovers.rows, await _count_messages(queues, namespace))
         if not leftovers.total:
             return leftovers
         if leftovers != previous:

@@ -73,7 +73,7 @@ def draw_plot(report: Report, path: Path) -> bool:
             color=colour,
         )
     fault_axes.set_yticks(range(len(names), 0, -1), names)
-    fault_axes.set_xlabel("seconds; shaded: RabbitMQ (orange) or PostgreSQL (brown) unavailable")
+    fault_axes.set_xlabel("seconds; shaded: broker (orange) or database (brown) unavailable")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True

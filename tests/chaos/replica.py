@@ -34,6 +34,7 @@ PRELOADED_MODULES = [
     "meshpoint.settings",
     "meshpoint.agents.function",
     "meshpoint.adapters.rabbitmq",
+    "meshpoint.adapters.postgres_queue",
 ]
 PRELOADED_MODULES += [
     "meshpoint.adapters.sql",

@@ -54,7 +54,8 @@ def make_configuration(
         }
         for name in AGENTS
     ]
-    return {"mesh": {"namespace": namespace, "broker_url": broker_url}, "agents": agents}
+    mesh = {"namespace": namespace, "broker_url": broker_url, "queue_lease_seconds": 5}
+    return {"mesh": mesh, "agents": agents}
 
 
 _FORK_CONTEXT = multiprocessing.get_context("forkserver")

@@ -23,11 +23,9 @@ from .fault_injector import FaultInjector
 from .fault_plan import make_plan
 from .ledger import Ledger
 from .load_generator import LoadGenerator
+from .queue_server import PostgresQueues, QueueServer, RabbitQueues
 from .replica_pool import ReplicaPool, make_configuration
 from .report import Findings, Report, make_report
-
-_HEARTBEAT = "heartbeat=5"
-"""Bounds how long a frozen replica keeps its messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +41,7 @@ class RunConfig:
     stall_timeout: float = 90.0
     history_folder: Path = Path("chaos-stories")
     keep_events: bool = False  # keep the events even of a good run
+    database_every: float | None = None  # seconds between further stops of PostgreSQL
 
 
 @dataclass
@@ -62,24 +61,28 @@ OnStart = Callable[[RunState], None]
 
 async def run(
     config: RunConfig,
-    rabbit: RabbitServer,
+    rabbit: RabbitServer | None,
     postgres: PostgresServer,
     redis: RedisServer,
     on_start: OnStart | None = None,
 ) -> Report:
-    """Run chaos on the given servers. `on_start` is called once, when the run starts."""
+    """Run chaos on the given servers; without `rabbit`, with the queues on PostgreSQL.
+
+    `on_start` is called once, when the run starts.
+    """
     folder = Path(tempfile.mkdtemp(prefix="meshpoint-chaos-"))
     try:
         async with own_database(postgres.url) as db_url:
             await asyncio.to_thread(migrations.upgrade, db_url)
-            return await _run(config, rabbit, postgres, redis, db_url, folder, on_start)
+            queues = RabbitQueues(rabbit) if rabbit else PostgresQueues(postgres, db_url)
+            return await _run(config, queues, postgres, redis, db_url, folder, on_start)
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
 async def _run(
     config: RunConfig,
-    rabbit: RabbitServer,
+    queues: QueueServer,
     postgres: PostgresServer,
     redis: RedisServer,
     db_url: str,
@@ -87,30 +90,30 @@ async def _run(
     on_start: OnStart | None,
 ) -> Report:
     namespace, ledger = f"chaos-{new_id()}", Ledger()
-    broker_url = f"{rabbit.url}?{_HEARTBEAT}"
-
-    broker = wiring.make_broker(MeshSettings(namespace=namespace, broker_url=broker_url))
+    broker = wiring.make_broker(MeshSettings(namespace=namespace, broker_url=queues.broker_url))
     configure_agents = partial(make_configuration, namespace, redis.url)
     async with ReplicaPool(
-        folder, configure_agents, broker_url, db_url, seed=config.seed, size=config.replicas
+        folder, configure_agents, queues.broker_url, db_url, seed=config.seed, size=config.replicas
     ) as pool:
         async with LoadGenerator(
             broker, ledger, seed=config.seed, rate=config.rate, in_flight=config.in_flight
         ) as generator:
             injector = FaultInjector(
-                pool, rabbit, postgres, redis, generator, broker, db_url, namespace
+                pool, queues, postgres, redis, generator, broker, db_url, namespace
             )
             state = RunState(config, ledger, injector, pool)
             if on_start is not None:
                 on_start(state)
             async with asyncio.TaskGroup() as load_and_faults:
                 load_and_faults.create_task(generator.run(config.seconds))
-                load_and_faults.create_task(injector.run(make_plan(config.seed, config.seconds)))
+                load_and_faults.create_task(
+                    injector.run(make_plan(config.seed, config.seconds, config.database_every))
+                )
             state.phase = "last answers"
             await generator.wait_until_answered(config.stall_timeout)
             state.phase = "last rows"
             leftover_work = await leftovers.wait_until_none(
-                db_url, rabbit, namespace, config.stall_timeout
+                db_url, queues, namespace, config.stall_timeout
             )
             await pool.drain()
         state.phase = "verdict"

@@ -25,9 +25,23 @@ SEED = int(os.environ.get("MESHPOINT_CHAOS_SEED", random.SystemRandom().randrang
 async def test_nothing_is_lost_in_chaos(
     own_rabbit: RabbitServer, own_postgres: PostgresServer, own_redis: RedisServer, tmp_path: Path
 ) -> None:
+    await _assert_nothing_is_lost(own_rabbit, own_postgres, own_redis, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_nothing_is_lost_in_chaos_on_postgresql_alone(
+    own_postgres: PostgresServer, own_redis: RedisServer, tmp_path: Path
+) -> None:
+    await _assert_nothing_is_lost(None, own_postgres, own_redis, tmp_path)
+
+
+async def _assert_nothing_is_lost(
+    rabbit: RabbitServer | None, postgres: PostgresServer, redis: RedisServer, folder: Path
+) -> None:
     print(f"seed {SEED}: MESHPOINT_CHAOS_SEED={SEED} repeats the plan")
-    config = RunConfig(seed=SEED, seconds=_SECONDS, rate=6, history_folder=tmp_path)
-    report = await run(config, own_rabbit, own_postgres, own_redis)
+    config = RunConfig(seed=SEED, seconds=_SECONDS, rate=6, history_folder=folder)
+    report = await run(config, rabbit, postgres, redis)
     verdict = {
         "lost": report.lost,
         "duplicated": report.duplicated,
@@ -59,6 +73,13 @@ def test_a_twenty_minute_plan_contains_the_documented_faults() -> None:
     assert counts.count(FaultKind.KILL) >= 200
     assert counts.count(FaultKind.BROKER_RESTART) >= 10
     assert counts.count(FaultKind.DATABASE_RESTART) >= 10
+
+
+def test_a_plan_can_stop_the_database_at_regular_intervals() -> None:
+    faults = make_plan(1, 300, 20)
+    times = {fault.at for fault in faults if fault.kind is FaultKind.DATABASE_RESTART}
+    assert times >= set(range(40, 270, 20))
+    assert len(faults) == len(make_plan(1, 300)) + 12
 
 
 _BEFORE_ROW = [("segment", "after"), ("reply", "before")]
