@@ -19,7 +19,7 @@ from . import display
 from .report import MIN_BRANCH_HITS, Report
 from .run import RunConfig, RunState, run
 
-_TIME_SHARES = {"rabbitmq": 0.75, "sqlite": 0.25}
+_TIME_SHARES = {"rabbitmq": 0.75, "sqlite": 0.125, "postgresql": 0.125}
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -27,7 +27,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, help="seed of the messages; random by default")
     parser.add_argument(
-        "--broker", choices=[*_TIME_SHARES], help="both by default, one after the other"
+        "--broker", choices=[*_TIME_SHARES], help="all by default, one after the other"
     )
     parser.add_argument("--rate", type=float, default=85.0, help="mutated messages per second")
     parser.add_argument(
@@ -51,21 +51,23 @@ async def _run(config: RunConfig, console: Console) -> Report:
     def on_start(state: RunState) -> None:
         display_tasks.append(asyncio.create_task(display.show_progress(state, console)))
 
-    servers = (RabbitServer(), PostgresServer()) if config.broker == "rabbitmq" else None
+    rabbit = RabbitServer() if config.broker == "rabbitmq" else None
+    postgres = PostgresServer() if config.broker != "sqlite" else None
     try:
-        if servers is None:
-            return await run(config, None, None, on_start)
-        rabbit, postgres = servers
-        rabbit.launch()
-        await postgres.start()
-        await rabbit.start()
+        if rabbit is not None:
+            rabbit.launch()
+        if postgres is not None:
+            await postgres.start()
+        if rabbit is not None:
+            await rabbit.start()
         return await run(config, rabbit, postgres, on_start)
     finally:
         for task in display_tasks:
             task.cancel()
         await asyncio.gather(*display_tasks, return_exceptions=True)
-        for server in servers or ():
-            server.close()
+        for server in (rabbit, postgres):
+            if server is not None:
+                server.close()
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def make_configuration(
 
     On a broker that verifies logins, agents and requester are tied to theirs.
     """
-    verification = not broker_url.startswith("sqlite:")
+    verification = broker_url.startswith("amqp:")
     logins = dict.fromkeys((*AGENTS, "ledger"), LOGIN) if verification else {}
     fast_options = {
         name: value
@@ -82,5 +82,6 @@ def make_configuration(
         "broker_url": broker_url,
         "max_message_bytes": MAX_BODY_BYTES,
         "publish_timeout_seconds": publish_timeout,
+        "queue_lease_seconds": 5,
     }
     return {"mesh": mesh, "agents": agents}

@@ -31,6 +31,7 @@ from servers import PostgresServer, RabbitServer, own_database
 from . import report as reports
 from .amqp import WireMessage
 from .mesh import HONEST, IN_PROCESS, LOGIN, make_configuration
+from .postgres_side import POSTGRES_ROWS, PostgresSide
 from .rabbit_side import Connections, RabbitSide
 from .recipes import (
     EVIL,
@@ -48,7 +49,7 @@ from .recipes import (
 from .replica import main
 from .report import Report
 from .row_locker import RowLocker
-from .sqlite_side import ROWS, SqliteSide
+from .sqlite_side import SQLITE_ROWS, SqliteSide
 
 _BUSY_TIMEOUT = 60.0
 """Publish timeout in seconds for the broker of a busy machine."""
@@ -101,7 +102,7 @@ class RunState:
     phase: str = "quiet"
 
 
-Side = RabbitSide | SqliteSide
+Side = RabbitSide | PostgresSide | SqliteSide
 OnStart = Callable[[RunState], None]
 
 
@@ -111,7 +112,7 @@ async def run(
     postgres: PostgresServer | None,
     on_start: OnStart | None = None,
 ) -> Report:
-    """Run on the given servers, or on SQLite files without servers.
+    """Run on the given servers; without `rabbit` on PostgreSQL alone, or without both on SQLite.
 
     `on_start` gets the run when it starts.
     """
@@ -146,7 +147,10 @@ async def _run(
 ) -> Report:
     namespace, ledger = f"fuzz-{new_id()}", Ledger()
     queue = folder / "queue.db"
-    broker_url = rabbit.url if rabbit is not None else f"sqlite:///{queue}"
+    if rabbit is not None:
+        broker_url = rabbit.url
+    else:
+        broker_url = f"sqlite:///{queue}" if db_url.startswith("sqlite:") else db_url
     world = FuzzState(random.Random(run_config.seed))
     timeout = 10.0 if run_config.check_timing else _BUSY_TIMEOUT
     mesh = MeshSettings(
@@ -171,11 +175,13 @@ async def _run(
         state = RunState(run_config, ledger, pool)
         if on_start is not None:
             on_start(state)
-        broker_side: Side = (
-            RabbitSide(rabbit, namespace, world)
-            if rabbit
-            else SqliteSide(str(queue), namespace, world)
-        )
+        broker_side: Side
+        if rabbit is not None:
+            broker_side = RabbitSide(rabbit, namespace, world)
+        elif broker_url == db_url:
+            broker_side = PostgresSide(db_url, namespace, world)
+        else:
+            broker_side = SqliteSide(str(queue), namespace, world)
         locker_context: AbstractAsyncContextManager[RowLocker | None] = (
             RowLocker(db_url) if rabbit else nullcontext()
         )
@@ -214,7 +220,13 @@ class Fuzzer:
             locker,
         )
         self._folder = folder
-        unusable = ROWS.keys() if isinstance(side, RabbitSide) else FORGED | ON_SERVERS
+        unusable: set[str] = set()
+        if not isinstance(side, RabbitSide):
+            unusable |= FORGED | ON_SERVERS
+        if not isinstance(side, SqliteSide):
+            unusable.update(SQLITE_ROWS)
+        if not isinstance(side, PostgresSide):
+            unusable.update(POSTGRES_ROWS)
         usable = [name for name in RECIPES if name not in unusable]
         self._spawned: set[asyncio.Task[None]] = set()
         self._scheduler = RecipeScheduler(
@@ -384,8 +396,8 @@ class Fuzzer:
     def make_report(self) -> Report:
         """Judge the run."""
         config, ledger, pool = self._config, self._state.ledger, self._state.pool
-        # no logins: anyone who can write the file can answer under any agent's name
-        if config.broker == "sqlite":
+        # no logins: anyone who can write the database can answer under any agent's name
+        if config.broker != "rabbitmq":
             for record in ledger.records.values():
                 record.answers = [
                     each

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections import Counter
 from contextlib import suppress
 from typing import Any, Self
 
 from meshpoint.adapters.sqlite_queue.content import COLUMNS
 
 from .amqp import WireMessage
-from .mesh import AGENTS
-from .rabbit_side import Connections
 from .recipes import EVIL, FULL_QUEUE, MALLORY, REPLIES, FuzzState, recipe, valid_message
 from .replica import marks_of
+from .row_side import DEAD_LETTERS, DECLARED, POLL_SECONDS, TEXTS, RowSide, to_bytes
 
-_TEXTS = ("type", "message_id", "correlation_id", "app_id", "reply_to", "user_id")
-_POLL_SECONDS = 0.02
 _DECLARE_QUEUE = """
     INSERT INTO meshpoint_queue (name, agent, dead_letters, private) VALUES (?, ?, ?, ?)
     ON CONFLICT DO NOTHING"""
@@ -27,10 +23,10 @@ _FILL_QUEUE = """
     INSERT INTO meshpoint_queue_message (queue) SELECT :queue FROM number"""
 """Fill a private queue to its limit."""
 _LONG_TEXT = "replace(hex(zeroblob(600000)), '0', 'x')"
-ROWS = {
+SQLITE_ROWS = {
     f"row: {assignment}": assignment
     for assignment in (
-        *(f"{name} = {value}" for name in (*_TEXTS, "headers", "timestamp") for value in
+        *(f"{name} = {value}" for name in (*TEXTS, "headers", "timestamp") for value in
           ("NULL", "X'00ff'", "5", "CAST(X'c328' AS TEXT)", _LONG_TEXT, "''", "char(0)")),
         "type = 'telepathy'",
         "headers = '[]'", "headers = '{'", "headers = '{\"x-deadline\": NaN}'",
@@ -46,24 +42,19 @@ ROWS = {
 }  # fmt: skip
 """Assignments to the row of a valid message, by recipe."""
 
-for _name in ROWS:
+for _name in SQLITE_ROWS:
 
     @recipe(_name)
     def _row(world: FuzzState) -> WireMessage | None:
         return valid_message(world, world.rng.choice(("request", "cancel", "response", "status")))
 
 
-class SqliteSide:
-    """Counterpart of `RabbitSide` for a file as the broker."""
+class SqliteSide(RowSide):
+    """The side for a file as the broker."""
 
     def __init__(self, path: str, namespace: str, world: FuzzState) -> None:
-        self._path, self._namespace, self._world = path, namespace, world
-        self._last_row_id, self._reader = 0, asyncio.Event()
-        self.count_by_result: Counter[str] = Counter()
-        self.refused: set[str] = set()
-        self.dead: set[str] = set()
-        self.replied: set[str] = set()
-        self.count_by_close_reason: Counter[str] = Counter()
+        super().__init__(namespace, world)
+        self._path = path
 
     async def __aenter__(self) -> Self:
         self._db = sqlite3.connect(
@@ -71,24 +62,24 @@ class SqliteSide:
         )
         self._db.execute("PRAGMA synchronous = OFF")
         self._db.text_factory = lambda raw: raw.decode("utf-8", "replace")
-        for address in (f"{EVIL}.req", f"{EVIL}.resp", f"{EVIL}.dlq", REPLIES):
+        for address in DECLARED:
             agent = address.partition(".")[0]
             values = (
-                self._queue_name(address),
-                self._queue_name(agent),
-                self._queue_name(f"{agent}.dlq"),
+                self.queue_name(address),
+                self.queue_name(agent),
+                self.queue_name(f"{agent}.dlq"),
             )
             self._db.execute(_DECLARE_QUEUE, (*values, 0))
         self._db.execute(
             _DECLARE_QUEUE,
             (
-                self._queue_name(FULL_QUEUE),
-                self._queue_name(MALLORY),
-                self._queue_name(f"{MALLORY}.dlq"),
+                self.queue_name(FULL_QUEUE),
+                self.queue_name(MALLORY),
+                self.queue_name(f"{MALLORY}.dlq"),
                 1,
             ),
         )
-        self._db.execute(_FILL_QUEUE, {"queue": self._queue_name(FULL_QUEUE)})
+        self._db.execute(_FILL_QUEUE, {"queue": self.queue_name(FULL_QUEUE)})
         self._poll_task = asyncio.create_task(self._poll())
         return self
 
@@ -104,25 +95,16 @@ class SqliteSide:
         result = "accepted" if queues else "returned"
         for queue in queues:
             try:
-                self._insert(queue, message, ROWS.get(name))
+                self._insert(queue, message, SQLITE_ROWS.get(name))
             except (sqlite3.IntegrityError, OverflowError):
                 result = "refused"
-        self.count_by_result[result] += 1
-        if result != "accepted":
-            self.refused.add(mark)
+        self.record_result(mark, result)
         await asyncio.sleep(0)
-
-    def connections(self) -> Connections:
-        """Empty, because a file has no connections."""
-        return Connections()
-
-    async def wait_for_confirms(self) -> None:
-        """Return at once: nothing is in flight here."""
 
     async def drain_full_queue(self) -> None:
         """Empty the full queue, so that replies waiting for space can be sent."""
         self._db.execute(
-            "DELETE FROM meshpoint_queue_message WHERE queue = ?", (self._queue_name(FULL_QUEUE),)
+            "DELETE FROM meshpoint_queue_message WHERE queue = ?", (self.queue_name(FULL_QUEUE),)
         )
 
     def collect_dead_letters(self) -> None:
@@ -131,16 +113,16 @@ class SqliteSide:
             "SELECT id, message_id, substr(body, 1, 8192) FROM meshpoint_queue_message"
             " JOIN meshpoint_queue_content USING (id) WHERE queue = ? AND holder {}"
         )
-        for address in [f"{agent}.dlq" for agent in (*AGENTS, EVIL, "ledger")]:
+        for address in DEAD_LETTERS:
             for unheld in ("IS NULL", "= 0"):  # one by one, because each query has its index
                 for id_, message_id, body in self._db.execute(
-                    query.format(unheld), (self._queue_name(address),)
+                    query.format(unheld), (self.queue_name(address),)
                 ).fetchall():
-                    self.dead |= marks_of(_bytes(message_id), _bytes(body))
+                    self.dead |= marks_of(to_bytes(message_id), to_bytes(body))
                     self._delete(id_)
 
     def _insert(self, queue: str, message: WireMessage, assignment: str | None) -> None:
-        values: dict[str, Any] = {name: message.properties.get(name) for name in _TEXTS}
+        values: dict[str, Any] = {name: message.properties.get(name) for name in TEXTS}
         plain_headers = {
             str(key): value
             for key, value in message.headers.items()
@@ -183,15 +165,15 @@ class SqliteSide:
         if suffix == "broadcast":
             query, value = (
                 "SELECT name FROM meshpoint_queue WHERE agent = ? AND private",
-                self._queue_name(agent),
+                self.queue_name(agent),
             )
         else:
-            query, value = "SELECT name FROM meshpoint_queue WHERE name = ?", self._queue_name(key)
+            query, value = "SELECT name FROM meshpoint_queue WHERE name = ?", self.queue_name(key)
         return [name for (name,) in self._db.execute(query, (value,))]
 
     async def _poll(self) -> None:
         while True:
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             with suppress(sqlite3.OperationalError):
                 self._read_new()
                 self.collect_dead_letters()
@@ -206,9 +188,9 @@ class SqliteSide:
             self._last_row_id = id_
             address = str(queue).removeprefix(f"{self._namespace}.")
             row = dict(zip(COLUMNS.split(", "), values, strict=True))
-            marks = marks_of(_bytes(row["message_id"]), _bytes(row["body"]))
+            marks = marks_of(to_bytes(row["message_id"]), to_bytes(row["body"]))
             if address == REPLIES:
-                self.replied |= marks_of(_bytes(row["message_id"]), _bytes(row["body"]))
+                self.replied |= marks_of(to_bytes(row["message_id"]), to_bytes(row["body"]))
                 self._delete(id_)
             elif address == f"{EVIL}.req":
                 self._observe(address, row, call=True)
@@ -224,24 +206,11 @@ class SqliteSide:
             headers = json.loads(row["headers"])
         except (ValueError, TypeError, RecursionError):
             return
-        if not isinstance(headers, dict) or not isinstance(row["body"], bytes):
-            return
-        properties = {name: row[name] for name in _TEXTS if isinstance(row[name], str)}
-        message = WireMessage(address, properties, headers, row["body"])
-        if not call:
-            self._world.record_observed(str(row["type"]), message)
-            reply_to = properties.get("reply_to", "")
-            if ".private." in reply_to and reply_to not in self._world.private_queues:
-                self._world.private_queues.append(reply_to)
-        elif "reply_to" in properties and "x-parent-task-id" in headers:
-            self._world.record_call(message)
+        self.observe(address, row, headers, row["body"], call=call)
 
     def _delete(self, id_: int) -> None:
         for table in ("content", "message"):
             self._db.execute(f"DELETE FROM meshpoint_queue_{table} WHERE id = ?", (id_,))
-
-    def _queue_name(self, address: str) -> str:
-        return f"{self._namespace}.{address}"
 
 
 def _to_column(value: Any) -> Any:
@@ -250,7 +219,3 @@ def _to_column(value: Any) -> Any:
         if isinstance(value, str) and not value.isascii()
         else value
     )
-
-
-def _bytes(value: object) -> bytes:
-    return value if isinstance(value, bytes) else str(value).encode("utf-8", "replace")

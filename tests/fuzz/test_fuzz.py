@@ -1,4 +1,4 @@
-"""A minute of mutated messages on RabbitMQ, and less on SQLite; `make fuzz` is the long form."""
+"""A minute of mutated messages on RabbitMQ, less on databases; `make fuzz` is the long form."""
 
 from __future__ import annotations
 
@@ -56,19 +56,28 @@ async def test_mutated_messages_do_not_affect_valid_requests_on_rabbitmq(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_mutated_rows_do_not_affect_valid_requests_on_sqlite() -> None:
+    await _assert_rows_do_no_harm("sqlite", None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_mutated_rows_do_not_affect_valid_requests_on_postgresql(
+    own_postgres: PostgresServer,
+) -> None:
+    await _assert_rows_do_no_harm("postgresql", own_postgres)
+
+
+async def _assert_rows_do_no_harm(broker: str, postgres: PostgresServer | None) -> None:
     print(f"seed {SEED}: MESHPOINT_FUZZ_SEED={SEED} repeats the messages")
-    report = await run(
-        RunConfig(
-            SEED,
-            15.0,
-            "sqlite",
-            quiet_seconds=_QUIET_SECONDS,
-            check_timing=False,
-            min_branch_hits=0,
-        ),
-        None,
-        None,
+    config = RunConfig(
+        SEED,
+        15.0,
+        broker,
+        quiet_seconds=_QUIET_SECONDS,
+        check_timing=False,
+        min_branch_hits=0,
     )
+    report = await run(config, None, postgres)
     assert report.good, (
         SEED,
         report.faults,
