@@ -35,6 +35,7 @@ class Benchmark(StrEnum):
     WORKING = "working"
     HISTORY = "history"
     FRAMEWORKS = "frameworks"
+    QUEUES = "queues"
 
 
 def main(
