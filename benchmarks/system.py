@@ -31,6 +31,9 @@ MORE_IN_FLIGHT = 64
 _TARGET_RATIO = 0.85
 """Target share of the bare mesh's rate with `MORE_IN_FLIGHT` requests, which saturate the CPU."""
 _MESHPOINT_CONTENDERS = (specs.MESHPOINT, specs.IN_MEMORY)
+_WITH_MORE = (specs.MESHPOINT, specs.POSTGRESQL, specs.IN_MEMORY)
+_POSTGRESQL_TARGET = 10.0
+"""Target ratio of PostgreSQL alone to systems without Meshpoint's transport, with ten peers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,7 @@ async def _measure_fan_out(
             make_rounds(all_contenders, 1, plan.alone_seconds), plan.rounds, title=f"{title} alone"
         ),
         await interleaved(
-            make_rounds(_MESHPOINT_CONTENDERS, MORE_IN_FLIGHT, plan.seconds),
+            make_rounds(_WITH_MORE, MORE_IN_FLIGHT, plan.seconds),
             plan.rounds,
             title=f"{title} more",
         ),
@@ -183,8 +186,7 @@ def _speed_table(fan_out: int, measured: Measured) -> Table:
         for name in measured.names
     ]
     rows += [
-        [_with_more(name), *_speed_cells(measured.more, name), None, None]
-        for name in _MESHPOINT_CONTENDERS
+        [_with_more(name), *_speed_cells(measured.more, name), None, None] for name in _WITH_MORE
     ]
     note = (
         f"{MANY_IN_FLIGHT} requests in flight, or one (alone). Of Meshpoint: median, and "
@@ -195,9 +197,7 @@ def _speed_table(fan_out: int, measured: Measured) -> Table:
 
 def _cost_table(fan_out: int, measured: Measured) -> Table:
     rows = [[name, *_cost_cells(measured.many, name)] for name in measured.names]
-    rows += [
-        [_with_more(name), *_cost_cells(measured.more, name)] for name in _MESHPOINT_CONTENDERS
-    ]
+    rows += [[_with_more(name), *_cost_cells(measured.more, name)] for name in _WITH_MORE]
     note = "Commits: transactions that wrote. Celery's statements are Redis commands."
     return Table(f"N={fan_out}: what a task costs", ["", *COSTS.values()], rows, note)
 
@@ -235,7 +235,7 @@ def _figures(measured: Measured) -> dict[str, JsonValue]:
     }
     return {
         **figures,
-        **{_with_more(name): figures_of(measured.more, name) for name in _MESHPOINT_CONTENDERS},
+        **{_with_more(name): figures_of(measured.more, name) for name in _WITH_MORE},
     }
 
 
@@ -275,7 +275,13 @@ def _comparisons(fan_out: int, measured_: Measured) -> Iterator[tuple[str, float
         )
     ours, plain = (measured_.alone.extra(name, "p50").median for name in _MESHPOINT_CONTENDERS)
     for name in measured_.names:
-        if name not in {*_MESHPOINT_CONTENDERS, specs.SQLITE}:
+        if name not in {*_WITH_MORE, specs.SQLITE}:
+            others = (specs.DBOS, specs.LANGGRAPH, specs.CELERY)
+            yield (
+                f"N={fan_out}: tasks/s, PostgreSQL alone ÷ {name}",
+                _POSTGRESQL_TARGET if fan_out == 10 and name in others else 1.0,
+                measured_.many.ratio(specs.POSTGRESQL, name).median,
+            )
             minimum = 5.0 if name == specs.SEED and fan_out == 10 else 1.0
             yield (
                 f"N={fan_out}: tasks/s ÷ {name}",

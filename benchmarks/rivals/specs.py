@@ -15,6 +15,7 @@ from meshpoint.adapters.sql import migrations
 from servers import RedisServer
 
 MESHPOINT, IN_MEMORY, SQLITE = "Meshpoint", "Meshpoint, not durable", "Meshpoint on SQLite"
+POSTGRESQL = "Meshpoint on PostgreSQL alone"
 SEED, SEED_THREADS = "seed's design", "seed's design, in threads"
 DBOS, LANGGRAPH, CELERY = "DBOS", "LangGraph", "Celery"
 
@@ -38,6 +39,9 @@ GUARANTEES = {
     IN_MEMORY: (
         "stateless_checkpointing: false, the bare mesh: a request stays un-acked until its task "
         "ends"
+    ),
+    POSTGRESQL: (
+        "one database for tasks and messages, with synchronous_commit; RabbitMQ is not used"
     ),
     SQLITE: (
         "one file for tasks and messages, WAL with synchronous FULL; "
@@ -78,7 +82,8 @@ async def contender_specs(
 ) -> list[ContenderSpec]:
     """All contenders available on this machine. `layout` has options for Meshpoint's processes."""
     amqp = (await stage.rabbit()).url
-    meshpoint, seed, threads = (
+    meshpoint, alone, seed, threads = (
+        await stage.database(),
         await stage.database(),
         await stage.empty_database(),
         await stage.empty_database(),
@@ -90,6 +95,11 @@ async def contender_specs(
             MESHPOINT,
             command_here("mesh", amqp, meshpoint, *layout),
             await _postgres_meter(stage, meshpoint),
+        ),
+        ContenderSpec(
+            POSTGRESQL,
+            command_here("mesh", alone, alone, *layout),
+            await _postgres_meter(stage, alone),
         ),
         ContenderSpec(IN_MEMORY, command_here("mesh", amqp, *layout)),
         ContenderSpec(SQLITE, command_here("mesh", file, file, *layout)),
