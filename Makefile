@@ -3,7 +3,7 @@
 #   make test    the checks, then every test, JOBS=4 at a time; `make test ARGS="-k claim"` runs some
 #   make outages stops the database and the broker for a minute each, under load; the suite has a short form
 #   make deploys replaces replicas under load, with each kind of change and earlier releases; the suite has a short form
-#   make acceptance   every kill on SQLite and on the servers; the suite runs each on one of the two
+#   make acceptance   every kill on SQLite, on PostgreSQL alone and with RabbitMQ; the suite runs each on one of them
 #   make frameworks   kills replicas of each framework's agents at every point; the suite has a short form
 #   make chaos   every fault at random, for MINUTES=20, and a ledger that must balance; the suite has a short form
 #   make application   kills the services and replicas of examples/incident_analyst for MINUTES=2 on each backend

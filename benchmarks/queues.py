@@ -58,7 +58,7 @@ class Sizes:
     paused_tasks: int
     phase_seconds: float  # of a comparison
     snapshot_seconds: float  # for which another session holds a snapshot
-    waiting: int  # messages that nobody receives, in one queue
+    waiting: int  # messages in a queue without a consumer
     queues: int  # of replicas
 
 

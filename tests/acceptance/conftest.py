@@ -15,9 +15,9 @@ _ALL_BACKENDS = bool(os.environ.get("MESHPOINT_ALL_BACKENDS"))
 
 @pytest.hookimpl(tryfirst=True)  # before the tests are shared among the workers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run each case on one of its backends, an equal share of a module's cases on each.
+    """Run each case on a single backend, and an equal share of a module's cases on each.
 
-    With `MESHPOINT_ALL_BACKENDS`, every case runs on all of them.
+    With `MESHPOINT_ALL_BACKENDS`, every case runs on every backend.
     """
     if _ALL_BACKENDS:
         return

@@ -1,6 +1,6 @@
 """A replica is killed inside each subtask of the stock analysis; a second replica continues.
 
-Analysts record what their code did in a diary. On both backends, a subtask completed before the
+Analysts record what their code did in a diary. On every backend, a subtask completed before the
 kill must not run again, however the dead replica's operation is handled: rescued, or failed and
 resumed by hand. Cases run concurrently because they mostly wait for leases; each is reported as a
 test of its own.

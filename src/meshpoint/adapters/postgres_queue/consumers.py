@@ -11,7 +11,7 @@ from meshpoint.model.messages import Address, Message
 MAX_CLAIMED = 64
 """Maximum messages that one claim takes for one consumer."""
 LOWEST_ID = -(2**63)
-"""Below all ids, even those that another program invents."""
+"""Below every id, including negative ones from other programs."""
 _LATE_IDS = 1000
 """Messages whose ids were assigned earlier, but that may be committed later."""
 

@@ -18,7 +18,7 @@ TABLES = [
 FIND_TABLES = """
 SELECT to_regclass('meshpoint_queue_marker') IS NOT NULL AS exist,
        coalesce(has_schema_privilege(current_schema(), 'CREATE'), false) AS may_create"""
-"""Whether the tables exist, by the one that is created last; and whether the login may create."""
+"""Whether the tables exist, judged by the last one; and whether the login may create tables."""
 
 FIND_MISSING_RIGHTS = """
 SELECT name, privilege
