@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +36,7 @@ from meshpoint.errors import ConfigurationError, StoreUnavailable
 
 _MIGRATION_LOCK_KEY = 0x6D657368  # the advisory lock's key: "mesh"
 _CONNECT_TIMEOUT = timedelta(seconds=10)
+_ALEMBIC = threading.Lock()  # Alembic has one context per process, and brokers open in threads
 _BASE = "base"  # Alembic's name for a database without tables
 
 
@@ -242,7 +244,8 @@ def _unknown_revision(recorded: str | None) -> ConfigurationError:
 def _upgrade(connection: Connection, schema: Schema) -> None:
     recorded = recorded_revision(connection, schema.version_table)
     try:
-        command.upgrade(_config(schema, connection), "head")
+        with _ALEMBIC:
+            command.upgrade(_config(schema, connection), "head")
     except CommandError as error:
         raise _unknown_revision(recorded) from error
     except DBAPIError as error:
