@@ -42,7 +42,7 @@ class PostgresServer(PrivateServer):
             "port": str(self.port),
             "listen_addresses": "127.0.0.1",
             "unix_socket_directories": str(self.folder.path),
-            "max_connections": "200",
+            "max_connections": "500",
             "max_wal_size": "256MB",  # the folder may be in memory
             **self._settings,
         }
