@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -88,11 +89,8 @@ class BenchmarkServers:
         return urlsplit(server.url)._replace(path=f"/{name}").geturl()
 
     async def _execute(self, statement: str) -> None:
-        connection = await asyncpg.connect((await self.postgres()).url)
-        try:
+        async with connect((await self.postgres()).url) as connection:
             await connection.execute(statement)
-        finally:
-            await connection.close()
 
     async def describe(self, *packages: str) -> dict[str, JsonValue]:
         """The machine, server settings, and versions of the servers in use and of packages.
@@ -120,11 +118,18 @@ class BenchmarkServers:
         return facts
 
     async def _scalar(self, query: str) -> str:
-        connection = await asyncpg.connect((await self.postgres()).url)
-        try:
+        async with connect((await self.postgres()).url) as connection:
             return str(await connection.fetchval(query))
-        finally:
-            await connection.close()
+
+
+@asynccontextmanager
+async def connect(url: str) -> AsyncIterator[asyncpg.Connection]:
+    """A connection of its own."""
+    connection = await asyncpg.connect(url)
+    try:
+        yield connection
+    finally:
+        await connection.close()
 
 
 def _postgres() -> PostgresServer:

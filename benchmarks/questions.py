@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import asyncpg
 from pydantic import JsonValue
 from rich.progress import Progress
 
-from benchmarks.environment import BenchmarkServers
+from benchmarks.environment import BenchmarkServers, connect
 from benchmarks.measure import make_progress
 from benchmarks.replica_memory import MeasuredReplica, ProcessMemory
 from benchmarks.report import Report, Table
@@ -85,7 +83,7 @@ async def _measure(stage: BenchmarkServers, questions: int) -> Measured:
         async with (
             Transport(broker) as transport,
             MeasuredReplica(Path(folder), config) as replica,
-            _connect(database) as connection,
+            connect(database) as connection,
         ):
             await broker.declare(_ASKER)
             client = Mesh(transport)
@@ -93,15 +91,6 @@ async def _measure(stage: BenchmarkServers, questions: int) -> Measured:
                 await _warm_up(client, connection)
             points = await _open_questions(client, connection, replica, questions, progress)
             return Measured(points, await _use_all_slots(client))
-
-
-@asynccontextmanager
-async def _connect(url: str) -> AsyncIterator[asyncpg.Connection]:
-    connection = await asyncpg.connect(url)
-    try:
-        yield connection
-    finally:
-        await connection.close()
 
 
 async def _warm_up(client: Mesh, connection: asyncpg.Connection) -> None:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Self
 
-import asyncpg
 from pydantic import JsonValue
 from rich.progress import Progress
 
-from benchmarks.environment import BenchmarkServers
+from benchmarks.environment import BenchmarkServers, connect
 from benchmarks.measure import make_progress
 from benchmarks.paused_tasks import PausedTasks
 from benchmarks.report import Cell, Lines, Report, Table
@@ -151,16 +149,6 @@ def make_message(kind: MessageType) -> Message:
     return Message(
         type=kind, body=_BODY, message_id=new_id(), correlation_id=new_id(), app_id="bench"
     )
-
-
-@asynccontextmanager
-async def connect(url: str) -> AsyncIterator[asyncpg.Connection]:
-    """A connection of its own."""
-    connection = await asyncpg.connect(url)
-    try:
-        yield connection
-    finally:
-        await connection.close()
 
 
 async def run(stage: BenchmarkServers, *, quick: bool) -> Report:

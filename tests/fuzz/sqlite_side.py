@@ -190,7 +190,7 @@ class SqliteSide(RowSide):
             row = dict(zip(COLUMNS.split(", "), values, strict=True))
             marks = marks_of(to_bytes(row["message_id"]), to_bytes(row["body"]))
             if address == REPLIES:
-                self.replied |= marks_of(to_bytes(row["message_id"]), to_bytes(row["body"]))
+                self.replied |= marks
                 self._delete(id_)
             elif address == f"{EVIL}.req":
                 self._observe(address, row, call=True)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from meshpoint.model.messages import Message, is_sendable
+from meshpoint.errors import PoisonMessage
+from meshpoint.model.messages import HeaderValue, Message, is_sendable
 
 _Row = TypeVar("_Row")
 
@@ -51,3 +52,36 @@ def parse_timestamp(value: object) -> datetime | None:
     except ValueError:
         return None
     return instant.replace(tzinfo=UTC) if instant and instant.tzinfo is None else instant
+
+
+def check_text(name: str, value: object) -> str:
+    """Return `value` if it is text that can be encoded.
+
+    Raises:
+        PoisonMessage: It is not. Names it.
+    """
+    if not isinstance(value, str):
+        raise PoisonMessage(f"{name}: must be text, not {type(value).__name__}")
+    if not value.isascii():
+        try:
+            value.encode()  # fails for lone surrogates
+        except UnicodeEncodeError as error:
+            raise PoisonMessage(f"{name}: is not UTF-8") from error
+    return value
+
+
+def check_headers(table: object) -> dict[str, HeaderValue]:
+    """Return the headers, without values of other types than the wire specification has.
+
+    Raises:
+        PoisonMessage: They are not an object, or a text in them cannot be encoded.
+    """
+    if not isinstance(table, dict):
+        raise PoisonMessage("headers: must be a JSON object")
+    return {
+        check_text("headers", key): check_text(f"headers.{key[:100]}", value)
+        if isinstance(value, str)
+        else value
+        for key, value in table.items()
+        if isinstance(value, str | int | float)
+    }

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from meshpoint.adapters.stored_messages import MAX_BODY_BYTES, parse_timestamp
+from meshpoint.adapters.stored_messages import (
+    MAX_BODY_BYTES,
+    check_headers,
+    check_text,
+    parse_timestamp,
+)
 from meshpoint.errors import PoisonMessage
-from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType
+from meshpoint.model.messages import Address, Header, Message, MessageType
 
 MAX_PROPERTIES_BYTES = 1024 * 1024
 """Maximum bytes of all properties. RabbitMQ allows 128 KiB, and more is never sent."""
@@ -69,7 +74,7 @@ def from_row(properties: str | None, body: bytes, dead_reason: str | None) -> Me
         type_ = MessageType(str(table.get("type")))
     except ValueError as error:
         raise PoisonMessage(f"type: {str(table.get('type'))[:100]!r} is not known") from error
-    headers = _headers(table.get("headers", {}))
+    headers = check_headers(table.get("headers", {}))
     if dead_reason is not None:
         headers[Header.DEAD_REASON.value] = dead_reason
     reply_to = _text(table, "reply_to")
@@ -88,33 +93,10 @@ def from_row(properties: str | None, body: bytes, dead_reason: str | None) -> Me
 
 def _text(table: dict[str, Any], name: str) -> str | None:
     value = table.get(name)
-    if value is not None and not isinstance(value, str):
-        raise PoisonMessage(f"{name}: must be text, not {type(value).__name__}")
-    return _check_text(name, value or "") or None
+    return None if value is None else check_text(name, value) or None
 
 
 def _required(table: dict[str, Any], name: str) -> str:
     if (value := _text(table, name)) is None:
         raise PoisonMessage(f"{name}: is missing")
     return value
-
-
-def _headers(table: object) -> dict[str, HeaderValue]:
-    """The headers, without values of other types than the wire specification has."""
-    if not isinstance(table, dict):
-        raise PoisonMessage("headers: must be a JSON object")
-    return {
-        _check_text("headers", key): _check_text(f"headers.{key[:100]}", value)
-        if isinstance(value, str)
-        else value
-        for key, value in table.items()
-        if isinstance(value, str | int | float)
-    }
-
-
-def _check_text(name: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PoisonMessage(f"{name}: is not UTF-8") from error
-    return text

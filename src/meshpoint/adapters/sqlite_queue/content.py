@@ -9,7 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any, TypeAlias
 
-from meshpoint.adapters.stored_messages import MAX_BODY_BYTES, parse_timestamp
+from meshpoint.adapters.stored_messages import (
+    MAX_BODY_BYTES,
+    check_headers,
+    check_text,
+    parse_timestamp,
+)
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType
 
@@ -85,8 +90,8 @@ def from_row(row: tuple[Any, ...], dead_reason: str | None) -> Message:
         message_id=_required("message_id", message_id),
         correlation_id=_required("correlation_id", correlation_id),
         app_id=_required("app_id", app_id),
-        reply_to=Address(_check_text("reply_to", reply_to)) if reply_to else None,
-        user_id=_check_text("user_id", user_id) if user_id else None,
+        reply_to=Address(check_text("reply_to", reply_to)) if reply_to else None,
+        user_id=check_text("user_id", user_id) if user_id else None,
         headers=table,
         timestamp=parse_timestamp(timestamp),
     )
@@ -95,18 +100,7 @@ def from_row(row: tuple[Any, ...], dead_reason: str | None) -> Message:
 def _required(column: str, value: object) -> str:
     if not value:
         raise PoisonMessage(f"{column}: is missing or too large to load")
-    return _check_text(column, value)
-
-
-def _check_text(column: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise PoisonMessage(f"{column}: must be text, not {type(value).__name__}")
-    if not value.isascii():
-        try:
-            value.encode()  # fails if `QueueThread` read bytes that are not UTF-8
-        except UnicodeEncodeError as error:
-            raise PoisonMessage(f"{column}: is not UTF-8") from error
-    return value
+    return check_text(column, value)
 
 
 def _parse_headers(text: object) -> dict[str, HeaderValue]:
@@ -115,12 +109,4 @@ def _parse_headers(text: object) -> dict[str, HeaderValue]:
         table = json.loads(_required("headers", text))
     except (ValueError, RecursionError) as error:
         raise PoisonMessage(f"headers: not JSON: {str(error)[:100]}") from error
-    if not isinstance(table, dict):
-        raise PoisonMessage("headers: must be a JSON object")
-    return {
-        _check_text("headers", key): _check_text(f"headers.{key[:100]}", value)
-        if isinstance(value, str)
-        else value
-        for key, value in table.items()
-        if isinstance(value, str | int | float)
-    }
+    return check_headers(table)
