@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import shutil
@@ -95,6 +96,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Launch the servers that the selected tests need, while other tests run."""
     if session.config.option.collectonly:
         return
+    gc.freeze()  # thousands of tests stay: collections need not visit them
     fleet = session.config.stash[_FLEET]
     for fixture in dict.fromkeys(
         name for item in session.items for name in _required_servers(item)

@@ -15,26 +15,21 @@ _ALL_BACKENDS = bool(os.environ.get("MESHPOINT_ALL_BACKENDS"))
 
 @pytest.hookimpl(tryfirst=True)  # before the tests are shared among the workers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run each case on a single backend, and an equal share of a module's cases on each.
+    """Run each case on a single backend, and an equal share of the cases on each.
 
     With `MESHPOINT_ALL_BACKENDS`, every case runs on every backend.
     """
     if _ALL_BACKENDS:
         return
-    cases_by_module: dict[Path, dict[str, list[pytest.Item]]]
-    cases_by_module = defaultdict(lambda: defaultdict(list))
+    items_by_case: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
-            case = _BACKENDS_NAME.sub("", item.nodeid)
-            cases_by_module[item.path][case].append(item)
+            items_by_case[_BACKENDS_NAME.sub("", item.nodeid)].append(item)
     left_out: set[pytest.Item] = set()
-    for cases in cases_by_module.values():
-        groups = [group for group in cases.values() if len(group) > 1]
-        if len(groups) > 1:
-            for index, group in enumerate(groups):
-                # Neither all cases "before" a step share a backend, nor all cases "after" it.
-                chosen = group[(index + index // len(group)) % len(group)]
-                left_out.update(item for item in group if item is not chosen)
+    for index, same in enumerate(each for each in items_by_case.values() if len(each) > 1):
+        # Neither all cases "before" a step share a backend, nor all cases "after" it.
+        chosen = same[(index + index // len(same)) % len(same)]
+        left_out.update(item for item in same if item is not chosen)
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

@@ -71,7 +71,7 @@ async def _assert_rows_do_no_harm(broker: str, postgres: PostgresServer | None) 
     print(f"seed {SEED}: MESHPOINT_FUZZ_SEED={SEED} repeats the messages")
     config = RunConfig(
         SEED,
-        15.0,
+        8.0,
         broker,
         quiet_seconds=_QUIET_SECONDS,
         check_timing=False,
