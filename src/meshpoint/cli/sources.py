@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
@@ -21,7 +21,7 @@ from meshpoint.errors import ConfigurationError, MeshpointError, OperationNotFou
 if TYPE_CHECKING:
     from meshpoint.model.tasks import TaskSummary
     from meshpoint.operations import Operations
-    from meshpoint.settings import MeshSettings, StoreSettings
+    from meshpoint.settings import MeshSettings, Settings, StoreSettings
     from meshpoint.settings.choosing import OptionNames
     from meshpoint.wiring import Tables
 
@@ -114,23 +114,11 @@ def load_databases(config: Path | None, database: str | None) -> list[StoreSetti
     Raises:
         ConfigurationError: Neither names a database.
     """
-    from meshpoint.settings import StoreSettings, load
+    from meshpoint.settings import StoreSettings
 
     if database is not None:
         return [StoreSettings.at(database, key="--db")]
-    if config is None:
-        raise ConfigurationError(
-            "--config", "no database is named", "use --config FILE or --db URL"
-        )
-    settings = load([config])
-    agents, mesh_url = settings.agents, settings.mesh.database_url
-    if not agents and mesh_url is not None:
-        return [StoreSettings.at(mesh_url, key="mesh.database_url")]
-    by_url = {agent.session_db_url: agent for agent in reversed(agents) if agent.has_database}
-    if not by_url:
-        fix = "add session_service: sql to an agent, or use --db URL"
-        raise ConfigurationError(str(config), "no agent in it stores its tasks in a database", fix)
-    return [agent.store_settings() for agent in by_url.values()]
+    return _stores_of(_load_named(config)) or _raise_without_database(config)
 
 
 def load_schemas(config: Path | None, database: str | None) -> list[tuple[StoreSettings, Tables]]:
@@ -139,19 +127,42 @@ def load_schemas(config: Path | None, database: str | None) -> list[tuple[StoreS
     Raises:
         ConfigurationError: Neither names a database.
     """
-    from meshpoint.settings import StoreSettings, load
+    from meshpoint.settings import StoreSettings
     from meshpoint.wiring import Tables
 
-    queues: list[tuple[StoreSettings, Tables]] = []
-    if database is None and config is not None:
-        settings = load([config])
-        if (url := settings.mesh.broker_url).startswith("postgresql"):
-            queues = [(StoreSettings.at(url, key="mesh.broker_url"), Tables.QUEUES)]
-            if settings.mesh.database_url is None and not any(
-                agent.has_database for agent in settings.agents
-            ):
-                return queues
-    return [(store, Tables.TASKS) for store in load_databases(config, database)] + queues
+    if database is not None:
+        return [(StoreSettings.at(database, key="--db"), Tables.TASKS)]
+    settings = _load_named(config)
+    schemas = [(store, Tables.TASKS) for store in _stores_of(settings)]
+    if (url := settings.mesh.broker_url).startswith("postgresql"):
+        schemas.append((StoreSettings.at(url, key="mesh.broker_url"), Tables.QUEUES))
+    return schemas or _raise_without_database(config)
+
+
+def _load_named(config: Path | None) -> Settings:
+    from meshpoint.settings import load
+
+    if config is None:
+        raise ConfigurationError(
+            "--config", "no database is named", "use --config FILE or --db URL"
+        )
+    return load([config])
+
+
+def _raise_without_database(config: Path | None) -> NoReturn:
+    fix = "add session_service: sql to an agent, or use --db URL"
+    raise ConfigurationError(str(config), "no agent in it stores its tasks in a database", fix)
+
+
+def _stores_of(settings: Settings) -> list[StoreSettings]:
+    """The store of each database of the agents or, without agents, of the mesh."""
+    from meshpoint.settings import StoreSettings
+
+    agents, mesh_url = settings.agents, settings.mesh.database_url
+    if not agents and mesh_url is not None:
+        return [StoreSettings.at(mesh_url, key="mesh.database_url")]
+    by_url = {agent.session_db_url: agent for agent in reversed(agents) if agent.has_database}
+    return [agent.store_settings() for agent in by_url.values()]
 
 
 def database_options(config: Path | None, namespace: str | None) -> str:
