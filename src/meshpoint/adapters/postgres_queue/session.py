@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from meshpoint.adapters.postgres_queue import statements as sql
 from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
 from meshpoint.adapters.postgres_queue.content import MAX_PROPERTIES_BYTES, Content
+from meshpoint.adapters.sql.array_literals import int_array
 from meshpoint.adapters.sql.batcher import Batcher
 from meshpoint.adapters.sql.prepared import PreparedConnection
 from meshpoint.adapters.stored_messages import QueueLimits
@@ -173,7 +174,7 @@ class QueueSession:
         rows = await self._run(
             self._publishing,
             sql.PUBLISH,
-            [queues[entry.name].id for entry in sent.values()],
+            int_array(queues[entry.name].id for entry in sent.values()),
             [content.request for content in contents],
             [content.properties for content in contents],
             [content.body for content in contents],
@@ -267,9 +268,9 @@ class QueueSession:
         for (statement, holder, new_holder), group in kinds.items():
             values: list[Any] = [
                 holder,
-                [each.claim.queue for each in group],
-                [each.claim.id for each in group],
-                [each.claim.deliveries for each in group],
+                int_array(each.claim.queue for each in group),
+                int_array(each.claim.id for each in group),
+                int_array(each.claim.deliveries for each in group),
             ]
             if statement == sql.DEAD_LETTER:
                 values += [[each.reason for each in group], new_holder]

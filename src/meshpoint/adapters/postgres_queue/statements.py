@@ -74,7 +74,7 @@ SELECT (SELECT count(*) FROM meshpoint_queue_message m
 PUBLISH = """
 INSERT INTO meshpoint_queue_message (queue, request, properties, body)
 SELECT q.id, request, properties, body
-  FROM unnest($1::integer[], $2::text[], $3::text[], $4::bytea[])
+  FROM unnest($1::text::integer[], $2::text[], $3::text[], $4::bytea[])
        WITH ORDINALITY AS given(queue, request, properties, body, place)
   JOIN meshpoint_queue q ON q.id = given.queue
  ORDER BY place
@@ -109,7 +109,8 @@ SELECT body FROM meshpoint_queue_message
  WHERE queue = $1 AND id = $2 AND holder = $3 AND deliveries = $4"""
 
 _SETTLED = """
-unnest($2::integer[], $3::bigint[], $4::integer[]) AS given(queue, id, deliveries)
+unnest($2::text::integer[], $3::text::bigint[], $4::text::integer[])
+     AS given(queue, id, deliveries)
  WHERE m.queue = given.queue AND m.id = given.id AND m.deliveries = given.deliveries
    AND m.holder = $1"""
 
@@ -127,7 +128,7 @@ UPDATE meshpoint_queue_message m
    SET queue = coalesce(dead.id, m.queue), holder = $6, deliveries = 0, request = NULL,
        id = DEFAULT,
        dead_reason = coalesce(given.reason, m.dead_reason, 'delivery limit')
-  FROM unnest($2::integer[], $3::bigint[], $4::integer[], $5::text[])
+  FROM unnest($2::text::integer[], $3::text::bigint[], $4::text::integer[], $5::text[])
        AS given(queue, id, deliveries, reason)
   JOIN meshpoint_queue q ON q.id = given.queue
   LEFT JOIN meshpoint_queue dead ON dead.name = q.dead_letters

@@ -134,8 +134,7 @@ def _wake_at(deadline: str) -> str:
 
 # Insert the calls and joins of the tasks in `written`. `given` has the places of their pauses.
 # The calls of a task rarely differ in peer, headers and timeouts, so each distinct combination of
-# these terms is passed once, and each call has the number of its combination. The numbers are
-# text: the driver is slow to encode arrays.
+# these terms is passed once, and each call has the number of its combination.
 _NEW_CALL = comma_separated(name for name in columns.NEW_CALL if name != "outcome")
 _INSERT_CALLS_AND_JOINS = f"""
 calls AS (
@@ -145,9 +144,9 @@ calls AS (
          c.call_id, terms.peer, terms.headers, c.request, 'pending', 1, terms.idle_timeout,
          LEAST(w.now + terms.timeout, w.now + terms.idle_timeout, w.task_deadline),
          coalesce(LEAST(w.now + terms.timeout, w.task_deadline), {NO_DEADLINE.timestamp()}), w.now
-    FROM unnest($3::text[], $4::text[], $5::bytea[], string_to_array($6::text, ',')::int[])
+    FROM unnest($3::text::text[], $4::text::text[], $5::bytea[], $6::text::int[])
          WITH ORDINALITY AS c(sub_task_id, call_id, request, terms, place)
-    JOIN unnest($7::text[], $8::int[], $9::text[], $10::text[],
+    JOIN unnest($7::text::text[], $8::text::int[], $9::text::text[], $10::text[],
                  $11::double precision[], $12::double precision[])
          WITH ORDINALITY AS terms(task_id, first, peer, headers, timeout, idle_timeout, number)
       ON terms.number = c.terms
@@ -335,9 +334,9 @@ WITH locked AS MATERIALIZED (
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT c.*, terms.task_id, terms.ok, terms.sender, l.generation, l.state_format
-    FROM unnest($5::text[], $6::text[], $7::bytea[], string_to_array($8::text, ',')::int[])
+    FROM unnest($5::text::text[], $6::text::text[], $7::bytea[], $8::text::int[])
          WITH ORDINALITY AS c(sub_task_id, claim_id, outcome, terms, place)
-    JOIN unnest($9::text[], $10::boolean[], $11::text[]) WITH ORDINALITY
+    JOIN unnest($9::text::text[], $10::boolean[], $11::text::text[]) WITH ORDINALITY
          AS terms(task_id, ok, sender, number)
       ON terms.number = c.terms
     JOIN locked AS l ON l.logical_task_id = terms.task_id),
@@ -348,13 +347,13 @@ recorded AS (
    WHERE c.logical_task_id = g.task_id AND c.sub_task_id = g.sub_task_id AND c.status = 'pending'
      AND c.invocation_id = g.generation AND (g.sender IS NULL OR g.sender = c.peer_agent)
      AND (g.ok OR c.retry IS NULL)
-  RETURNING c.logical_task_id, g.generation, g.state_format, g.place::int, g.ok,
+  RETURNING c.logical_task_id, g.generation, g.state_format, g.place::int, g.ok, g.claim_id,
             c.call_id, c.peer_agent, c.seq),
 counted AS MATERIALIZED (
   SELECT logical_task_id, generation, state_format, count(*) AS outcomes,
          count(*) FILTER (WHERE ok) AS results,
-         max(place) AS last, array_agg(place) AS places, array_agg(call_id) AS call_ids,
-         array_agg(peer_agent) AS peers, array_agg(seq) AS seqs
+         (array_agg(claim_id ORDER BY place DESC))[1] AS last_claim, array_agg(place) AS places,
+         array_agg(call_id) AS call_ids, array_agg(peer_agent) AS peers, array_agg(seq) AS seqs
     FROM recorded GROUP BY logical_task_id, generation, state_format),
 joined AS (
   UPDATE agent_parallel_invocations AS j
@@ -364,10 +363,10 @@ joined AS (
                             THEN j.send_due_at END
     FROM counted AS n
    WHERE j.logical_task_id = n.logical_task_id AND j.invocation_id = n.generation
-  RETURNING j.logical_task_id, n.state_format, n.last, j.total_expected,
+  RETURNING j.logical_task_id, n.state_format, n.last_claim, j.total_expected,
             j.completed_count >= j.total_expected AS met),
 met AS MATERIALIZED (
-  SELECT logical_task_id, last, total_expected,
+  SELECT logical_task_id, last_claim, total_expected,
          state_format = ANY($12::text[])
          AND sum((state_format = ANY($12::text[]))::int)
                OVER (ORDER BY logical_task_id) <= $13::int AS acquired
@@ -375,7 +374,7 @@ met AS MATERIALIZED (
 owned AS (
   UPDATE agent_paused_tasks AS t SET
     status = CASE WHEN met.acquired THEN 'running' ELSE 'ready' END,
-    fence = t.fence + met.acquired::int, run_id = ($6::text[])[met.last],
+    fence = t.fence + met.acquired::int, run_id = met.last_claim,
     owner = CASE WHEN met.acquired THEN $2::text END, attempt = met.acquired::int,
     wake_at = CASE WHEN met.acquired THEN clock.now + $14::double precision ELSE clock.now END
     FROM met, clock WHERE t.logical_task_id = met.logical_task_id
@@ -576,7 +575,8 @@ due AS MATERIALIZED (
   SELECT j.logical_task_id, j.invocation_id,
          j.send_attempts > 0 AND j.total_expected = sent.requests AS complete
     FROM async_commit,
-         unnest($2::text[], $3::int[], $4::int[]) AS sent(task_id, generation, requests)
+         unnest($2::text::text[], $3::text::int[], $4::text::int[])
+           AS sent(task_id, generation, requests)
     JOIN agent_parallel_invocations AS j
       ON j.logical_task_id = sent.task_id AND j.invocation_id = sent.generation
    WHERE j.send_due_at IS NOT NULL OR j.send_attempts = 0),

@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from meshpoint.adapters.sql import batch_statements as sql
 from meshpoint.adapters.sql.appending import PackedAppend
+from meshpoint.adapters.sql.array_literals import int_array, text_array
 from meshpoint.adapters.sql.batcher import PART_BYTES
 from meshpoint.adapters.sql.checkpointing import PackedPause, committed_pause
 from meshpoint.adapters.sql.codec import Packed
@@ -211,11 +212,13 @@ class FastPath:
             replica.id,
             sorted({task_id for task_id, _, _ in terms}),
             self._options.names.qualified(replica.agent),
-            [command.sub_task_id for command, _ in commands],
-            [command.id for command, _ in commands],
+            text_array([command.sub_task_id for command, _ in commands]),
+            text_array([command.id for command, _ in commands]),
             [outcome for _, outcome in commands],
             term_numbers,
-            *map(list, zip(*terms, strict=True)),
+            text_array([task_id for task_id, _, _ in terms]),
+            [ok for _, ok, _ in terms],
+            text_array([sender for _, _, sender in terms]),
             sorted(replica.formats),
             slots,
             replica.lease.total_seconds(),
@@ -355,9 +358,9 @@ class FastPath:
         rows = await self._confirms.write(
             sql.CONFIRM_DISPATCHED,
             self._now,
-            [task_id for task_id, _ in pauses],
-            [generation for _, generation in pauses],
-            [len(requests) for requests in pauses.values()],
+            text_array([task_id for task_id, _ in pauses]),
+            int_array(generation for _, generation in pauses),
+            int_array(map(len, pauses.values())),
         )
         left = {row.logical_task_id: row.complete for row in rows}
         return (
@@ -462,8 +465,8 @@ def _entry_arrays(logs: Sequence[tuple[TaskId, Sequence[bytes]]]) -> list[list[A
 def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any] | str]:
     """The columns of the pauses' calls, as arrays.
 
-    The first four have one element per call, the last of these as text. The others have one
-    element per distinct combination of task, peer, headers and timeouts.
+    The first four have one element per call. The others have one element per distinct combination
+    of task, peer, headers and timeouts.
     """
     calls = [call for packed in pauses for call in packed.pause.calls]
     first_places = accumulate((len(packed.pause.calls) for packed in pauses), initial=1)
@@ -481,13 +484,13 @@ def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any] | str]:
     )
     task_ids, firsts, peers, headers, timeouts, idle_timeouts = zip(*terms, strict=True)
     return [
-        [call.sub_task_id for call in calls],
-        [call.call_id for call in calls],
+        text_array([call.sub_task_id for call in calls]),
+        text_array([call.call_id for call in calls]),
         [body for packed in pauses for body in packed.bodies],
         term_numbers,
-        list(task_ids),
-        list(firsts),
-        list(peers),
+        text_array(task_ids),
+        int_array(firsts),
+        text_array(peers),
         [each.decode() for each in headers],
         [duration_seconds(timeout) for timeout in timeouts],
         [duration_seconds(idle_timeout) for idle_timeout in idle_timeouts],
@@ -497,9 +500,6 @@ def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any] | str]:
 def _number_distinct(
     terms: Iterable[tuple[Any, ...]],
 ) -> tuple[Collection[tuple[Any, ...]], str]:
-    """The distinct `terms`, and for each term its number among them, from 1 as in SQL arrays.
-
-    The numbers are text, separated by commas: the driver encodes an array much more slowly.
-    """
+    """The distinct `terms`, and for each term its number among them, from 1 as in SQL arrays."""
     numbers: dict[tuple[Any, ...], int] = {}
-    return numbers, ",".join([str(numbers.setdefault(each, len(numbers) + 1)) for each in terms])
+    return numbers, int_array([numbers.setdefault(each, len(numbers) + 1) for each in terms])
