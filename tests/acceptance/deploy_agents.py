@@ -13,6 +13,12 @@ from meshpoint import Peer, agent
 peer, extra = Peer("peer", int, int), Peer("extra", int, int)
 
 
+async def ask(ctx: Any, call: Any) -> int:
+    """Await a call. In earlier releases, only the context can."""
+    answer: int = await (call if hasattr(call, "__await__") else ctx.call(call))
+    return answer
+
+
 async def draft(number: int) -> int:
     return number
 
@@ -24,41 +30,41 @@ async def edited_draft(number: int) -> int:
 @agent("root", version="1")
 async def first(ctx: Any, number: int) -> list[int]:
     plan = await ctx.subtask("draft", draft, number)
-    return [plan, await peer(number), await peer(number)]
+    return [plan, await ask(ctx, peer(number)), await ask(ctx, peer(number))]
 
 
 @agent("root", version="1")
 async def edited_subtask(ctx: Any, number: int) -> list[int]:
     plan = await ctx.subtask("draft", edited_draft, number)
-    return [plan, await peer(number), await peer(number)]
+    return [plan, await ask(ctx, peer(number)), await ask(ctx, peer(number))]
 
 
 @agent("root", version="1")
 async def edited_path(ctx: Any, number: int) -> list[int]:
     """Asks another peer before the recorded calls: tasks of `first` are parked."""
     plan = await ctx.subtask("draft", draft, number)
-    before = await extra(number)
-    return [plan, before, await peer(number), await peer(number)]
+    before = await ask(ctx, extra(number))
+    return [plan, before, await ask(ctx, peer(number)), await ask(ctx, peer(number))]
 
 
 @agent("root", version="1")
 async def fixed_path(ctx: Any, number: int) -> list[int]:
     """Asks the other peer after the recorded calls: continues tasks of `first`."""
     plan = await ctx.subtask("draft", draft, number)
-    recorded = [await peer(number), await peer(number)]
-    return [plan, *recorded, await extra(number)]
+    recorded = [await ask(ctx, peer(number)), await ask(ctx, peer(number))]
+    return [plan, *recorded, await ask(ctx, extra(number))]
 
 
 @agent("root", version="2")
 async def second(ctx: Any, number: int) -> list[int]:
-    return [await extra(number), await peer(number)]
+    return [await ask(ctx, extra(number)), await ask(ctx, peer(number))]
 
 
 @agent("root", version="1")
 async def counts_and_fails(ctx: Any, number: int) -> int:
     """Counts in its memory before and after its call."""
     await ctx.memory.incr("count")
-    await peer(number)
+    await ask(ctx, peer(number))
     await ctx.memory.incr("count")
     raise ValueError("not fixed")
 
@@ -68,7 +74,7 @@ async def counts_once_more(ctx: Any, number: int) -> int:
     """Repeats these writes, and adds one before the call."""
     await ctx.memory.incr("count")
     await ctx.memory.incr("count")
-    await peer(number)
+    await ask(ctx, peer(number))
     await ctx.memory.incr("count")
     return int(await ctx.memory.get("count"))
 
