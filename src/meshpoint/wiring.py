@@ -22,6 +22,7 @@ from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchan
 from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.adapters.sqlite_queue import SqliteBroker, queues
+from meshpoint.adapters.sqlite_queue.dead_letters import SqliteDeadLetters
 from meshpoint.adapters.sqlite_queue.inspection import SqliteInspection
 from meshpoint.agents.entrypoint import load_versions
 from meshpoint.engine.background import run_with_timeout
@@ -34,6 +35,7 @@ from meshpoint.model.options import Options
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Broker
 from meshpoint.ports.clock import Clock
+from meshpoint.ports.dead_letters import DeadLetters
 from meshpoint.ports.inspection import BrokerInspection, CacheInspection, DatabaseInspection
 from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.observer import Observer
@@ -42,6 +44,7 @@ from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentOptions, AgentSettings, MeshSettings, Settings, StoreSettings
 
 if TYPE_CHECKING:
+    from meshpoint.adapters.rabbitmq.topology import Topology
     from meshpoint.adapters.sql.migrations import DowngradePlan
 
 _CLOCK = SystemClock()
@@ -358,7 +361,7 @@ def check_schema(store: StoreSettings, tables: Tables = Tables.TASKS) -> SchemaS
     from meshpoint.adapters.sql.tables import is_outdated
 
     revision, newest = migrations.check(store.url, migrations.SCHEMAS[tables])
-    outdated = is_outdated(revision) if tables is Tables.TASKS else revision is None
+    outdated = is_outdated(revision) if tables is Tables.TASKS else (revision or "") < newest
     return SchemaStatus(revision, newest, outdated)
 
 
@@ -443,12 +446,45 @@ def inspect_broker(mesh: MeshSettings, timeout: timedelta) -> BrokerInspection |
 
         return PostgresQueueInspection(mesh.broker_url, namespace=mesh.namespace, timeout=timeout)
     from meshpoint.adapters.rabbitmq.inspection import RabbitInspection
+
+    return RabbitInspection(mesh.broker_url, _topology(mesh), timeout)
+
+
+def make_dead_letters(
+    mesh: MeshSettings, agents: Collection[AgentName], warn: Callable[[str], None]
+) -> DeadLetters | None:
+    """Create the access to the dead letters of a mesh, not yet open.
+
+    Returns `None` with a `memory://` broker, which keeps them in each process. `agents` are those
+    whose letters are read on RabbitMQ, unless others are named. `warn` gets one line about letters
+    that cannot be read or kept.
+    """
+    scheme = urlsplit(mesh.broker_url).scheme
+    if scheme == "memory":
+        return None
+    if scheme == "sqlite":
+        return SqliteDeadLetters(
+            mesh.broker_url.removeprefix("sqlite:///"),
+            namespace=mesh.namespace,
+            timeout=mesh.publish_timeout,
+        )
+    if scheme.startswith("postgresql"):
+        from meshpoint.adapters.postgres_queue.dead_letters import PostgresDeadLetters
+
+        return PostgresDeadLetters(
+            mesh.broker_url, namespace=mesh.namespace, timeout=mesh.publish_timeout
+        )
+    from meshpoint.adapters.rabbitmq.dead_letters import RabbitDeadLetters
+
+    return RabbitDeadLetters(mesh.broker_url, _topology(mesh), agents, mesh.publish_timeout, warn)
+
+
+def _topology(mesh: MeshSettings) -> Topology:
     from meshpoint.adapters.rabbitmq.topology import Topology
 
-    names = Topology(
+    return Topology(
         mesh.namespace, mesh.private_queue_ttl, mesh.delivery_limit, mesh.max_queue_length
     )
-    return RabbitInspection(mesh.broker_url, names, timeout)
 
 
 def inspect_redis(url: str, setting: str, namespace: str, timeout: timedelta) -> CacheInspection:

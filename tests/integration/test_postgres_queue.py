@@ -19,6 +19,7 @@ from command_result import CommandResult
 from meshpoint.adapters.postgres_queue import PostgresBroker
 from meshpoint.adapters.postgres_queue import broker as broker_module
 from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
+from meshpoint.adapters.postgres_queue.dead_letters import PostgresDeadLetters
 from meshpoint.adapters.postgres_queue.session import QueueSession
 from meshpoint.adapters.sql import migrations
 from meshpoint.adapters.sql.tables import REVISION
@@ -211,21 +212,21 @@ async def test_the_commands_for_databases_create_the_tables_of_the_queues_too(
     shown = redact_url(empty_postgres_url)
     checked = await _run_db("check", config)
     assert checked.code == 2
-    assert checked.err.startswith(f"{shown} (queues): has no tables, needs 0001; run: meshpoint ")
+    assert checked.err.startswith(f"{shown} (queues): has no tables, needs 0002; run: meshpoint ")
     assert (
         "CREATE TABLE IF NOT EXISTS meshpoint_queue_message" in (await _run_db("sql", config)).out
     )
     upgraded = [await _run_db("upgrade", config) for _ in range(2)]
     assert [each.out for each in upgraded] == [
-        f"{shown} (queues): upgraded to revision 0001\n",
-        f"{shown} (queues): already at revision 0001\n",
+        f"{shown} (queues): upgraded to revision 0002\n",
+        f"{shown} (queues): already at revision 0002\n",
     ]
     assert (await _run_db("check", config, "--json")).json == {
         "database": shown,
         "tables": "queues",
         "status": "up to date",
-        "revision": "0001",
-        "newest": "0001",
+        "revision": "0002",
+        "newest": "0002",
     }
     with config.open("a") as file:
         file.write(
@@ -234,7 +235,7 @@ async def test_the_commands_for_databases_create_the_tables_of_the_queues_too(
     upgraded = [await _run_db("upgrade", config)]
     assert upgraded[0].out.splitlines() == [
         f"{shown}: upgraded to revision {REVISION}",
-        f"{shown} (queues): already at revision 0001",
+        f"{shown} (queues): already at revision 0002",
     ]
 
 
@@ -255,9 +256,29 @@ async def test_brokers_that_open_at_once_create_the_tables_once(empty_postgres_u
     for broker in brokers:
         await broker.close()
     assert await asyncio.to_thread(migrations.check, empty_postgres_url, migrations.QUEUES) == (
-        "0001",
-        "0001",
+        "0002",
+        "0002",
     )
+
+
+async def test_tables_of_the_previous_release_are_upgraded(empty_postgres_url: str) -> None:
+    broker = PostgresBroker(empty_postgres_url, namespace="demo")
+    await broker.open()
+    await broker.close()
+    connection = await asyncpg.connect(empty_postgres_url)
+    await connection.execute("ALTER TABLE meshpoint_queue_message DROP COLUMN dead_from")
+    await connection.execute("UPDATE meshpoint_queue_version SET version_num = '0001'")
+    await connection.close()
+    letters = PostgresDeadLetters(
+        empty_postgres_url, namespace="demo", timeout=timedelta(seconds=10)
+    )
+    with pytest.raises(ConfigurationError, match=r"older than this release.*meshpoint db upgrade"):
+        await letters.open()
+    await letters.close()
+    await broker.open()
+    await broker.close()
+    await letters.open()
+    await letters.close()
 
 
 @pytest.mark.parametrize(

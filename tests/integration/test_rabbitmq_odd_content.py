@@ -157,7 +157,11 @@ async def test_headers_of_all_types_are_read_or_ignored(
     assert delivery.message.timestamp.year == 2023
     assert await delivery.dead_letter("whatever it is")
     dead_letter = (await dead_letters.next()).message
-    assert dead_letter.headers == {**EXOTIC_DECODED, Header.DEAD_REASON: "whatever it is"}
+    assert dead_letter.headers == {
+        **EXOTIC_DECODED,
+        Header.DEAD_REASON: "whatever it is",
+        Header.DEAD_FROM: REQUESTS,
+    }
 
 
 @pytest.mark.parametrize("headers", [1, 1000], ids=["one large", "many small"])

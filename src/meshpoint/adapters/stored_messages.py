@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 128 * 1024 * 1024
 """Maximum bytes of a body; RabbitMQ's default limit."""
+LETTERS_PER_PAGE = 500
+"""Dead letters that are read, and replayed or dropped, at a time."""
 
 
 @dataclass(frozen=True, slots=True)

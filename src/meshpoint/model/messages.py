@@ -180,6 +180,7 @@ class Header(StrEnum):
     COMPLETED = "x-completed"  # a `CompletionStatus`
     TRACEPARENT = "traceparent"
     DEAD_REASON = "x-dead-reason"
+    DEAD_FROM = "x-dead-from"  # the address of the queue from which a dead letter came
     # the original sender of a cancel or an attach that a replica forwards
     ON_BEHALF_OF = "x-on-behalf-of"
     ON_BEHALF_OF_LOGIN = "x-on-behalf-of-login"  # the login of that sender

@@ -68,7 +68,8 @@ class Delivery(Protocol):
     async def dead_letter(self, reason: str) -> bool:
         """Move the message to its agent's dead-letter queue.
 
-        The first 500 characters of `reason` go into the `x-dead-reason` header.
+        The first 500 characters of `reason` go into the `x-dead-reason` header. `x-dead-from` may
+        name the queue.
         """
 
 

@@ -47,8 +47,13 @@ def to_content(message: Message) -> Content:
     if message.timestamp:
         properties["timestamp"] = message.timestamp.isoformat()
     table = {**properties, "headers": message.headers} if message.headers else properties
+    return Content(request_id(message), json.dumps(table), message.body)
+
+
+def request_id(message: Message) -> str | None:
+    """The id of the task that `message` begins; `None` if it begins none."""
     is_request = message.type is MessageType.REQUEST and "\0" not in message.correlation_id
-    return Content(message.correlation_id if is_request else None, json.dumps(table), message.body)
+    return message.correlation_id if is_request else None
 
 
 def from_row(properties: str | None, body: bytes, dead_reason: str | None) -> Message:

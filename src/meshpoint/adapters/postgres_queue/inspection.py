@@ -37,7 +37,7 @@ class PostgresQueueInspection:
         """
         self._engine = engine_for(self._url, command_timeout=self._timeout, pool_size=1)
         self._connection = PreparedConnection(self._engine)
-        ((self._has_tables, _),) = await self._read(sql.FIND_TABLES)
+        self._has_tables = (await self._read(sql.FIND_TABLES))[0].exist
 
     async def close(self) -> None:
         """Disconnect."""

@@ -18,7 +18,7 @@ from meshpoint.errors import BrokerUnavailable, ConfigurationError, StoreUnavail
 
 
 async def ensure_tables(engine: AsyncEngine, url: str) -> None:
-    """Create the tables if they are missing, and check that the login may use them.
+    """Create or upgrade the tables if necessary, and check that the login may use them.
 
     Several processes may do this concurrently.
 
@@ -27,7 +27,7 @@ async def ensure_tables(engine: AsyncEngine, url: str) -> None:
         BrokerUnavailable: The database does not answer.
     """
     try:
-        if not await _have_tables(engine):
+        if not await _are_current(engine):
             from meshpoint.adapters.sql import migrations  # slow to import
 
             await asyncio.to_thread(migrations.upgrade, url, migrations.QUEUES)
@@ -38,8 +38,8 @@ async def ensure_tables(engine: AsyncEngine, url: str) -> None:
         raise ConfigurationError("mesh.broker_url", error.problem, error.fix) from error
 
 
-async def _have_tables(engine: AsyncEngine) -> bool:
-    """Whether the tables exist.
+async def _are_current(engine: AsyncEngine) -> bool:
+    """Whether the tables exist, with all columns.
 
     Raises:
         ConfigurationError: They do not, and the login may not create them.
@@ -48,14 +48,14 @@ async def _have_tables(engine: AsyncEngine) -> bool:
     try:
         async with engine.connect() as connection:
             driver: Any = (await connection.get_raw_connection()).driver_connection
-            exist, may_create = await driver.fetchrow(FIND_TABLES)
+            _, are_current, may_create = await driver.fetchrow(FIND_TABLES)
     except driver_errors() as error:
         raise as_configuration_error(error) or StoreUnavailable(summarize(error)) from error
-    if not exist and not may_create:
+    if not are_current and not may_create:
         raise ConfigurationError(
             "database",
-            "the role may not create the tables of the queues",
+            "the role may not create or upgrade the tables of the queues",
             "run `meshpoint db upgrade` as a role that may, or: GRANT CREATE ON SCHEMA … TO the "
             "role",
         )
-    return bool(exist)
+    return bool(are_current)

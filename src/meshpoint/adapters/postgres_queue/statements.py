@@ -17,8 +17,15 @@ TABLES = [
 ]
 FIND_TABLES = """
 SELECT to_regclass('meshpoint_queue_marker') IS NOT NULL AS exist,
-       coalesce(has_schema_privilege(current_schema(), 'CREATE'), false) AS may_create"""
-"""Whether the tables exist, judged by the last one; and whether the login may create tables."""
+       EXISTS (SELECT FROM pg_attribute
+                WHERE attrelid = to_regclass('meshpoint_queue_message')
+                  AND attname = 'dead_from' AND NOT attisdropped) AS are_current,
+       coalesce(has_schema_privilege(current_schema(), 'CREATE'), false)
+       AND coalesce(pg_has_role((SELECT relowner FROM pg_class
+                                  WHERE oid = to_regclass('meshpoint_queue_message')), 'USAGE'),
+                    true) AS may_create"""
+"""Whether the tables exist, judged by the last one; whether they have the last column of this
+release; and whether the login may create or change them."""
 
 FIND_MISSING_RIGHTS = """
 SELECT name, privilege
@@ -127,7 +134,8 @@ DEAD_LETTER = """
 UPDATE meshpoint_queue_message m
    SET queue = coalesce(dead.id, m.queue), holder = $6, deliveries = 0, request = NULL,
        id = DEFAULT,
-       dead_reason = coalesce(given.reason, m.dead_reason, 'delivery limit')
+       dead_reason = coalesce(given.reason, m.dead_reason, 'delivery limit'),
+       dead_from = CASE WHEN q.name = q.dead_letters THEN m.dead_from ELSE q.name END
   FROM unnest($2::text::integer[], $3::text::bigint[], $4::text::integer[], $5::text[])
        AS given(queue, id, deliveries, reason)
   JOIN meshpoint_queue q ON q.id = given.queue
@@ -147,7 +155,8 @@ moved AS (
     UPDATE meshpoint_queue_message m
        SET queue = coalesce(dead.id, m.queue), holder = NULL, deliveries = 0, request = NULL,
            id = DEFAULT,
-           dead_reason = coalesce(m.dead_reason, 'delivery limit')
+           dead_reason = coalesce(m.dead_reason, 'delivery limit'),
+           dead_from = CASE WHEN q.name = q.dead_letters THEN m.dead_from ELSE q.name END
       FROM gone
       JOIN meshpoint_queue q ON q.id = gone.queue
       LEFT JOIN meshpoint_queue dead ON dead.name = q.dead_letters
@@ -192,6 +201,38 @@ SELECT count(*) AS messages FROM dropped"""
 
 FIND_DEAD_LETTERS = """
 SELECT id, name FROM meshpoint_queue WHERE name = dead_letters AND starts_with(name, $1)"""
+
+READ_DEAD_LETTERS = """
+SELECT id, deliveries, left(dead_reason, 10000) AS dead_reason,
+       left(dead_from, 1000) AS dead_from, octet_length(body) AS body_size,
+       CASE WHEN octet_length(properties) <= $4 THEN properties END AS properties
+  FROM meshpoint_queue_message m
+ WHERE m.queue = $1 AND m.id > $2 AND m.id <= $3 AND (m.holder IS NULL OR m.holder = 0)
+ ORDER BY m.queue, m.id LIMIT $5"""
+
+LAST_DEAD_LETTER = """
+SELECT coalesce(max(id), 0) AS id FROM meshpoint_queue_message WHERE queue = $1"""
+
+READ_DEAD_BODY = """
+SELECT body FROM meshpoint_queue_message m JOIN meshpoint_queue q ON q.id = m.queue
+ WHERE q.name = $1 AND m.id = $2 AND octet_length(body) <= $3"""
+
+REPLAY_DEAD_LETTERS = """
+UPDATE meshpoint_queue_message m
+   SET queue = target.id, id = DEFAULT, holder = NULL, deliveries = 0, request = given.request,
+       dead_reason = NULL, dead_from = NULL, body = coalesce($5::bytea, m.body)
+  FROM unnest($2::bigint[], $3::text[], $4::text[]) AS given(id, target, request),
+       meshpoint_queue dead, meshpoint_queue target
+ WHERE dead.name = $1 AND target.name = given.target
+   AND m.queue = dead.id AND m.id = given.id AND (m.holder IS NULL OR m.holder = 0)
+RETURNING given.id, target.id AS queue"""
+"""Appends dead letters to the queues given. Of several commands, one finds each."""
+
+DROP_DEAD_LETTERS = """
+DELETE FROM meshpoint_queue_message m USING meshpoint_queue dead
+ WHERE dead.name = $1 AND m.queue = dead.id AND m.id = ANY ($2::bigint[])
+   AND (m.holder IS NULL OR m.holder = 0)
+RETURNING m.id"""
 
 DELETE_QUEUES = """
 WITH dropped AS (DELETE FROM meshpoint_queue WHERE agent = ANY ($1::text[]) RETURNING id),

@@ -51,6 +51,7 @@ from meshpoint.model.messages import (
     Message,
     Topic,
     dead_letter_queue,
+    is_dead_letter_queue,
     is_request_queue,
     nested_queue,
     private_queue,
@@ -533,7 +534,10 @@ class RabbitMqBroker:
         """
         agent = AgentName(address.partition(".")[0])
         key, minimal = dead_letter_queue(agent), minimal_dead_letter(reason, self._user_id)
-        complete = to_dead_letter(raw, content, reason, self._user_id, self._publisher.max_payload)
+        died_in = None if is_dead_letter_queue(address) else address
+        complete = to_dead_letter(
+            raw, content, reason, self._user_id, self._publisher.max_payload, died_in
+        )
         result = PublishResult.REJECTED
         for properties, body in ((complete, raw.body), (minimal, raw.body), (minimal, b"")):
             result = await self._publish_dead_letter(key, content.message_id, properties, body)

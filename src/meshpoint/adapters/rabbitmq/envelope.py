@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import struct
 from datetime import datetime
@@ -10,6 +12,7 @@ from itertools import starmap
 from meshpoint.adapters.rabbitmq.content import Content
 from meshpoint.adapters.rabbitmq.frames import RawDelivery, short_string
 from meshpoint.errors import PoisonMessage
+from meshpoint.model.dead_letters import UNKNOWN_REASON
 from meshpoint.model.messages import (
     Address,
     Header,
@@ -20,7 +23,9 @@ from meshpoint.model.messages import (
 )
 
 _DELIVERY_COUNT = "x-delivery-count"
+_ACQUIRED_COUNT = "x-acquired-count"
 _FIRST_DEATH = "x-first-death-reason"
+_FIRST_DEATH_QUEUE = "x-first-death-queue"
 _BROKER_HEADER_PREFIXES = (
     "x-delivery-count",
     "x-acquired-count",
@@ -33,6 +38,9 @@ _UNKNOWN_TYPE = "x-dead-type"
 _RAW_ROUTING_KEY = "x-dead-routing-key"
 _DROPPED_HEADERS = "x-dead-headers-dropped"
 _MAX_ID_BYTES = 255
+_KEY_LENGTH = 16
+_LETTER_HEADERS = {Header.DEAD_FROM.value, _RAW_ROUTING_KEY, _UNKNOWN_TYPE}
+"""Headers that a letter gets when it is copied or decoded."""
 
 _u32, _u64, _i64, _double = (struct.Struct(format).pack for format in (">I", ">Q", ">q", ">d"))
 _OCTET_PERSISTENT = b"\x02"
@@ -65,14 +73,22 @@ def to_properties(message: Message, user_id: str | None) -> bytes:
 
 
 def to_dead_letter(
-    raw: RawDelivery, content: Content, reason: str, user_id: str | None, max_bytes: int
+    raw: RawDelivery,
+    content: Content,
+    reason: str,
+    user_id: str | None,
+    max_bytes: int,
+    died_in: Address | None = None,
 ) -> bytes:
     """Encode the properties of a dead-letter copy of `raw`, in at most `max_bytes` bytes.
 
-    Accepts any delivery. If the headers do not fit, the largest are dropped.
+    Accepts any delivery. If the headers do not fit, the largest are dropped. `died_in` is the
+    queue of `raw`, unless that is a dead letter already.
     """
     headers = _headers(content)
     headers[Header.DEAD_REASON.value] = truncate_reason(reason)
+    if died_in is not None:
+        headers[Header.DEAD_FROM.value] = died_in
     if content.defect is not None:
         headers[_RAW_ROUTING_KEY] = raw.routing_key.decode("utf-8", "backslashreplace")
     entries = {key: _encode_dead_header(key, value) for key, value in headers.items()}
@@ -143,6 +159,52 @@ def from_dead_letter(raw: RawDelivery, content: Content) -> Message:
         headers=headers,
         timestamp=content.timestamp,
     )
+
+
+def died_in(content: Content, namespace: str) -> Address | None:
+    """The recorded address of the queue from which a dead letter came.
+
+    RabbitMQ names the queue of a message that it moved itself.
+    """
+    queue = content.headers.get(_FIRST_DEATH_QUEUE)
+    if queue is not None:
+        return Address(str(queue).removeprefix(f"{namespace}."))
+    address = content.headers.get(Header.DEAD_FROM.value)
+    return None if address is None else Address(str(address))
+
+
+def copy_defect(content: Content) -> str | None:
+    """Why a dead letter is not a complete copy of its message; `None` if it is."""
+    if _RAW_ROUTING_KEY in content.headers:
+        return "its properties could not be decoded"
+    if _DROPPED_HEADERS in content.headers:
+        return "its largest headers were dropped"
+    return None
+
+
+def letter_key(letter: Message) -> str:
+    """Identifies a decoded dead letter by its content, which is the same in all copies of it."""
+    headers = [
+        (name, value)
+        for name, value in letter.headers.items()
+        if name not in _LETTER_HEADERS and value != UNKNOWN_REASON
+    ]
+    seconds = None if letter.timestamp is None else int(letter.timestamp.timestamp())
+    ids = letter.type, letter.message_id, letter.correlation_id, letter.app_id, letter.reply_to
+    facts = json.dumps([*ids, seconds, sorted(headers)])
+    return hashlib.sha256(facts.encode() + b"\0" + letter.body).hexdigest()[:_KEY_LENGTH]
+
+
+def count_returns(raw: RawDelivery, content: Content) -> int:
+    """How often a quorum queue has got this message back.
+
+    RabbitMQ 4 counts every return in a header of its own. The sender may have set both headers,
+    but not the flag of a redelivered message.
+    """
+    if not raw.redelivered:
+        return 0
+    counts = (content.headers.get(name) for name in (_DELIVERY_COUNT, _ACQUIRED_COUNT))
+    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def quorum_delivery_count(content: Content) -> int | None:

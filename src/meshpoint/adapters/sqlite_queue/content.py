@@ -19,6 +19,8 @@ from meshpoint.errors import PoisonMessage
 from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType
 
 COLUMNS = "type, message_id, correlation_id, app_id, reply_to, user_id, headers, timestamp, body"
+PROPERTIES = COLUMNS.split(", ")[:-1]
+"""All columns but the body, which is the last one."""
 _MAX_REASON_LENGTH = 10_000  # characters
 _MAX_TEXT_BYTES = 1024 * 1024
 """Maximum bytes of one text column. RabbitMQ allows 128 KiB for all properties together."""
@@ -38,6 +40,9 @@ def _bounded_column(column: str) -> str:
 
 READ_COLUMNS = ", ".join(_bounded_column(name) for name in COLUMNS.split(", "))
 """`COLUMNS` for a SELECT. Values too large to load become values that `from_row` rejects."""
+READ_PROPERTIES = ", ".join(_bounded_column(name) for name in PROPERTIES)
+"""`PROPERTIES` for a SELECT, in the same way."""
+READ_BODY = _bounded_column("body")
 READ_DELIVERIES = "CASE typeof(deliveries) WHEN 'integer' THEN deliveries END"
 READ_REASON = f"substr(dead_reason, 1, {_MAX_REASON_LENGTH})"
 

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 DELIVERY_LIMIT_REASON = "delivery limit"
 """Reason of dead letters that were requeued too often."""
 
-_UNREADABLE_HOLDER = 0
+UNREADABLE_HOLDER = 0
 """Holder of dead letters that consumers cannot read, and operators read with SQL.
 
 No broker has this id.
@@ -78,6 +78,9 @@ _SELECT_READY = f"""
     {_READY_ROWS} ORDER BY id LIMIT ?"""
 _DEAD_LETTER = """
     UPDATE meshpoint_queue_message SET holder = {holder}, deliveries = 0, dead_reason = {reason},
+        dead_from = coalesce((SELECT name FROM meshpoint_queue
+                               WHERE name = meshpoint_queue_message.queue
+                                 AND name <> dead_letters), dead_from),
         queue = coalesce((SELECT dead_letters FROM meshpoint_queue
                            WHERE name = meshpoint_queue_message.queue), queue)
     WHERE {which}"""
@@ -232,7 +235,7 @@ class Queues:
             return None
         query = f"""
             SELECT count(*) FROM meshpoint_queue_message
-             WHERE queue = ? AND (holder IS NULL OR holder = {_UNREADABLE_HOLDER})"""
+             WHERE queue = ? AND (holder IS NULL OR holder = {UNREADABLE_HOLDER})"""
         return int(self._db.execute(query, (name,)).fetchone()[0])
 
     def has_request(self, agent: AgentName, task_id: TaskId) -> bool:
@@ -287,7 +290,7 @@ class Queues:
         for name in self._distinct_names(
             "dead_letters", "substr(name, 1, ?) = ?", len(prefix), prefix
         ):
-            for holder in ("IS NULL", f"= {_UNREADABLE_HOLDER}"):
+            for holder in ("IS NULL", f"= {UNREADABLE_HOLDER}"):
                 condition = f"queue = ? AND holder {holder}"
                 beyond = (
                     f"SELECT id FROM meshpoint_queue_message WHERE {condition}"
@@ -369,13 +372,13 @@ class Queues:
         if missing:
             self._delete([id_])
         else:
-            statement = _DEAD_LETTER.format(holder=_UNREADABLE_HOLDER, reason="?", which="id = ?")
+            statement = _DEAD_LETTER.format(holder=UNREADABLE_HOLDER, reason="?", which="id = ?")
             self._db.execute(statement, (reason, id_))
 
     def requeue_orphans(self) -> None:
         """Requeue messages whose holder does not exist."""
         orphaned = (
-            f"holder IS NOT {_UNREADABLE_HOLDER}"
+            f"holder IS NOT {UNREADABLE_HOLDER}"
             " AND holder NOT IN (SELECT id FROM meshpoint_queue_holder)"
         )
         self._requeue_where(f"holder IS NOT NULL AND {orphaned}", ())

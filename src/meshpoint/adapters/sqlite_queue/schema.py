@@ -60,12 +60,14 @@ _CREATE_REQUESTS = (
     " ON meshpoint_queue_content (correlation_id) WHERE type = 'request'"
 )
 """Finds the request of a task. Files of earlier releases lack this index."""
+_ADD_DEAD_FROM = "ALTER TABLE meshpoint_queue_message ADD COLUMN dead_from TEXT"
+"""The queue from which a dead letter came. Files of earlier releases lack this column."""
 _COLUMNS = {
     "marker": "name",
     "topic": "topic, queue",
     "holder": "id, beat",
     "": "name, agent, dead_letters, private, holder, left_at",
-    "message": "id, queue, holder, deliveries, dead_reason",
+    "message": "id, queue, holder, deliveries, dead_reason, dead_from",
     "content": f"id, {COLUMNS}",
 }
 _MAX_ID = 2**62
@@ -104,6 +106,7 @@ def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
             db.execute(_CREATE_MARKERS)
         if not has_table(db, TOPIC_TABLE):
             db.execute(_CREATE_TOPICS)
+        add_dead_from(db)
         _check(db, path)
         if not has_table(db, "meshpoint_queue_request"):
             db.execute(_CREATE_REQUESTS)
@@ -192,6 +195,21 @@ def has_table(db: sqlite3.Connection, name: str) -> bool:
     """Whether the file has the table or index `name`."""
     query = "SELECT 1 FROM sqlite_master WHERE name = ?"
     return db.execute(query, (name,)).fetchone() is not None
+
+
+def add_dead_from(db: sqlite3.Connection) -> None:
+    """Add the column for the queue of a dead letter to a file of an earlier release."""
+    if _lacks_dead_from(db):
+        with transaction(db):
+            if _lacks_dead_from(db):  # no other process was faster
+                db.execute(_ADD_DEAD_FROM)
+
+
+def _lacks_dead_from(db: sqlite3.Connection) -> bool:
+    """Whether messages have no such column. A missing table is reported elsewhere."""
+    query = "SELECT name FROM pragma_table_info('meshpoint_queue_message')"
+    names = {name for (name,) in db.execute(query)}
+    return bool(names) and "dead_from" not in names
 
 
 def _create(db: sqlite3.Connection) -> None:

@@ -184,8 +184,11 @@ class BrokerSuite(MessageSuite):
         assert await (await inbox.next()).dead_letter("body: not JSON")
         dead = await consume(other, dead_letter_queue(AGENT), 1)
         delivery = await dead.next()
-        headers = {**message.headers, Header.DEAD_REASON: "body: not JSON"}
-        assert delivery.message == self.received(replace(message, headers=headers))
+        headers = {**delivery.message.headers}
+        assert headers.pop(Header.DEAD_FROM, REQUESTS) == REQUESTS
+        assert headers == {**message.headers, Header.DEAD_REASON: "body: not JSON"}
+        received = replace(delivery.message, headers=message.headers)
+        assert received == self.received(message)
         assert delivery.address == dead_letter_queue(AGENT)
         assert await delivery.ack()
         await self.nothing_is_left(broker, inbox)
