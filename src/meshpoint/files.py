@@ -32,15 +32,15 @@ def create_private(path: Path) -> bool:
     return True
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically: readers see either the old or the new content.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write `content` to `path` atomically: readers see either the old or the new content.
 
     Only the owner can read the file.
     """
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(fd, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)

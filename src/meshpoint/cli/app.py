@@ -15,6 +15,7 @@ from meshpoint.cli import (
     agents,
     checkpoints,
     db,
+    dead,
     doctor,
     exec,
     run,
@@ -45,6 +46,7 @@ app.add_typer(sessions.app, name="sessions")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(agents.app, name="agents")
 app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(dead.app, name="dead")
 app.add_typer(db.app, name="db")
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("sweep", epilog=run.SWEEP_EXAMPLES)(run.sweep)

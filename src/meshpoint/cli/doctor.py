@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +16,7 @@ import typer
 from meshpoint._version import __version__
 from meshpoint.cli import sources
 from meshpoint.cli.exits import ExitCode
-from meshpoint.cli.output import console, print_json
+from meshpoint.cli.output import console, print_json, show_progress
 from meshpoint.cli.run import load_agents
 from meshpoint.model.error_text import escape_unprintable, quantity
 
@@ -93,13 +91,13 @@ def doctor(
     settings = load_agents(configs)
     others = [] if database is None else [StoreSettings.at(database, key="--db")]
     agent = None if remove_marker is None else validate_agent_name(remove_marker)
-    with _progress() as on_step:
+    with show_progress("loading the agents …") as show:
         findings = asyncio.run(
             examine(
                 settings,
                 timeout=timedelta(seconds=timeout),
                 others=others,
-                on_step=on_step,
+                on_step=lambda step: show(f"reading {step} …"),
                 remove_marker=agent,
             )
         )
@@ -120,16 +118,6 @@ def doctor(
     else:
         _print_findings(findings)
     raise typer.Exit(code)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Show what is read now, if standard error is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda step: None
-        return
-    with console(sys.stderr).status("loading the agents …") as status:
-        yield lambda step: status.update(f"reading {escape_unprintable(step)} …")
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:

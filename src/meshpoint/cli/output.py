@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, TextIO
@@ -127,6 +128,16 @@ def print_error(message: str) -> None:
         ("error: ", "bold red"), escape_unprintable(" ".join(make_storable(message).split()))
     )
     console(sys.stderr).print(line, soft_wrap=True)
+
+
+@contextmanager
+def show_progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Show `text`, and then what the block passes on, if standard error is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    with console(sys.stderr).status(text) as status:
+        yield lambda text: status.update(escape_unprintable(text))
 
 
 def format_duration(seconds: float) -> str:

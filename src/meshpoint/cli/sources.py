@@ -19,6 +19,7 @@ import typer
 from meshpoint.errors import ConfigurationError, MeshpointError, OperationNotFound
 
 if TYPE_CHECKING:
+    from meshpoint.model.ids import AgentName
     from meshpoint.model.tasks import TaskSummary
     from meshpoint.operations import Operations
     from meshpoint.settings import MeshSettings, Settings, StoreSettings
@@ -104,6 +105,14 @@ def require_mesh(config: Path | None, broker: str | None, namespace: str | None)
     from meshpoint.settings import choosing
 
     return _for_command(choosing.require_mesh(config, broker, namespace, _option_names()))
+
+
+def load_agent_names(config: Path | None) -> list[AgentName]:
+    """Return the names of the agents in `config`. Without it, none."""
+    from meshpoint.model.ids import AgentName
+    from meshpoint.settings import load
+
+    return [] if config is None else [AgentName(agent.name) for agent in load([config]).agents]
 
 
 def load_databases(config: Path | None, database: str | None) -> list[StoreSettings]:

@@ -152,12 +152,12 @@ def describe_task(details: TaskDetails) -> list[tuple[str, str]]:
         ("subject", task.subject),
         ("requester", _describe_requester(task)),
         ("parent task", task.parent_task_id),
-        ("input", None if details.input is None else _shorten(details.input, keys)),
+        ("input", None if details.input is None else shorten(details.input, keys)),
         ("pauses", str(task.generation)),
         ("resumed", quantity(task.retry_count, "time") if task.retry_count else None),
         ("replicas lost", _describe_losses(task)),
         ("parked because", _describe_parking(task, keys)),
-        (_label_of_reason(task), task.dead_reason and _shorten(task.dead_reason, keys)),
+        (_label_of_reason(task), task.dead_reason and shorten(task.dead_reason, keys)),
         ("paused" if task.generation else "began", f"{format_age(task.checkpointed_at)} ago"),
         ("ended", None if task.ended_at is None else f"{format_age(task.ended_at)} ago"),
         ("deadline", _describe_deadline(task)),
@@ -170,7 +170,7 @@ def describe_task(details: TaskDetails) -> list[tuple[str, str]]:
 
 
 def _question_facts(asked: AskedQuestion, keys: Sequence[str]) -> list[tuple[str, str | None]]:
-    prompt = None if asked.prompt is None else _shorten(asked.prompt, keys)
+    prompt = None if asked.prompt is None else shorten(asked.prompt, keys)
     return [(f"question {asked.name}", asked.key.to_id()), (f"prompt of {asked.name}", prompt)]
 
 
@@ -183,7 +183,7 @@ def _mailbox_facts(details: TaskDetails, keys: Sequence[str]) -> list[tuple[str,
     task, mailbox = details.task, details.mailbox
     shown = remove_secrets(_read_values(mailbox), (), keys)[0]
     facts = [
-        (f"value {key}", _shorten(value, keys))
+        (f"value {key}", shorten(value, keys))
         for key, value in (shown.items() if isinstance(shown, dict) else ())
     ]
     for name, number in Counter(each.name for each in mailbox.signals).items():
@@ -198,10 +198,10 @@ def _outcome_facts(outcome: Outcome | None, keys: Sequence[str]) -> list[tuple[s
         case None:
             return []
         case Failed(kind=kind, message=message):
-            return [("failure", f"{kind.value}: {_shorten(message, keys)}")]
+            return [("failure", f"{kind.value}: {shorten(message, keys)}")]
         case Ok(value=value, artifacts=artifacts):
             count = quantity(len(artifacts), "artifact") if artifacts else None
-            return [("result", _shorten(value, keys)), ("artifacts", count)]
+            return [("result", shorten(value, keys)), ("artifacts", count)]
 
 
 def _explain_wait(details: TaskDetails) -> str | None:
@@ -267,7 +267,7 @@ def _describe_suspension(task: TaskSummary) -> str | None:
 
 def _describe_parking(task: TaskSummary, keys: Sequence[str]) -> str | None:
     is_parked = task.state is TaskState.PARKED and task.parked_reason is not None
-    return _shorten(task.parked_reason, keys) if is_parked else None
+    return shorten(task.parked_reason, keys) if is_parked else None
 
 
 def _label_of_reason(task: TaskSummary) -> str:
@@ -316,7 +316,7 @@ def _mask_optional(text: str | None, keys: Sequence[str]) -> str | None:
     return None if text is None else mask_secrets(text, keys)
 
 
-def _shorten(value: object, keys: Sequence[str]) -> str:
+def shorten(value: object, keys: Sequence[str]) -> str:
     """Return a value or a text on one line, with secrets masked, cut if it is long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = mask_secrets(text[: 2 * _MAX_SHOWN], keys)
@@ -336,7 +336,7 @@ def describe_call(call: CallSummary, secret_keys: Sequence[str]) -> tuple[str, .
         name += f", attempt {call.attempt} of {call.max_attempts}"
     outcome = call.outcome or "-"
     if call.message:
-        outcome += f": {_shorten(call.message, secret_keys)}"
+        outcome += f": {shorten(call.message, secret_keys)}"
     if call.state is CallState.CANCELLING:
         outcome += " (its cancel is not sent yet)"
     return (

@@ -55,7 +55,7 @@ def check_dead_letters(facts: Facts) -> list[Finding]:
             "broker.dead_letters",
             release.name,
             f"{quantity(found.dead_letters, 'dead letter')} in {release.name}.dlq",
-            "read their x-dead-reason, then correct their senders",
+            f"run: meshpoint dead list --agent {release.name} --config {CONFIG}",
             messages=found.dead_letters,
         )
         for release, found in _configured(facts)

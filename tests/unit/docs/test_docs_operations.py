@@ -14,7 +14,6 @@ import yaml
 from meshpoint.adapters.logging_observer import level_of
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.adapters.sql.engine import TRANSACTION_TIMEOUT
-from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.cli.exits import ExitCode
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
@@ -120,18 +119,11 @@ def test_the_documented_role_timeout_matches_the_connections() -> None:
 
 async def test_the_statements_for_sqlite_and_both_databases_run(tmp_path: Path) -> None:
     file = tmp_path / "mesh.db"
-    broker = SqliteBroker(file, namespace="demo")
-    await broker.open()
-    await broker.close()
     store = SqlStore(f"sqlite:///{file}", namespace="demo")
     await store.open()
     await store.close()
-    statements = [
-        block
-        for block in code_blocks("sql")
-        if "agent_paused_tasks" in block or "meshpoint_queue" in block
-    ]
-    assert len(statements) == 2
+    statements = [block for block in code_blocks("sql") if "agent_paused_tasks" in block]
+    assert len(statements) == 1
     database = sqlite3.connect(file)
     try:
         for statement in statements:
@@ -142,6 +134,6 @@ async def test_the_statements_for_sqlite_and_both_databases_run(tmp_path: Path) 
 
 def test_the_documented_scripts_are_valid_python() -> None:
     scripts = code_blocks("python")
-    assert len(scripts) == 2
+    assert len(scripts) == 1
     for script in scripts:
         assert ast.parse(script).body
