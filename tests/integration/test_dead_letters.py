@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -52,6 +53,8 @@ class Rig(ABC):
 
     broker: Broker
     keeps_login = True
+    max_repeated = 0
+    """Letters that a killed command may have sent although they remain."""
 
     def __init__(self, url: str, namespace: str) -> None:
         self.url, self.namespace = url, namespace
@@ -159,6 +162,7 @@ class PostgresRig(Rig):
 
 class RabbitRig(Rig):
     keeps_login = False
+    max_repeated = 100
 
     def make_broker(self) -> Broker:
         return RabbitMqBroker(
@@ -459,6 +463,30 @@ async def bury_many(rig: Rig, count: int) -> dict[str, str]:
         for each in await read(await rig.open_letters())
         if each.message
     }
+
+
+async def test_a_killed_command_loses_nothing(rig: Rig) -> None:
+    """On RabbitMQ, letters whose acks did not arrive are sent again under the same ids."""
+    sent = set(await bury_many(rig, 2000))
+    options = ["--broker", rig.url, "--namespace", rig.namespace, "--agent", AGENT, "--yes"]
+    received, begun, letters = Counter[str](), asyncio.Event(), await rig.open_letters()
+
+    def handle(delivery: Delivery) -> None:
+        received[delivery.message.message_id] += 1
+        begun.set()
+        acks.create_task(delivery.ack())
+
+    async with asyncio.TaskGroup() as acks:
+        await rig.broker.consume(REQUESTS, 100, handle)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "meshpoint.cli", "dead", "replay", *options)
+        )
+        await begun.wait()
+        process.kill()
+        await process.wait()
+        while await replay(letters) or set(received) != sent:
+            pass
+    assert received.total() - len(sent) <= rig.max_repeated
 
 
 async def test_one_cause_of_ten_thousand_letters_is_replayed_while_replicas_run(rig: Rig) -> None:
