@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from meshpoint.adapters.sqlite_queue import SqliteBroker
+from meshpoint.adapters.sqlite_queue.dead_letters import SqliteDeadLetters
 from meshpoint.adapters.sqlite_queue.queues import Queues, delete_queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
 from meshpoint.adapters.sqlite_queue.session import (
@@ -25,6 +26,7 @@ from meshpoint.adapters.sqlite_queue.session import (
 )
 from meshpoint.adapters.sqlite_queue.thread import QueueThread
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
+from meshpoint.model.dead_letters import LetterFilter
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Header, dead_letter_queue, private_queue
 from meshpoint.ports.broker import PublishResult
@@ -45,6 +47,22 @@ PRIVATE = private_queue(AGENT, ReplicaId("r1"))
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "mesh.db"
+
+
+async def test_a_file_of_an_earlier_release_gets_the_column_for_dead_letters(path: Path) -> None:
+    async with open_broker(path) as broker:
+        await broker.declare(AGENT)
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("ALTER TABLE meshpoint_queue_message DROP COLUMN dead_from")
+    letters = SqliteDeadLetters(path, namespace="demo", timeout=timedelta(seconds=10))
+    await letters.open()
+    inbox = Inbox()
+    async with open_broker(path) as broker:
+        await broker.consume(REQUESTS, 1, inbox)
+        await send(broker, REQUESTS, a_message())
+        assert await (await inbox.next()).dead_letter("unwanted")
+    async with aclosing(letters.read(LetterFilter())) as pages:
+        assert [letter.queue async for page in pages for letter in page] == [REQUESTS]
 
 
 @asynccontextmanager
