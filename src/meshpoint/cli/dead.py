@@ -23,7 +23,7 @@ from meshpoint.cli.output import (
     print_text,
     show_progress,
 )
-from meshpoint.errors import ConfigurationError, MeshpointError
+from meshpoint.errors import ConfigurationError, MeshpointError, Unavailable
 from meshpoint.model.error_text import quantity
 
 if TYPE_CHECKING:
@@ -388,8 +388,15 @@ async def _count(mesh: _Mesh, where: LetterFilter) -> int:
 
 
 async def _apply(mesh: _Mesh, where: LetterFilter, verbs: _Verbs) -> Counter[LetterResult]:
+    """Replay or drop the selected letters. After an outage, says how far it came."""
+    from meshpoint.cli.letter_facts import describe_results
+
     results: Counter[LetterResult] = Counter()
-    async with _open(mesh) as letters, aclosing(_pages(letters, where)) as pages:
-        async for page in pages:
-            results.update(await verbs.run(letters, page))
+    try:
+        async with _open(mesh) as letters, aclosing(_pages(letters, where)) as pages:
+            async for page in pages:
+                results.update(await verbs.run(letters, page))
+    except Unavailable:
+        print_note(f"{describe_results(results, verbs.past)} before the error; run this again")
+        raise
     return results

@@ -15,8 +15,8 @@ from meshpoint.model.dead_letters import DeadLetter, LetterFilter, LetterResult
 class DeadLetters(Protocol):
     """The dead letters of all agents of a mesh.
 
-    Several processes may use them at once, while replicas run. Only one of them replays or drops a
-    letter.
+    Several processes may use them at once, while replicas run. No two of them replay or drop the
+    same letter.
     """
 
     async def open(self) -> None:

@@ -15,8 +15,10 @@ import pytest
 import typer
 
 from command_result import Command, CommandResult, run_main
-from meshpoint.adapters.sqlite_queue import SqliteBroker
+from meshpoint.adapters.sqlite_queue import SqliteBroker, dead_letters
+from meshpoint.adapters.sqlite_queue.dead_letters import SqliteDeadLetters
 from meshpoint.cli import main
+from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Message, MessageType, private_queue
 from meshpoint.testing.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send
@@ -223,6 +225,28 @@ def test_letters_that_do_not_exist_are_reported(run_dead: Command, bury: Bury) -
     assert dropped.out == (
         "dropped 1 letter; 1 not found: dropped, displaced or taken by another command\n"
     )
+
+
+def test_an_outage_shows_how_far_the_command_came(
+    run_dead: Command, bury: Bury, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bury("unwanted", a_message(), a_message())
+    monkeypatch.setattr(dead_letters, "_READ_PAGE", dead_letters._READ_PAGE.replace("500", "1"))
+    calls, replay = [], SqliteDeadLetters.replay
+
+    async def replay_once(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise BrokerUnavailable("the disk is gone")
+        return await replay(*arguments)
+
+    monkeypatch.setattr(SqliteDeadLetters, "replay", replay_once)
+    result = run_dead("replay", "--all", "--yes")
+    assert result.code == 3
+    note, error = result.err.splitlines()
+    assert note == "replayed 1 letter before the error; run this again"
+    assert error.startswith("error: the broker does not answer: the disk is gone")
+    assert len(run_dead("list", "--letters", "--json").json) == 1
 
 
 @pytest.mark.parametrize(

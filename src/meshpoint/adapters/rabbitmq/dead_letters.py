@@ -247,7 +247,7 @@ class RabbitDeadLetters:
                 while queue.unacked:
                     with translate_errors(f"looking at {queue.name}"):
                         found = await channel.queue_declare(queue.name, passive=True)
-                    if (found.message_count or 0) >= queue.unacked or found.consumer_count:
+                    if (found.message_count or 0) >= queue.unacked:
                         break
                     await asyncio.sleep(_POLL_SECONDS)
 
