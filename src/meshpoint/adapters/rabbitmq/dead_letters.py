@@ -137,7 +137,7 @@ class RabbitDeadLetters:
         """Yield the letters that match in pages of one agent each, its oldest first.
 
         Of identical letters, which a crash between a copy and its ack leaves behind, one is
-        yielded. It stands for all of them.
+        yielded. It stands for all of them on its page; others stay.
         """
         agents = self._agents if where.agents is None else where.agents
         if not agents:
@@ -325,7 +325,6 @@ class _LetterQueue:
         self._limit = 0  # unacked letters that the broker delivers at most
         self.unacked = 0
         self._seen = set[str]()
-        self._settled = set[str]()
 
     async def close(self) -> None:
         """Return all unsettled letters to the queue."""
@@ -362,37 +361,30 @@ class _LetterQueue:
         for raw in raws:
             held = self._read(raw)
             key = held.letter.key
-            if key in self._settled:
-                self._ack(held.tags)
-            elif key in by_key:
+            if key in by_key:
                 by_key[key].tags += held.tags
+            # On a later page, it may be a message that was replayed and died again.
             elif key not in self._seen:
                 by_key[key] = held
         self._seen.update(by_key)
-        self._consumer.flush_acks()
         self.page = {held.letter: held for held in by_key.values()}
         return self.page.keys()
 
     async def settle(self, letters: Iterable[DeadLetter]) -> None:
-        """Remove letters of the page from the queue, with all their copies.
+        """Remove letters of the page from the queue, with their copies on the same page.
 
         Raises:
             BrokerUnavailable: The channel was lost. They may still be in the queue.
         """
         for letter in letters:
-            if (held := self.page.pop(letter, None)) is not None:
-                self._settled.add(letter.key)
-                self._ack(held.tags)
+            for tag in held.tags if (held := self.page.pop(letter, None)) else ():
+                self._consumer.ack(tag)
+                self.unacked -= 1
         self.check_open()
         self._consumer.flush_acks()
         with translate_errors(f"removing letters from {self.name}"):
             async with asyncio.timeout(self._timeout):
                 await self._channel.flow(active=True)  # the broker handles frames in order
-
-    def _ack(self, tags: Iterable[int]) -> None:
-        for tag in tags:
-            self._consumer.ack(tag)
-            self.unacked -= 1
 
     async def _receive(self, count: int) -> list[RawDelivery]:
         """Wait for `count` letters; for fewer if another program holds or removes the others."""
