@@ -16,6 +16,7 @@ from meshpoint.errors import Unavailable
 from meshpoint.model.envelopes import (
     Envelope,
     cancel_envelope,
+    describe_envelopes,
     reply_envelope,
     request_envelope,
 )
@@ -175,7 +176,9 @@ class Dispatcher:
         if pending:
             try:
                 with self._runtime.steps.step(
-                    _STEP_BY_KIND[type(items[0])], [send.task_id for send, _ in pending]
+                    _STEP_BY_KIND[type(items[0])],
+                    [send.task_id for send, _ in pending],
+                    messages=describe_envelopes(envelope for _, envelope in pending),
                 ):
                     publish_results = await self.publisher.publish(
                         [envelope for _, envelope in pending]

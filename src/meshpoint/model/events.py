@@ -83,6 +83,7 @@ class Step(StrEnum):
     FENCED = "fenced", _INFO  # a zombie's write changed nothing
     DEGRADED = "degraded", _INFO  # a task stays in memory because its checkpoint failed
     DEAD_LETTER = "dead_letter", _INFO
+    TASK_COMPLETED = "task_completed", _INFO  # a task has ended with a result
     TASK_FAILED = "task_failed", _INFO  # a task has ended without a result; kind and reason
     DEAD_TASK = "dead_task", _INFO  # failed after max_attempts
     PARKED = "parked", _INFO

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +27,21 @@ class Observer(Protocol):
         """Handle one event. Must neither raise nor block."""
 
 
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """Pass every event to each of `observers`, in order."""
+
+    observers: Sequence[Observer]
+
+    def emit(self, event: Event) -> None:
+        """Handle one event. The failure of one observer is logged, and the others still get it."""
+        for observer in self.observers:
+            try:
+                observer.emit(event)
+            except Exception:
+                log.exception("an observer failed at %s %s", event.step.value, event.phase.value)
+
+
 @dataclass(slots=True)
 class _SearchResult:
     """The due work found in a `Steps.search` block. Empty until the block fills it in."""
@@ -46,16 +61,20 @@ class Steps:
     @contextmanager
     def step(
         self, step: Step, task_ids: Iterable[TaskId] = (), **detail: JsonValue
-    ) -> Iterator[None]:
-        """Emit `BEFORE` on entry, and `AFTER` or `FAILED` on exit."""
+    ) -> Iterator[dict[str, JsonValue]]:
+        """Emit `BEFORE` on entry, and `AFTER` or `FAILED` on exit.
+
+        What the block puts into the yielded dict is added to the details of the event on exit.
+        """
         ids = tuple(task_ids)
+        result: dict[str, JsonValue] = {}
         self._emit(step, Phase.BEFORE, ids, detail)
         try:
-            yield
+            yield result
         except BaseException as error:
-            self._failed(step, ids, detail, error)
+            self._failed(step, ids, detail | result, error)
             raise
-        self._emit(step, Phase.AFTER, ids, detail)
+        self._emit(step, Phase.AFTER, ids, detail | result)
 
     @contextmanager
     def search(self, step: Step) -> Iterator[_SearchResult]:
