@@ -1,4 +1,4 @@
-"""Telemetry is added only if somebody has asked for it."""
+"""Telemetry is added only on request."""
 
 from __future__ import annotations
 

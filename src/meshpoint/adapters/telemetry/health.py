@@ -9,9 +9,9 @@ from meshpoint.model.ids import AgentName
 
 
 class Health:
-    """Follows the events of `agents` to tell whether all of them serve.
+    """Follows the events of `agents`, and finds out whether all of them serve.
 
-    `is_connected` tells whether the broker is reachable and every consumer attached.
+    `is_connected` returns whether the broker is reachable and every consumer attached.
     """
 
     def __init__(self, agents: Collection[AgentName], is_connected: Callable[[], bool]) -> None:
@@ -31,7 +31,7 @@ class Health:
             case Step.STORE_AVAILABLE, _:
                 self._without_store.discard(event.agent)
             case Step.SWEEP, Phase.AFTER if event.detail.get("durable"):
-                # The outage may have been that of a task's own process, which has ended.
+                # A task's own process may have reported the outage, and ended since.
                 self._without_store.discard(event.agent)
 
     def find_problem(self) -> str | None:

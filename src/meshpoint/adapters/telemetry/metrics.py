@@ -93,7 +93,7 @@ SEGMENT_DURATION = Metric(
 WAIT_DURATION = Metric(
     "meshpoint_wait_duration_seconds",
     Kind.HISTOGRAM,
-    "Time from the end of a segment to the start of the next one of the task.",
+    "Time from the end of a segment to the start of the task's next segment.",
     buckets=_LONG,
 )
 RESUME_DELAY = Metric(
@@ -240,7 +240,7 @@ class MetricsObserver:
 
     def _on_sweep_end(self, event: Event) -> None:
         if event.detail.get("durable"):
-            # An outage may have been that of a task's own process, which has ended.
+            # A task's own process may have reported an outage, and ended since.
             self._record(STORE_UP, 1, event.agent)
 
     def _on_claim(self, event: Event) -> None:

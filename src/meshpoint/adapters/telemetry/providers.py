@@ -20,5 +20,5 @@ def has_metrics() -> bool:
 
 
 def _is_provided(provider: object, api: str) -> bool:
-    """Whether `provider` is not one of the API's own, which record nothing."""
+    """Whether `provider` comes from an SDK. Those of the API record nothing."""
     return not type(provider).__module__.startswith(api)

@@ -41,7 +41,7 @@ class _OpenSegment:
 
 @dataclass(frozen=True, slots=True)
 class _OpenSpan:
-    """A span within a step's events, with the one that was open before it."""
+    """The spans between a step's events, and the spans of the step around it."""
 
     event: Event
     spans: Sequence[Span]
