@@ -110,7 +110,7 @@ async def test_a_caller_sends_its_span_with_a_request(monkeypatch: pytest.Monkey
     class Requests:
         def emit(self, event: Event) -> None:
             if event.step is Step.RECEIVE and event.phase is Phase.BEFORE:
-                messages = event.detail["messages"]
+                messages = event.all_details()["messages"]
                 assert isinstance(messages, list)
                 seen.extend(each["trace"] for each in messages if isinstance(each, dict))
 

@@ -37,17 +37,20 @@ async def claim_responses(
             runtime.slots.release(granted - used)
         return arrivals
 
-    messages: list[JsonValue] = [
-        {
-            "queue": backend.reply_to,
-            "id": claim.sub_task_id,
-            "correlation": claim.sub_task_id,
-            "trace": claim.outcome.traceparent,
-        }
-        for claim in claims
-        if claim.sender is not None
-    ]
-    with runtime.steps.step(Step.CLAIM, [claim.task_id for claim in claims], messages=messages):
+    def describe() -> dict[str, JsonValue]:
+        messages: list[JsonValue] = [
+            {
+                "queue": backend.reply_to,
+                "id": claim.sub_task_id,
+                "correlation": claim.sub_task_id,
+                "trace": claim.outcome.traceparent,
+            }
+            for claim in claims
+            if claim.sender is not None
+        ]
+        return {"messages": messages}
+
+    with runtime.steps.step(Step.CLAIM, [claim.task_id for claim in claims], describe):
         return await runtime.ask_store(backend, attempt)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -178,7 +179,7 @@ class Dispatcher:
                 with self._runtime.steps.step(
                     _STEP_BY_KIND[type(items[0])],
                     [send.task_id for send, _ in pending],
-                    messages=describe_envelopes(envelope for _, envelope in pending),
+                    partial(describe_envelopes, [envelope for _, envelope in pending]),
                 ):
                     publish_results = await self.publisher.publish(
                         [envelope for _, envelope in pending]

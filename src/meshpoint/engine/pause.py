@@ -157,7 +157,9 @@ async def commit_pause(
         return (await backend.store.pause([pause]))[0]
 
     run = pause.run
-    with runtime.steps.step(Step.CHECKPOINT, [run.task_id], **_describe(pause)) as detail:
+    with runtime.steps.step(
+        Step.CHECKPOINT, [run.task_id], partial(_describe, pause), generation=run.generation + 1
+    ) as detail:
         if backend is None:
             backend, result = await runtime.write_first(run.task_id, write)
         else:
@@ -167,14 +169,13 @@ async def commit_pause(
 
 
 def _describe(pause: Pause) -> dict[str, JsonValue]:
-    """The details of the events of a pause: the number of pauses, its size and what it waits for.
+    """More details of the events of a pause: its size and what it waits for.
 
     `bytes` counts what the pause writes of the state and the log.
     """
     log, join = pause.log, pause.join
     size = 0 if log is not None and log.keeps_state else len(pause.state)
     return {
-        "generation": pause.run.generation + 1,
         "bytes": size + (0 if log is None else sum(map(len, log.entries))),
         "waits_for": list[JsonValue](sorted({wait_kind(call.peer) for call in pause.calls})),
         "join_seconds": None if join.deadline is None else join.deadline.total_seconds(),

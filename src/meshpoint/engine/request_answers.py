@@ -71,12 +71,9 @@ async def find_existing(
     if not segments:
         return found, is_complete
     task_ids = list(segments)
-    messages = describe_envelopes(
-        (delivery.address, delivery.message)
-        for segment in segments.values()
-        for delivery in segment.deliveries
-    )
-    with runtime.steps.step(Step.RECEIVE, task_ids, messages=messages):
+    deliveries = [each for segment in segments.values() for each in segment.deliveries]
+    describe = partial(describe_envelopes, [(each.address, each.message) for each in deliveries])
+    with runtime.steps.step(Step.RECEIVE, task_ids, describe):
         for backend in runtime.backends:
             look_up = partial(backend.store.lookup, task_ids)
             rows = (

@@ -132,7 +132,9 @@ class AgentCode:
 
         if segment.stop_reason is not None:
             return Stopped(segment.stop_reason)
-        with self.runtime.steps.step(Step.SEGMENT, [run.task_id], **self._describe()) as detail:
+        with self.runtime.steps.step(
+            Step.SEGMENT, [run.task_id], self._describe, generation=run.generation
+        ) as detail:
             origin, context = Origin(on_exit), copy_context()
             context.run(current_origin.set, origin)
             code_runtime = self.workspace.context_runtime
@@ -160,14 +162,13 @@ class AgentCode:
             return result
 
     def _describe(self) -> dict[str, JsonValue]:
-        """The details of the segment's events.
+        """More details of the segment's events.
 
         `trace` is the task's own trace context: an observer may update it, and the next pause
         stores it. `answers` are the outcomes that the segment resumes with.
         """
         segment, context = self.segment, self.workspace.context
         return {
-            "generation": segment.run.generation,
             "attempt": segment.attempt,
             "version": self.runtime.options.app_version,
             "call_depth": context.a2a_context.call_depth,

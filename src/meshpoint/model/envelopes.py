@@ -92,9 +92,9 @@ def request_envelope(call: Dispatch, reply_to: Address, margin: timedelta) -> En
     return nested_queue(call.peer), message
 
 
-def describe_envelopes(envelopes: Iterable[Envelope]) -> list[JsonValue]:
-    """The messages that an event is about: their queues, ids and trace contexts."""
-    return [
+def describe_envelopes(envelopes: Iterable[tuple[Address, Message]]) -> dict[str, JsonValue]:
+    """Details of an event about these messages: their queues, ids and trace contexts."""
+    messages: list[JsonValue] = [
         {
             "queue": address,
             "id": message.message_id,
@@ -103,6 +103,7 @@ def describe_envelopes(envelopes: Iterable[Envelope]) -> list[JsonValue]:
         }
         for address, message in envelopes
     ]
+    return {"messages": messages}
 
 
 def cancel_envelope(notice: CancelNotice) -> Envelope:

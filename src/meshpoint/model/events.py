@@ -7,7 +7,7 @@ no AFTER. Informational steps are emitted once, as INFO.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal, Self
@@ -149,7 +149,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. `task_ids` has no particular order; `detail` is JSON."""
+    """One event. `task_ids` has no particular order; `detail` is JSON.
+
+    `more` builds further details, for observers that need them.
+    """
 
     step: Step
     phase: Phase
@@ -157,3 +160,8 @@ class Event:
     replica: ReplicaId
     task_ids: tuple[TaskId, ...] = ()
     detail: Mapping[str, JsonValue] = field(default_factory=dict)
+    more: Callable[[], Mapping[str, JsonValue]] = field(default=dict, compare=False, repr=False)
+
+    def all_details(self) -> Mapping[str, JsonValue]:
+        """`detail` and what `more` builds."""
+        return {**self.detail, **self.more()}

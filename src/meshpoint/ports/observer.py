@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from pydantic import JsonValue
 
@@ -25,6 +25,10 @@ class Observer(Protocol):
 
     def emit(self, event: Event) -> None:
         """Handle one event. Must neither raise nor block."""
+
+
+MoreDetails: TypeAlias = Callable[[], Mapping[str, JsonValue]]
+"""Builds details of an event, for observers that need them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +64,27 @@ class Steps:
 
     @contextmanager
     def step(
-        self, step: Step, task_ids: Iterable[TaskId] = (), **detail: JsonValue
+        self,
+        step: Step,
+        task_ids: Iterable[TaskId] = (),
+        more: MoreDetails = dict,
+        /,
+        **detail: JsonValue,
     ) -> Iterator[dict[str, JsonValue]]:
         """Emit `BEFORE` on entry, and `AFTER` or `FAILED` on exit.
 
-        What the block puts into the yielded dict is added to the details of the event on exit.
+        `more` builds details that few observers need. What the block puts into the yielded dict is
+        added to the details of the event on exit.
         """
         ids = tuple(task_ids)
         result: dict[str, JsonValue] = {}
-        self._emit(step, Phase.BEFORE, ids, detail)
+        self._emit(step, Phase.BEFORE, ids, detail, more)
         try:
             yield result
         except BaseException as error:
-            self._failed(step, ids, detail | result, error)
+            self._failed(step, ids, detail | result, error, more)
             raise
-        self._emit(step, Phase.AFTER, ids, detail | result)
+        self._emit(step, Phase.AFTER, ids, detail | result if result else detail, more)
 
     @contextmanager
     def search(self, step: Step) -> Iterator[_SearchResult]:
@@ -102,17 +112,23 @@ class Steps:
         ids: tuple[TaskId, ...],
         detail: dict[str, JsonValue],
         error: BaseException,
+        more: MoreDetails = dict,
     ) -> None:
         failure: dict[str, JsonValue] = {
             "error": describe_exception(error),
             "error_type": type_name(error),
         }
-        self._emit(step, Phase.FAILED, ids, {**detail, **failure})
+        self._emit(step, Phase.FAILED, ids, {**detail, **failure}, more)
 
     def _emit(
-        self, step: Step, phase: Phase, ids: tuple[TaskId, ...], detail: dict[str, JsonValue]
+        self,
+        step: Step,
+        phase: Phase,
+        ids: tuple[TaskId, ...],
+        detail: dict[str, JsonValue],
+        more: MoreDetails = dict,
     ) -> None:
         try:
-            self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail))
+            self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail, more))
         except Exception:  # a faulty observer must not break the step
             log.exception("the observer failed at %s %s", step.value, phase.value)

@@ -162,7 +162,7 @@ async def test_a_segment_has_the_documented_attributes(
     assert dict(segment.attributes or {}) == {
         "gen_ai.operation.name": "invoke_agent",
         "gen_ai.agent.name": "doubler",
-        "gen_ai.agent.version": event.detail["version"],
+        "gen_ai.agent.version": event.all_details()["version"],
         "meshpoint.task.id": task_id,
         "meshpoint.generation": 0,
         "meshpoint.attempt": 1,

@@ -257,7 +257,8 @@ class MetricsObserver:
             self._on_resumed(event)
 
     def _on_resumed(self, event: Event) -> None:
-        trace: Any = event.detail.get("trace") or {}
+        detail = event.all_details()
+        trace: Any = detail.get("trace") or {}
         is_same = trace.get(PAUSED_BY) == event.replica
         self._record(RESUMES, 1, event.agent, "same" if is_same else "other")
         if isinstance(paused_at := trace.get(PAUSED_AT), float):
@@ -265,7 +266,7 @@ class MetricsObserver:
             self._record(WAIT_DURATION, max(self._now() - paused_at, 0.0), event.agent)
         if (claimed_at := _claim_started.get()) is not None:
             self._record(RESUME_DELAY, self._monotonic() - claimed_at, event.agent)
-        answers: Any = event.detail.get("answers") or ()
+        answers: Any = detail.get("answers") or ()
         for answer in answers:
             if not is_wait(answer["peer"]):
                 peer = self._peer_label(answer["peer"])
@@ -284,9 +285,10 @@ class MetricsObserver:
             self._record(SEGMENT_DURATION, duration, event.agent)
         self._running.setdefault(event.agent, set()).difference_update(event.task_ids)
         self._count_slots(event)
-        trace: Any = event.detail.get("trace")
-        if event.detail.get("result") == "paused" and trace is not None:
-            trace[PAUSED_AT], trace[PAUSED_BY] = self._now(), event.replica
+        if event.detail.get("result") == "paused":
+            trace: Any = event.all_details().get("trace")
+            if trace is not None:
+                trace[PAUSED_AT], trace[PAUSED_BY] = self._now(), event.replica
 
     def _on_process_died(self, event: Event) -> None:
         """Count the slot of a segment whose own process emitted no event at its end."""
@@ -307,7 +309,7 @@ class MetricsObserver:
         self._record(PAUSES, 1, event.agent)
         if (started_at := _checkpoint_started.get(None)) is not None:
             self._record(CHECKPOINT_DURATION, self._monotonic() - started_at, event.agent)
-        if isinstance(size := event.detail.get("bytes"), int):
+        if isinstance(size := event.all_details().get("bytes"), int):
             self._record(CHECKPOINT_BYTES, size, event.agent)
 
     def _on_completed(self, event: Event) -> None:

@@ -91,7 +91,7 @@ class TracingObserver:
             handle(event)
 
     def _begin_segment(self, event: Event) -> None:
-        detail: Mapping[str, Any] = event.detail
+        detail: Mapping[str, Any] = event.all_details()
         carrier = detail.get("trace")
         if carrier is None:  # the event of another process was too long to be reported in full
             carrier = {}
@@ -149,11 +149,12 @@ class TracingObserver:
 
     def _note_pause(self, event: Event) -> None:
         if (segment := _open_segment()) is not None:
-            waits_for: Any = event.detail.get("waits_for") or ()
+            detail = event.all_details()
+            waits_for: Any = detail.get("waits_for") or ()
             attributes = {
                 "pause.id": _pause_id(event),
                 "pause.reason": ",".join(waits_for),
-                "meshpoint.join_seconds": event.detail.get("join_seconds"),
+                "meshpoint.join_seconds": detail.get("join_seconds"),
             }
             segment.span.add_event("gen_ai.agent.paused", _without_none(attributes))
 
@@ -258,7 +259,7 @@ def _end(span: Span, event: Event, problem: str | None) -> None:
 
 
 def _messages(event: Event) -> Sequence[Mapping[str, Any]]:
-    messages: Any = event.detail.get("messages") or ()
+    messages: Any = event.all_details().get("messages") or ()
     return list(messages)
 
 
