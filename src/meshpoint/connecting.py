@@ -39,11 +39,13 @@ class Connecting:
             await self._mesh.aclose()
 
     async def _open(self) -> Mesh:
-        from meshpoint.wiring import make_broker
+        from meshpoint.wiring import current_traceparent, make_broker
 
         if self._mesh is not None:
             raise MeshpointError("this connection was opened before: call connect() again")
-        transport = Transport(make_broker(self._settings), self._name)
+        transport = Transport(
+            make_broker(self._settings), self._name, current_traceparent=current_traceparent
+        )
         await transport.open()
         self._mesh = Mesh(transport)
         return self._mesh

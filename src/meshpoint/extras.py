@@ -61,6 +61,11 @@ RABBITMQ = Feature(
 )
 POSTGRESQL = Feature("PostgreSQL", "postgresql", {"asyncpg": "asyncpg"})
 REDIS = Feature("Redis", "redis", {"redis": "redis"})
+TELEMETRY = Feature(
+    "telemetry",
+    "telemetry",
+    {"opentelemetry.metrics": "opentelemetry-api", "prometheus_client": "prometheus-client"},
+)
 COMMAND_LINE = Feature(
     "the command line", "cli", {"typer": "typer", "rich": "rich", "yaml": "pyyaml"}
 )

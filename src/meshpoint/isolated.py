@@ -115,10 +115,10 @@ class ParentReporter:
             "agent": event.agent,
             "replica": event.replica,
             "task_ids": event.task_ids,
-            "detail": dict(event.detail),
+            "detail": dict(event.all_details()),
         }
         if not self._write({"event": payload}):
-            shortened = _shorten(event.detail)
+            shortened = _shorten(event.all_details())
             if not self._write({"event": {**payload, "detail": shortened}}):
                 self._write({"event": {**payload, "detail": {}}})
 

@@ -16,7 +16,15 @@ from meshpoint.model.messages import validate_agent_name
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.observer import Observer
 from meshpoint.settings import AgentOptions, MeshSettings
-from meshpoint.wiring import build_worker, close_broker, first_error, make_broker, make_observer
+from meshpoint.wiring import (
+    build_worker,
+    close_broker,
+    current_traceparent,
+    first_error,
+    make_broker,
+    make_observer,
+    with_telemetry,
+)
 
 
 @asynccontextmanager
@@ -64,7 +72,8 @@ async def local_mesh(
             defaults["parked_limit_seconds"] = 0
         agent_options = AgentOptions(**{**defaults, **options})
         agent_options.check_mesh(mesh, "agents[0]")
-        broker, sink, stop = make_broker(mesh), observer or make_observer(), asyncio.Event()
+        sink = with_telemetry(observer or make_observer(), mesh)
+        broker, stop = make_broker(mesh), asyncio.Event()
         workers = [
             build_worker(
                 agent, agent_options, mesh.namespace, broker, sink, agent_options.options()
@@ -76,7 +85,8 @@ async def local_mesh(
             await broker.open()
             for agent in agents:  # the first request must find its queue
                 await broker.declare(AgentName(agent.name))
-            async with asyncio.TaskGroup() as serving, Transport(make_broker(mesh)) as caller:
+            transport = Transport(make_broker(mesh), current_traceparent=current_traceparent)
+            async with asyncio.TaskGroup() as serving, transport as caller:
                 for each in workers:
                     serving.create_task(each.run(stop))
                 try:

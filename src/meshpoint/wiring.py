@@ -29,6 +29,7 @@ from meshpoint.engine.background import run_with_timeout
 from meshpoint.engine.runtime import build_runtime
 from meshpoint.engine.worker import Worker
 from meshpoint.errors import ConfigurationError
+from meshpoint.extras import TELEMETRY
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName
 from meshpoint.model.options import Options
@@ -38,7 +39,7 @@ from meshpoint.ports.clock import Clock
 from meshpoint.ports.dead_letters import DeadLetters
 from meshpoint.ports.inspection import BrokerInspection, CacheInspection, DatabaseInspection
 from meshpoint.ports.isolation import Isolation
-from meshpoint.ports.observer import Observer
+from meshpoint.ports.observer import Observer, Observers
 from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentOptions, AgentSettings, MeshSettings, Settings, StoreSettings
@@ -46,8 +47,12 @@ from meshpoint.settings import AgentOptions, AgentSettings, MeshSettings, Settin
 if TYPE_CHECKING:
     from meshpoint.adapters.rabbitmq.topology import Topology
     from meshpoint.adapters.sql.migrations import DowngradePlan
+    from meshpoint.adapters.telemetry.metrics import Meter
+    from meshpoint.adapters.telemetry.prometheus_meter import PrometheusMeter
 
 _CLOCK = SystemClock()
+_MESSAGING_SYSTEMS = {"amqp": "rabbitmq", "amqps": "rabbitmq"}
+"""Names of brokers in the attributes of spans, by the scheme of their URLs, where they differ."""
 _EXCHANGES: dict[str, InProcessExchange] = {}
 _MAX_ENDED_TASKS = 10_000
 """Number of ended task ids that a process remembers, so that it ignores duplicate requests."""
@@ -503,6 +508,80 @@ def make_observer() -> Observer:
     return logging_observer.LoggingObserver()
 
 
+def with_telemetry(
+    observer: Observer, mesh: MeshSettings, prometheus: PrometheusMeter | None = None
+) -> Observer:
+    """Add spans and metrics to `observer`, if the process has set up an OpenTelemetry SDK.
+
+    Also records metrics in `prometheus`. Without either, this imports nothing and returns
+    `observer` itself. Call it after the agents' modules are imported, which may set up the SDK.
+    """
+    from meshpoint.adapters.telemetry import providers
+
+    observers: list[Observer] = []
+    meters: list[Meter] = [] if prometheus is None else [prometheus]
+    if providers.has_metrics():
+        from meshpoint.adapters.telemetry.otel_meter import OpenTelemetryMeter
+
+        meters.append(OpenTelemetryMeter())
+    if meters:
+        from meshpoint.adapters.telemetry.metrics import MetricsObserver
+
+        observers.append(MetricsObserver(meters))
+    if providers.has_tracing():
+        from meshpoint.adapters.telemetry.tracing import TracingObserver
+
+        scheme = urlsplit(mesh.broker_url).scheme
+        observers.append(TracingObserver(_MESSAGING_SYSTEMS.get(scheme, scheme)))
+    return Observers((*observers, observer)) if observers else observer
+
+
+def current_traceparent() -> str | None:
+    """The caller's current span as W3C's `traceparent`; `None` without an OpenTelemetry SDK."""
+    from meshpoint.adapters.telemetry import providers
+
+    if not providers.has_tracing():
+        return None
+    from meshpoint.adapters.telemetry import tracing
+
+    return tracing.current_traceparent()
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsAddress:
+    """Where a replica serves its metrics and its health."""
+
+    host: str
+    port: int
+
+
+@asynccontextmanager
+async def _observed(
+    observer: Observer, settings: Settings, broker: Broker, address: MetricsAddress | None
+) -> AsyncIterator[Observer]:
+    """Add telemetry to `observer` and, with an `address`, serve it while the block runs.
+
+    Raises:
+        ConfigurationError: A library is missing, or the address cannot be used.
+    """
+    if address is None:
+        yield with_telemetry(observer, settings.mesh)
+        return
+    TELEMETRY.require("--metrics-port")
+    from meshpoint.adapters.telemetry.endpoint import Endpoint
+    from meshpoint.adapters.telemetry.health import Health
+    from meshpoint.adapters.telemetry.prometheus_meter import PrometheusMeter
+
+    meter = PrometheusMeter()
+    health = Health([AgentName(each.name) for each in settings.agents], lambda: broker.connected)
+    endpoint = Endpoint(meter, health)
+    await endpoint.open(address.host, address.port)
+    try:
+        yield Observers((health, with_telemetry(observer, settings.mesh, meter)))
+    finally:
+        await endpoint.close()
+
+
 def logging_to(
     stream: TextIO, level: str, *, as_json: bool = False
 ) -> AbstractContextManager[None]:
@@ -525,9 +604,15 @@ def isolated_options(options: Options) -> Options:
 
 
 async def serve(
-    settings: Settings, *, observer: Observer | None = None, stop: asyncio.Event | None = None
+    settings: Settings,
+    *,
+    observer: Observer | None = None,
+    stop: asyncio.Event | None = None,
+    metrics: MetricsAddress | None = None,
 ) -> None:
     """Run all agents of `settings` until `stop` is set, then drain.
+
+    With `metrics`, it serves the metrics and the health of this process at this address.
 
     Returns within the longest `drain_timeout + release_timeout` after `stop`. Agent code that does
     not stop by then is abandoned on the event loop, with a warning that names its tasks. Their
@@ -537,24 +622,30 @@ async def serve(
         ConfigurationError: The settings cannot work. The message names the key and the fix.
         Unavailable: The broker or a database did not answer within `startup_timeout`.
     """
-    stop, observer = stop or asyncio.Event(), observer or make_observer()
-    broker, mesh = make_broker(settings.mesh), settings.mesh
-    workers = [
-        make_worker(
-            each,
-            mesh.namespace,
-            broker,
-            observer,
-            each.options(),
-            make_isolation(each, mesh, observer),
-        )
-        for each in settings.agents
-    ]
+    agents = [load_configured(each) for each in settings.agents]
+    broker = make_broker(settings.mesh)
+    async with _observed(observer or make_observer(), settings, broker, metrics) as observed:
+        workers = [
+            build_worker(
+                agent,
+                each,
+                settings.mesh.namespace,
+                broker,
+                observed,
+                each.options(),
+                make_isolation(each, settings.mesh, observed),
+            )
+            for agent, each in zip(agents, settings.agents, strict=True)
+        ]
+        await _run(workers, broker, stop or asyncio.Event())
+
+
+async def _run(workers: Sequence[Worker], broker: Broker, stop: asyncio.Event) -> None:
     try:
         await broker.open()
-        async with asyncio.TaskGroup() as agents:
+        async with asyncio.TaskGroup() as serving:
             for worker in workers:
-                agents.create_task(worker.run(stop))
+                serving.create_task(worker.run(stop))
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     finally:

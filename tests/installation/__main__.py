@@ -22,6 +22,7 @@ from meshpoint.extras import (
     RABBITMQ,
     REDIS,
     STRANDS,
+    TELEMETRY,
     YAML,
     Feature,
 )
@@ -34,6 +35,7 @@ FEATURES = (
     RABBITMQ,
     POSTGRESQL,
     REDIS,
+    TELEMETRY,
     COMMAND_LINE,
     YAML,
     CONFORMANCE,
@@ -48,6 +50,7 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "rabbitmq": (RABBITMQ,),
     "postgresql": (POSTGRESQL,),
     "redis": (REDIS,),
+    "telemetry": (TELEMETRY,),
     "cli": (COMMAND_LINE, YAML),
     "testing": (CONFORMANCE,),
     "pydantic-ai": (PYDANTIC_AI,),
@@ -55,7 +58,7 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "langgraph": (LANGGRAPH,),
     "agent-framework": (AGENT_FRAMEWORK, YAML),
     "strands": (STRANDS, YAML),
-    "all": (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML),
+    "all": (RABBITMQ, POSTGRESQL, REDIS, TELEMETRY, COMMAND_LINE, YAML),
 }
 """Features that each extra makes usable."""
 

@@ -45,6 +45,18 @@ def redis() -> str:
     return type(make_working_memory(durable, "probe")).__name__
 
 
+def telemetry() -> str:
+    from meshpoint.extras import TELEMETRY
+
+    TELEMETRY.require("--metrics-port")
+    from meshpoint.adapters.telemetry.metrics import METRICS, MetricsObserver
+    from meshpoint.adapters.telemetry.prometheus_meter import PrometheusMeter
+
+    meter = PrometheusMeter()
+    MetricsObserver([meter])
+    return f"{len(METRICS)} metrics, {meter.render().count(b'# TYPE')} shown"
+
+
 def yaml() -> str:
     from meshpoint.settings import load
 
@@ -203,6 +215,7 @@ USES: dict[str, Callable[[], str]] = {
     "RabbitMQ": rabbitmq,
     "PostgreSQL": postgresql,
     "Redis": redis,
+    "telemetry": telemetry,
     "a YAML file": yaml,
     "the command line": command_line,
     "a conformance suite": conformance,

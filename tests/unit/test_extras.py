@@ -81,6 +81,11 @@ def test_the_core_imports_no_optional_library() -> None:
             )
             for setting in ("checkpoint_cache_url", "memory_url", "memory_snapshot_url")
         ),
+        (
+            extras.TELEMETRY,
+            "from meshpoint.extras import TELEMETRY; TELEMETRY.require('--metrics-port')",
+            "--metrics-port",
+        ),
         (extras.YAML, "from meshpoint.settings import load; load(['mesh.yaml'])", "mesh.yaml"),
         (
             extras.CONFORMANCE,
@@ -148,6 +153,11 @@ def test_a_missing_library_is_named_when_it_is_needed(
             extras.RABBITMQ,
             ["send", "a", "1", "--broker", "amqp://h/"],
             "mesh.broker_url: RabbitMQ needs the package aio-pika; {rabbitmq}",
+        ),
+        (
+            extras.TELEMETRY,
+            ["run", "config/travel.yaml", "--metrics-port", "9464"],
+            "--metrics-port: telemetry needs the package opentelemetry-api; {telemetry}",
         ),
         (
             extras.POSTGRESQL,

@@ -16,13 +16,16 @@ from meshpoint import event_loop
 from meshpoint.cli.output import print_json, print_table, print_text
 from meshpoint.cli.sources import AsJson, add_working_directory
 from meshpoint.errors import ConfigurationError
+from meshpoint.extras import TELEMETRY
 
 if TYPE_CHECKING:
     from meshpoint.cli.exits import ExitCode
     from meshpoint.settings import Settings
+    from meshpoint.wiring import MetricsAddress
 
 log = logging.getLogger("meshpoint.run")
 
+_MAX_PORT = 65_535
 _Configs = Annotated[
     list[Path],
     typer.Argument(metavar="CONFIG...", help="YAML files; the agents of all files are used."),
@@ -37,6 +40,7 @@ Examples:
   meshpoint run travel.yaml flights.yaml          several agents in one process
   meshpoint run travel.yaml --replicas 3          three processes that share the work
   meshpoint run travel.yaml --log-json --log-level warning
+  meshpoint run travel.yaml --metrics-port 9464
 """
 SWEEP_EXAMPLES = """\b
 Examples:
@@ -66,6 +70,19 @@ def run(
     log_json: Annotated[
         bool, typer.Option("--log-json", help="Log JSON lines even on a terminal.")
     ] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port",
+            metavar="PORT",
+            min=1,
+            max=_MAX_PORT,
+            help="Serve /metrics, /healthz and /readyz; replica N of several at PORT + N - 1.",
+        ),
+    ] = None,
+    metrics_host: Annotated[
+        str, typer.Option("--metrics-host", metavar="HOST", help="Address for --metrics-port.")
+    ] = "127.0.0.1",
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
     """Serve agents until SIGTERM or Ctrl-C, then drain.
@@ -81,11 +98,13 @@ def run(
         raise ConfigurationError(
             "mesh.broker_url", "processes cannot share memory://", "use sqlite:///meshpoint.db"
         )
+    addresses = _metrics_addresses(metrics_host, metrics_port, replicas)
     with logging_to(sys.stderr, level, as_json=log_json):
         if replicas == 1:
-            event_loop.run(_serve(settings, supervised))
+            event_loop.run(_serve(settings, supervised, addresses[0]))
             return
-        code = asyncio.run(_supervise(_child_command(configs, level, log_json), replicas))
+        commands = [_child_command(configs, level, log_json, each) for each in addresses]
+        code = asyncio.run(_supervise(commands))
     raise typer.Exit(code)
 
 
@@ -149,7 +168,24 @@ class _StopRequest(asyncio.Event):
         self.set()
 
 
-async def _serve(settings: Settings, supervised: bool) -> None:
+def _metrics_addresses(host: str, port: int | None, replicas: int) -> list[MetricsAddress | None]:
+    """The address of each replica's metrics.
+
+    Raises:
+        ConfigurationError: A library is missing, or there are not enough ports.
+    """
+    from meshpoint.wiring import MetricsAddress
+
+    if port is None:
+        return [None] * replicas
+    TELEMETRY.require("--metrics-port")
+    if port + replicas - 1 > _MAX_PORT:
+        problem = f"{replicas} replicas need the ports {port} to {port + replicas - 1}"
+        raise ConfigurationError("--metrics-port", problem, f"use ports up to {_MAX_PORT}")
+    return [MetricsAddress(host, port + number) for number in range(replicas)]
+
+
+async def _serve(settings: Settings, supervised: bool, metrics: MetricsAddress | None) -> None:
     from meshpoint import wiring
     from meshpoint.cli.watchdog import DrainExitObserver, Watchdog
 
@@ -168,22 +204,25 @@ async def _serve(settings: Settings, supervised: bool) -> None:
         if hasattr(loop, "on_restart"):
             loop.on_restart = watchdog.install_wakeup_fd
         await wiring.serve(
-            settings, observer=DrainExitObserver(len(options), watchdog.exit_now), stop=stop
+            settings,
+            observer=DrainExitObserver(len(options), watchdog.exit_now),
+            stop=stop,
+            metrics=metrics,
         )
 
 
-async def _supervise(command: list[str], replicas: int) -> ExitCode:
+async def _supervise(commands: list[list[str]]) -> ExitCode:
     from meshpoint.cli.supervisor import Process, Supervisor
     from meshpoint.wiring import make_clock
 
-    async def spawn() -> Process:
+    async def spawn(number: int) -> Process:
         # A new session keeps the terminal's Ctrl-C from the child, which would otherwise receive
         # it twice. The kernel closes the pipe to its standard input when this process dies.
         return await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, start_new_session=True
+            *commands[number - 1], stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
 
-    supervisor, loop = Supervisor(spawn, replicas, make_clock()), asyncio.get_running_loop()
+    supervisor, loop = Supervisor(spawn, len(commands), make_clock()), asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:
         log.info("%s received: stopping the replicas", number.name)
@@ -194,6 +233,12 @@ async def _supervise(command: list[str], replicas: int) -> ExitCode:
     return await supervisor.run()
 
 
-def _child_command(configs: list[Path], level: str, log_json: bool) -> list[str]:
+def _child_command(
+    configs: list[Path], level: str, log_json: bool, metrics: MetricsAddress | None
+) -> list[str]:
     command = [sys.executable, "-m", "meshpoint.cli", "run", "--supervised", "--log-level", level]
-    return [*command, *(["--log-json"] if log_json else []), "--", *map(str, configs)]
+    if log_json:
+        command.append("--log-json")
+    if metrics is not None:
+        command += ["--metrics-host", metrics.host, "--metrics-port", str(metrics.port)]
+    return [*command, "--", *map(str, configs)]

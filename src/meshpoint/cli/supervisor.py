@@ -34,9 +34,12 @@ class Process(Protocol):
 
 @dataclass
 class Supervisor:
-    """Runs `replicas` processes, restarts each that ends by itself, and stops them on request."""
+    """Runs `replicas` processes, restarts each that ends by itself, and stops them on request.
 
-    spawn: Callable[[], Awaitable[Process]]
+    `spawn` starts the replica of a number, counted from 1.
+    """
+
+    spawn: Callable[[int], Awaitable[Process]]
     replicas: int
     clock: Clock
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -89,7 +92,7 @@ class Supervisor:
 
     async def _run_once(self, number: int) -> int:
         try:
-            process = await self.spawn()
+            process = await self.spawn(number)
         except OSError as error:  # out of memory or processes: may work later
             log.warning("replica %d cannot be started: %s", number, error)
             return ExitCode.ERROR

@@ -207,11 +207,12 @@ def build_message(
     reply_to: Address,
     now: datetime,
     start_token: str | None = None,
+    traceparent: str | None = None,
 ) -> Message:
     """Build the message of `request`, with its deadline counted from `now`.
 
     With `start_token`, it is refused if a task with its id exists, unless a request with the same
-    token began that task.
+    token began that task. `traceparent` is the caller's current span.
     """
     content = A2AMessage(
         message_id=new_id(),
@@ -232,6 +233,8 @@ def build_message(
         headers[Header.DEADLINE.value] = max(start_at, now).timestamp() + request.timeout
     if start_token is not None:
         headers[Header.START.value] = start_token
+    if traceparent is not None:
+        headers[Header.TRACEPARENT.value] = traceparent
     if request.result_ttl is not None:
         headers[Header.KEEP_RESULT.value] = request.result_ttl.total_seconds()
     return Message(

@@ -229,6 +229,7 @@ class Transport:
         on_response: Called with each response, before it is routed.
         now: The time from which a task's `timeout` counts.
         open_task: Creates the record of a task from its agent, its id and the awaited tasks.
+        current_traceparent: Returns the caller's current span, sent with each request.
     """
 
     def __init__(
@@ -239,8 +240,9 @@ class Transport:
         *,
         now: Callable[[], datetime] = utc_now,
         open_task: Callable[[str, TaskId, set[object]], OpenTask] = OpenTask,
+        current_traceparent: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._broker = broker
+        self._broker, self._current_traceparent = broker, current_traceparent
         self._now, self._open_task = now, open_task
         self.name: AgentName = validate_agent_name(name)
         self._id = ReplicaId(new_id())
@@ -363,7 +365,7 @@ class Transport:
         is_known = known is not None and is_open and known.is_requested
         start = self._starts.begin(key, is_known=is_known, is_attached=is_open and not is_known)
         task = self.expect(*key)
-        message = build_message(request, self.name, self.reply_to, self._now(), start.token)
+        message = self._build_message(request, start.token)
         start.fingerprint = fingerprint(message)
         is_decided = False
         try:
@@ -405,9 +407,19 @@ class Transport:
         """
         task = self.expect(request.agent, request.task_id)
         task.digest = request.digest
-        message = build_message(request, self.name, self.reply_to, self._now())
+        message = self._build_message(request)
         task.add_request(fingerprint(message), request.timeout)
         return task, message
+
+    def _build_message(self, request: Request, start_token: str | None = None) -> Message:
+        return build_message(
+            request,
+            self.name,
+            self.reply_to,
+            self._now(),
+            start_token,
+            self._current_traceparent(),
+        )
 
     def _has_other_input(self, request: Request) -> bool:
         """Whether the request's id was recently used for another input, or is open with one."""

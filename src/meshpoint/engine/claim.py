@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from pydantic import JsonValue
+
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.model.events import Step
@@ -35,7 +37,20 @@ async def claim_responses(
             runtime.slots.release(granted - used)
         return arrivals
 
-    with runtime.steps.step(Step.CLAIM, [claim.task_id for claim in claims]):
+    def describe() -> dict[str, JsonValue]:
+        messages: list[JsonValue] = [
+            {
+                "queue": backend.reply_to,
+                "id": claim.sub_task_id,
+                "correlation": claim.sub_task_id,
+                "trace": claim.outcome.traceparent,
+            }
+            for claim in claims
+            if claim.sender is not None
+        ]
+        return {"messages": messages}
+
+    with runtime.steps.step(Step.CLAIM, [claim.task_id for claim in claims], describe):
         return await runtime.ask_store(backend, attempt)
 
 

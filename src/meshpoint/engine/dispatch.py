@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from meshpoint.errors import Unavailable
 from meshpoint.model.envelopes import (
     Envelope,
     cancel_envelope,
+    describe_envelopes,
     reply_envelope,
     request_envelope,
 )
@@ -175,7 +177,9 @@ class Dispatcher:
         if pending:
             try:
                 with self._runtime.steps.step(
-                    _STEP_BY_KIND[type(items[0])], [send.task_id for send, _ in pending]
+                    _STEP_BY_KIND[type(items[0])],
+                    [send.task_id for send, _ in pending],
+                    partial(describe_envelopes, [envelope for _, envelope in pending]),
                 ):
                     publish_results = await self.publisher.publish(
                         [envelope for _, envelope in pending]

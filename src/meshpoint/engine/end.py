@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment import RequestedSegment, Segment
 from meshpoint.model.bodies import ResponseBody, parse_body
+from meshpoint.model.context import traceparent_of
 from meshpoint.model.envelopes import encode_reply, fingerprint
 from meshpoint.model.events import Step
 from meshpoint.model.ids import split_resumed_id
@@ -49,13 +51,20 @@ def build_reply(segment: Segment, outcome: Outcome, options: Options) -> tuple[R
     workspace = segment.workspace
     retry = split_resumed_id(segment.requester.parent_task_id or "")[1]
     context_id = None if workspace is None else workspace.context.a2a_context.context_id
-    body = encode_reply(segment.run.task_id, context_id, outcome, retry=retry)
+    encode = partial(
+        encode_reply,
+        segment.run.task_id,
+        context_id,
+        retry=retry,
+        traceparent=None if workspace is None else traceparent_of(workspace.context),
+    )
+    body = encode(outcome=outcome)
     if len(body) > options.max_message_bytes:
         message = (
             f"the result has {len(body)} bytes; max_message_bytes is {options.max_message_bytes}"
         )
         outcome = Failed(FailureKind.ERROR, message, outcome.usage)
-        body = encode_reply(segment.run.task_id, context_id, outcome, retry=retry)
+        body = encode(outcome=outcome)
     run = segment.run
     reply = Reply(run.agent, run.task_id, _final_state_of(outcome), body, segment.requester)
     return reply, outcome

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
@@ -34,6 +33,7 @@ from meshpoint.model.messages import (
     Message,
     MessageType,
     is_valid_name,
+    readable_traceparent,
     truncate_reason,
 )
 from meshpoint.model.options import Options
@@ -45,7 +45,6 @@ from meshpoint.model.waits import is_wait
 
 _Entry = TypeVar("_Entry", str, dict[str, JsonValue])
 
-_TRACEPARENT_PATTERN = re.compile(r"[0-9a-z-]{1,55}")  # W3C: 55 characters
 _MAX_PARENT_BYTES = 280  # bytes: a task id and the attempt in which it was resumed
 _MAX_QUOTED_LENGTH = 100  # maximum characters quoted from a message
 
@@ -166,8 +165,7 @@ def parse_request(message: Message, options: Options) -> Request:
         raise PoisonMessage(f"metadata: {first_problem(error)}") from loggable_cause(error)
     except NotJson as error:  # nested too deep to store
         raise PoisonMessage(f"metadata: {error}") from error
-    traceparent = message.headers.get(Header.TRACEPARENT)  # dropped if invalid
-    is_traced = isinstance(traceparent, str) and _TRACEPARENT_PATTERN.fullmatch(traceparent)
+    traceparent = readable_traceparent(message.headers.get(Header.TRACEPARENT))
     start_at = _number_header(message, Header.START_AT)
     return Request(
         task_id=TaskId(task_id),
@@ -176,7 +174,7 @@ def parse_request(message: Message, options: Options) -> Request:
         requester=requester,
         a2a_context=a2a_context,
         security_context=security_context,
-        trace_context={Header.TRACEPARENT.value: traceparent} if is_traced else {},
+        trace_context={} if traceparent is None else {Header.TRACEPARENT.value: traceparent},
         message=message,
         resume_token=_check_name(Header.RESUME, resume_token)
         if (resume_token := message.headers.get(Header.RESUME))

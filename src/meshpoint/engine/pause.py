@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
 
+from pydantic import JsonValue
 from pydantic_core import to_json
 
 from meshpoint.engine.backend import Backend
@@ -14,7 +15,7 @@ from meshpoint.engine.segment import AgentPaused, FinalCheckpoint, RequestedSegm
 from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody
 from meshpoint.model.calls import Call
-from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.context import TaskExecutionContext, traceparent_of
 from meshpoint.model.envelopes import encode_request
 from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName, TaskId, new_id, resumed_id
@@ -26,8 +27,8 @@ from meshpoint.model.questions import QuestionCall
 from meshpoint.model.signals import ReceiveCall
 from meshpoint.model.subtasks import Child
 from meshpoint.model.tasks import PlannedCall, logged_format, waits_format
-from meshpoint.model.transitions import Pause, PauseResult
-from meshpoint.model.waits import Sleep, display_name, is_wait
+from meshpoint.model.transitions import Pause, PauseCommitted, PauseResult
+from meshpoint.model.waits import Sleep, display_name, is_wait, wait_kind
 from meshpoint.subtasks.runner import Subtasks
 
 
@@ -156,10 +157,29 @@ async def commit_pause(
         return (await backend.store.pause([pause]))[0]
 
     run = pause.run
-    with runtime.steps.step(Step.CHECKPOINT, [run.task_id], generation=run.generation + 1):
+    with runtime.steps.step(
+        Step.CHECKPOINT, [run.task_id], partial(_describe, pause), generation=run.generation + 1
+    ) as detail:
         if backend is None:
-            return await runtime.write_first(run.task_id, write)
-        return backend, await runtime.retry.until_available(partial(write, backend))
+            backend, result = await runtime.write_first(run.task_id, write)
+        else:
+            result = await runtime.retry.until_available(partial(write, backend))
+        detail["committed"] = isinstance(result, PauseCommitted)
+        return backend, result
+
+
+def _describe(pause: Pause) -> dict[str, JsonValue]:
+    """More details of the events of a pause: its size and what it waits for.
+
+    `bytes` counts what the pause writes of the state and the log.
+    """
+    log, join = pause.log, pause.join
+    size = 0 if log is not None and log.keeps_state else len(pause.state)
+    return {
+        "bytes": size + (0 if log is None else sum(map(len, log.entries))),
+        "waits_for": list[JsonValue](sorted({wait_kind(call.peer) for call in pause.calls})),
+        "join_seconds": None if join.deadline is None else join.deadline.total_seconds(),
+    }
 
 
 def _plan_call(
@@ -179,8 +199,7 @@ def _plan_call(
         headers[Header.IDLE_TIMEOUT.value] = idle_timeout.total_seconds()
     if planner is not None and sub_task_id != peer_task_id:
         headers[Header.RESUME.value] = planner.order
-    traceparent = context.trace_context.get(Header.TRACEPARENT.value)
-    if isinstance(traceparent, str):
+    if (traceparent := traceparent_of(context)) is not None:
         headers[Header.TRACEPARENT.value] = traceparent
     return PlannedCall(
         sub_task_id=sub_task_id,

@@ -24,7 +24,12 @@ from meshpoint.engine.senders import Relation, belongs_to_another, compare_reque
 from meshpoint.engine.settlement import Settlement
 from meshpoint.errors import PoisonMessage, Unavailable
 from meshpoint.model.bodies import RequestBody, parse_body
-from meshpoint.model.envelopes import accepted_status, decode_request, encode_request
+from meshpoint.model.envelopes import (
+    accepted_status,
+    decode_request,
+    describe_envelopes,
+    encode_request,
+)
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.json_values import differing_field
@@ -66,7 +71,9 @@ async def find_existing(
     if not segments:
         return found, is_complete
     task_ids = list(segments)
-    with runtime.steps.step(Step.RECEIVE, task_ids):
+    deliveries = [each for segment in segments.values() for each in segment.deliveries]
+    describe = partial(describe_envelopes, [(each.address, each.message) for each in deliveries])
+    with runtime.steps.step(Step.RECEIVE, task_ids, describe):
         for backend in runtime.backends:
             look_up = partial(backend.store.lookup, task_ids)
             rows = (

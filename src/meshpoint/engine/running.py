@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
+from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
 from meshpoint.engine.containment import Origin, current_origin, is_user_interrupt
@@ -32,7 +33,7 @@ from meshpoint.model.error_text import describe_exception, exception_message, ty
 from meshpoint.model.events import Step
 from meshpoint.model.json_values import copy_containers
 from meshpoint.model.log_context import LogContext, current_log_context
-from meshpoint.model.outcomes import OVERDUE, Failed, FailureKind, Ok, Outcome
+from meshpoint.model.outcomes import OVERDUE, Failed, FailureKind, Ok, Outcome, outcome_name
 from meshpoint.model.secrets import format_traceback, mask_secrets
 from meshpoint.model.tasks import Resumable
 from meshpoint.model.waits import display_name
@@ -131,7 +132,9 @@ class AgentCode:
 
         if segment.stop_reason is not None:
             return Stopped(segment.stop_reason)
-        with self.runtime.steps.step(Step.SEGMENT, [run.task_id], generation=run.generation):
+        with self.runtime.steps.step(
+            Step.SEGMENT, [run.task_id], self._describe, generation=run.generation
+        ) as detail:
             origin, context = Origin(on_exit), copy_context()
             context.run(current_origin.set, origin)
             code_runtime = self.workspace.context_runtime
@@ -153,9 +156,29 @@ class AgentCode:
                 if code_task.done():
                     segment.code = None
             result = self._resolve_result(code_task, exits)
+            detail["result"] = _result_name(result)
             if isinstance(result, Failed):  # requesters, logs and checkpoints see the same text
                 return replace(result, message=mask_secrets(result.message, self._secret_keys))
             return result
+
+    def _describe(self) -> dict[str, JsonValue]:
+        """More details of the segment's events.
+
+        `trace` is the task's own trace context: an observer may update it, and the next pause
+        stores it. `answers` are the outcomes that the segment resumes with.
+        """
+        segment, context = self.segment, self.workspace.context
+        return {
+            "attempt": segment.attempt,
+            "version": self.runtime.options.app_version,
+            "call_depth": context.a2a_context.call_depth,
+            "conversation": context.a2a_context.context_id,
+            "trace": context.trace_context,
+            "answers": [
+                {"peer": peer, "outcome": outcome_name(outcome), "trace": outcome.traceparent}
+                for _, peer, outcome in segment.answers
+            ],
+        }
 
     @property
     def _secret_keys(self) -> Sequence[str]:
@@ -270,6 +293,19 @@ class AgentCode:
 
     def _new_failure(self, message: str, kind: FailureKind = FailureKind.ERROR) -> Failed:
         return Failed(kind, message, self.workspace.context.token_usage.snapshot())
+
+
+def _result_name(result: SegmentResult) -> str:
+    """The result of a segment in its events."""
+    match result:
+        case AgentPaused():
+            return "paused"
+        case Ok() | Failed():
+            return outcome_name(result)
+        case Stopped(reason=reason):
+            return reason.name.lower()
+        case _:
+            return "released"
 
 
 def _raised_mismatch(mismatch: IncompatibleState) -> _Raised:

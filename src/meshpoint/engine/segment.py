@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum, auto
@@ -24,10 +24,11 @@ from meshpoint.model.calls import Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.error_text import describe_exception
 from meshpoint.model.events import Step
+from meshpoint.model.ids import AgentName
 from meshpoint.model.mailbox import MAX_VALUES, SetValue, TooManyValues
 from meshpoint.model.memory import Owner, make_agent_id
 from meshpoint.model.messages import Address, Message
-from meshpoint.model.outcomes import Failed
+from meshpoint.model.outcomes import Failed, Outcome
 from meshpoint.model.status_metadata import UpdateKind
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, SaveCommitted
 from meshpoint.model.tasks import (
@@ -106,6 +107,7 @@ class Segment:
         stop_reason: Why the code was stopped from outside, or `None`.
         cancel_reason: What the sender of a cancel gave as its reason, for people.
         log: The task's log as the run found it.
+        answers: The outcomes that it resumes with, in call order, as in `Resumable`.
         attempt: The attempt number of an isolated segment.
         dead_reason: Set when the task ends because its runs keep killing their process.
         known_usage: The tokens that the row has of a task that ends without running its code.
@@ -131,6 +133,7 @@ class Segment:
     stop_reason: StopReason | None = None
     cancel_reason: str = ""
     log: TaskLog = field(default_factory=TaskLog)
+    answers: Sequence[tuple[str, AgentName, Outcome]] = ()
     attempt: int = 1
     dead_reason: str | None = None
     known_usage: TokenUsage | None = None

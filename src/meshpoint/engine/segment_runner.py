@@ -314,7 +314,7 @@ class SegmentRunner:
                     for outcome in outcomes.values():
                         if outcome.artifacts:
                             context.produced_artifacts.extend(outcome.artifacts)
-                segment.log = TaskLog.of(task)
+                segment.log, segment.answers = TaskLog.of(task), task.outcomes
                 call_agent = resume_call(agent, context, task, segment.log, outcomes)
                 track = partial(_track, segment, backend, self._runtime)
                 workspace = segment.workspace = Workspace(

@@ -106,7 +106,7 @@ class Settlement:
                 await self.ack(segment)
                 await self._show_questions(segment, committed.questions)
             case TaskEnded(backend=backend, reply=reply, outcome=outcome):
-                self._report_failure(segment, outcome)
+                self._report_end(segment, outcome)
                 await self._keep_requests(segment, backend)
                 await self.send(backend, [reply])
                 if reply.task_id in self._tasks.unacked.by_task:  # its reply waits for its address
@@ -165,10 +165,12 @@ class Settlement:
         if not backend.is_shared:
             await self.keep_unacked(segment)
 
-    def _report_failure(self, segment: Segment, outcome: Outcome) -> None:
+    def _report_end(self, segment: Segment, outcome: Outcome) -> None:
         if isinstance(outcome, Failed):
             raised = None if segment.workspace is None else segment.workspace.failure
             self._runtime.report_failure(segment.run.task_id, outcome, raised)
+        else:
+            self._runtime.steps.emit(Step.TASK_COMPLETED, segment.run.task_id)
 
     async def _answer(self, segment: Segment, reply: Reply, outcome: Outcome) -> None:
         """Answer a task without a row: ack its request once its reply is confirmed or stored.
@@ -196,8 +198,7 @@ class Settlement:
             if segment.unrecorded:
                 await self.attaches.settle_unrecorded(segment, None, reply)
             await (self.ack(segment) if is_published else self.keep_unacked(segment))
-        if isinstance(outcome, Failed):
-            self._report_failure(segment, outcome)
+        self._report_end(segment, outcome)
         return None
 
     async def _settle_lost(self, segment: Segment) -> None:

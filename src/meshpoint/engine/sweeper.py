@@ -78,7 +78,9 @@ class Sweeper:
         more = False
         for backend in backends:
             try:
-                with self._runtime.steps.step(Step.SWEEP, durable=backend.is_shared):
+                with self._runtime.steps.step(
+                    Step.SWEEP, durable=backend.is_shared, broker=self._runtime.broker.connected
+                ):
                     more |= await self.handle_due(backend)
             except Unavailable as error:
                 self._runtime.retry.record_outage(error)

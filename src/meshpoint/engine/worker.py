@@ -287,7 +287,7 @@ class Worker:
             self._leases.start(self.tasks.stop_lost)
         if self.runtime.database is None:  # another replica may have started at the same time
             await self.runtime.retry.for_at_most(self._marker.check_in, options.startup_timeout)
-        self.runtime.steps.emit(Step.STARTED)
+        self.runtime.steps.emit(Step.STARTED, slots=options.max_concurrency)
         if not self.runtime.new_task_backend.is_shared:
             log.info(
                 "agent %s: stateless_checkpointing is off: new tasks live in this process's "

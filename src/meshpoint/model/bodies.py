@@ -16,6 +16,7 @@ from pydantic_core import from_json, to_json
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.declared_type import first_problem, has_too_many_errors
 from meshpoint.model.ids import new_id
+from meshpoint.model.messages import readable_traceparent
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.model.usage import TokenUsage
 
@@ -208,12 +209,14 @@ class ResponseBody(Body):
         status, metadata = self.task.status, self.task.metadata
         part = status.message.parts[0] if status.message else Part()
         usage = _parse_usage(value) if (value := metadata.get("usage")) else TokenUsage()
+        traceparent = readable_traceparent(metadata.get("traceparent"))
         match status.state:
             case A2ATaskState.COMPLETED:
                 value = part.text if part.text is not None else part.data
-                return Ok(value, tuple(self.task.artifacts), usage)
+                return Ok(value, tuple(self.task.artifacts), usage, traceparent=traceparent)
             case A2ATaskState.CANCELED:
-                return Failed(FailureKind.CANCELLED, part.text or "cancelled", usage)
+                text = part.text or "cancelled"
+                return Failed(FailureKind.CANCELLED, text, usage, traceparent=traceparent)
             case A2ATaskState.FAILED:
                 kind = metadata.get("failure")
                 failure_kind = (
@@ -221,7 +224,8 @@ class ResponseBody(Body):
                     if isinstance(kind, str) and kind in set(FailureKind)
                     else FailureKind.ERROR
                 )
-                return Failed(failure_kind, part.text or "failed", usage)
+                text = part.text or "failed"
+                return Failed(failure_kind, text, usage, traceparent=traceparent)
             case _:
                 raise PoisonMessage(f"task.status.state: {status.state} does not end a task")
 

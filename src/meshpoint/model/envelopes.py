@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
@@ -90,6 +90,20 @@ def request_envelope(call: Dispatch, reply_to: Address, margin: timedelta) -> En
         headers=headers,
     )
     return nested_queue(call.peer), message
+
+
+def describe_envelopes(envelopes: Iterable[tuple[Address, Message]]) -> dict[str, JsonValue]:
+    """Details of an event about these messages: their queues, ids and trace contexts."""
+    messages: list[JsonValue] = [
+        {
+            "queue": address,
+            "id": message.message_id,
+            "correlation": message.correlation_id,
+            "trace": message.headers.get(Header.TRACEPARENT.value),
+        }
+        for address, message in envelopes
+    ]
+    return {"messages": messages}
 
 
 def cancel_envelope(notice: CancelNotice) -> Envelope:
@@ -461,6 +475,7 @@ def encode_reply(
     retry: int | None = None,
     id_in_use: bool = False,
     may_attach: bool = False,
+    traceparent: str | None = None,
 ) -> bytes:
     """Encode the reply for `outcome`.
 
@@ -472,6 +487,7 @@ def encode_reply(
         retry: The attempt of a resumed requester, which counts the outcome's tokens.
         id_in_use: Whether the request was refused because a task with its id exists.
         may_attach: Whether its sender may attach to that task.
+        traceparent: The trace context of the segment that replies.
     """
     metadata: dict[str, JsonValue] = (
         {} if refused_fingerprint is None else {"refuses": refused_fingerprint}
@@ -482,6 +498,8 @@ def encode_reply(
         metadata["mayAttach"] = True
     if retry is not None:
         metadata["retry"] = retry
+    if traceparent is not None:
+        metadata[Header.TRACEPARENT.value] = traceparent
     if not outcome.usage.is_empty:
         metadata["usage"] = outcome.usage.model_dump(mode="json", exclude={"requests"})
     match outcome:

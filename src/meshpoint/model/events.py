@@ -7,7 +7,7 @@ no AFTER. Informational steps are emitted once, as INFO.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal, Self
@@ -83,6 +83,7 @@ class Step(StrEnum):
     FENCED = "fenced", _INFO  # a zombie's write changed nothing
     DEGRADED = "degraded", _INFO  # a task stays in memory because its checkpoint failed
     DEAD_LETTER = "dead_letter", _INFO
+    TASK_COMPLETED = "task_completed", _INFO  # a task has ended with a result
     TASK_FAILED = "task_failed", _INFO  # a task has ended without a result; kind and reason
     DEAD_TASK = "dead_task", _INFO  # failed after max_attempts
     PARKED = "parked", _INFO
@@ -148,7 +149,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. `task_ids` has no particular order; `detail` is JSON."""
+    """One event. `task_ids` has no particular order; `detail` is JSON.
+
+    `more` builds further details, for observers that need them.
+    """
 
     step: Step
     phase: Phase
@@ -156,3 +160,8 @@ class Event:
     replica: ReplicaId
     task_ids: tuple[TaskId, ...] = ()
     detail: Mapping[str, JsonValue] = field(default_factory=dict)
+    more: Callable[[], Mapping[str, JsonValue]] = field(default=dict, compare=False, repr=False)
+
+    def all_details(self) -> Mapping[str, JsonValue]:
+        """`detail` and what `more` builds."""
+        return {**self.detail, **self.more()}

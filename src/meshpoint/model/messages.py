@@ -166,6 +166,16 @@ class CompletionStatus(StrEnum):
     NOT_OPEN = "not-open"  # the question or the task is unknown here
 
 
+_TRACEPARENT_PATTERN = re.compile(r"[0-9a-z-]{1,55}")  # W3C: 55 characters
+
+
+def readable_traceparent(value: object) -> str | None:
+    """A W3C `traceparent`, or `None` if `value` cannot be one. Only its characters are checked."""
+    if isinstance(value, str) and _TRACEPARENT_PATTERN.fullmatch(value):
+        return value
+    return None
+
+
 class Header(StrEnum):
     """Headers needed for routing. Values are strings, integers or floats."""
 

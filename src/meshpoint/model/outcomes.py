@@ -34,6 +34,8 @@ class Ok(Generic[_T_co]):
     value: _T_co
     artifacts: tuple[dict[str, JsonValue], ...] = ()
     usage: TokenUsage = field(default_factory=TokenUsage)
+    traceparent: str | None = field(default=None, kw_only=True, compare=False, repr=False)
+    """Trace context of the segment that answered, as in W3C's header `traceparent`."""
 
     @classmethod
     def without_usage(cls, value: _T, artifacts: tuple[dict[str, JsonValue], ...] = ()) -> Ok[_T]:
@@ -60,13 +62,15 @@ class Failed:
     """A call without a result: `kind` is for code, `message` for people.
 
     Messages longer than `MAX_ERROR_TEXT_LENGTH` are cut, with a note. `artifacts` is empty, except
-    in the row of a rejected question.
+    in the row of a rejected question. `traceparent` is the trace context of the segment that
+    answered.
     """
 
     kind: FailureKind
     message: str = ""
     usage: TokenUsage = field(default_factory=TokenUsage)
     artifacts: tuple[dict[str, JsonValue], ...] = field(default=(), kw_only=True, repr=False)
+    traceparent: str | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if (message := make_storable(self.message)) is not self.message:
@@ -90,6 +94,11 @@ class AdvisedFailure(Failed):
 
 OVERDUE = Failed(FailureKind.TIMEOUT, "the task's deadline has passed")
 """The outcome of a task that has not ended at its deadline."""
+
+
+def outcome_name(outcome: Outcome) -> str:
+    """The outcome in a few words: "completed", or the kind of the failure."""
+    return "completed" if isinstance(outcome, Ok) else outcome.kind.value
 
 
 def peer_missing(peer: str) -> Failed:
@@ -119,6 +128,8 @@ def encode_outcome(outcome: Outcome) -> bytes:
         fields["artifacts"] = outcome.artifacts
     if not outcome.usage.is_empty:
         fields["usage"] = outcome.usage
+    if outcome.traceparent is not None:
+        fields["traceparent"] = outcome.traceparent
     return to_json(fields)
 
 
@@ -126,11 +137,11 @@ def decode_outcome(encoded: bytes) -> Outcome:
     """Decode an outcome written by `encode_outcome`."""
     fields = from_json(encoded)
     usage = TokenUsage.model_validate(fields["usage"]) if fields.get("usage") else TokenUsage()
-    artifacts = tuple(fields.get("artifacts", ()))
+    artifacts, traceparent = tuple(fields.get("artifacts", ())), fields.get("traceparent")
     if "kind" in fields:
         kind, message = FailureKind(fields["kind"]), fields.get("message", "")
-        return Failed(kind, message, usage, artifacts=artifacts)
-    return Ok(fields["value"], artifacts, usage)
+        return Failed(kind, message, usage, artifacts=artifacts, traceparent=traceparent)
+    return Ok(fields["value"], artifacts, usage, traceparent=traceparent)
 
 
 class Outcomes(Mapping[str, Outcome]):

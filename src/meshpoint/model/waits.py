@@ -51,6 +51,15 @@ def is_signal(peer: str) -> bool:
     return peer.startswith(SIGNAL_PREFIX)
 
 
+def wait_kind(peer: str) -> str:
+    """What a call to `peer` waits for: "peer", "question", "signal" or "sleep"."""
+    if not is_wait(peer):
+        return "peer"
+    if is_question(peer):
+        return "question"
+    return "signal" if is_signal(peer) else "sleep"
+
+
 def display_name(peer: str) -> str:
     """The name of a call's peer or wait, for people: "flights" or "sleep"."""
     plain = peer.removeprefix(QUESTION_PREFIX).removeprefix(SIGNAL_PREFIX)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from pydantic import JsonValue
 
@@ -27,6 +27,25 @@ class Observer(Protocol):
         """Handle one event. Must neither raise nor block."""
 
 
+MoreDetails: TypeAlias = Callable[[], Mapping[str, JsonValue]]
+"""Builds details of an event, for observers that need them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """Pass every event to each of `observers`, in order."""
+
+    observers: Sequence[Observer]
+
+    def emit(self, event: Event) -> None:
+        """Handle one event. The failure of one observer is logged, and the others still get it."""
+        for observer in self.observers:
+            try:
+                observer.emit(event)
+            except Exception:
+                log.exception("an observer failed at %s %s", event.step.value, event.phase.value)
+
+
 @dataclass(slots=True)
 class _SearchResult:
     """The due work found in a `Steps.search` block. Empty until the block fills it in."""
@@ -45,17 +64,27 @@ class Steps:
 
     @contextmanager
     def step(
-        self, step: Step, task_ids: Iterable[TaskId] = (), **detail: JsonValue
-    ) -> Iterator[None]:
-        """Emit `BEFORE` on entry, and `AFTER` or `FAILED` on exit."""
+        self,
+        step: Step,
+        task_ids: Iterable[TaskId] = (),
+        more: MoreDetails = dict,
+        /,
+        **detail: JsonValue,
+    ) -> Iterator[dict[str, JsonValue]]:
+        """Emit `BEFORE` on entry, and `AFTER` or `FAILED` on exit.
+
+        `more` builds details that few observers need. What the block puts into the yielded dict is
+        added to the details of the event on exit.
+        """
         ids = tuple(task_ids)
-        self._emit(step, Phase.BEFORE, ids, detail)
+        result: dict[str, JsonValue] = {}
+        self._emit(step, Phase.BEFORE, ids, detail, more)
         try:
-            yield
+            yield result
         except BaseException as error:
-            self._failed(step, ids, detail, error)
+            self._failed(step, ids, detail | result, error, more)
             raise
-        self._emit(step, Phase.AFTER, ids, detail)
+        self._emit(step, Phase.AFTER, ids, detail | result if result else detail, more)
 
     @contextmanager
     def search(self, step: Step) -> Iterator[_SearchResult]:
@@ -83,17 +112,23 @@ class Steps:
         ids: tuple[TaskId, ...],
         detail: dict[str, JsonValue],
         error: BaseException,
+        more: MoreDetails = dict,
     ) -> None:
         failure: dict[str, JsonValue] = {
             "error": describe_exception(error),
             "error_type": type_name(error),
         }
-        self._emit(step, Phase.FAILED, ids, {**detail, **failure})
+        self._emit(step, Phase.FAILED, ids, {**detail, **failure}, more)
 
     def _emit(
-        self, step: Step, phase: Phase, ids: tuple[TaskId, ...], detail: dict[str, JsonValue]
+        self,
+        step: Step,
+        phase: Phase,
+        ids: tuple[TaskId, ...],
+        detail: dict[str, JsonValue],
+        more: MoreDetails = dict,
     ) -> None:
         try:
-            self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail))
+            self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail, more))
         except Exception:  # a faulty observer must not break the step
             log.exception("the observer failed at %s %s", step.value, phase.value)

@@ -61,6 +61,7 @@ from meshpoint.model.transitions import Cancel, CancelRequested, ExistingTask
 from meshpoint.settings import MeshSettings, Settings
 from meshpoint.settings.agent import StoreSettings
 from meshpoint.settings.urls import redact_url
+from meshpoint.wiring import MetricsAddress
 
 CONFIG = """
 mesh: {namespace: demo, broker_url: 'sqlite:///mesh.db'}
@@ -132,9 +133,15 @@ class FakeMesh:
         return {"expired": len(settings.agents), "taken": 0}
 
     async def serve(
-        self, settings: Settings, *, observer: object = None, stop: asyncio.Event | None = None
+        self,
+        settings: Settings,
+        *,
+        observer: object = None,
+        stop: asyncio.Event | None = None,
+        metrics: MetricsAddress | None = None,
     ) -> None:
         assert stop is not None
+        self.seen["metrics"] = metrics
         self.seen["served"] = [agent.name for agent in settings.agents]
         if self.error:
             raise self.error
@@ -1000,6 +1007,33 @@ def test_run_serves_all_agents_in_this_process(
     result = cli("run", "mesh.yaml")
     assert (result.code, mesh.seen["served"]) == (0, ["travel", "flights", "echo"])
     assert sys.path[0] == str(tmp_path), "agents may be in the working directory"
+    assert mesh.seen["metrics"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "address"),
+    [
+        ([], MetricsAddress("127.0.0.1", 9464)),
+        (["--metrics-host", "0.0.0.0"], MetricsAddress("0.0.0.0", 9464)),
+    ],
+)
+def test_run_serves_metrics_only_on_this_machine_by_default(
+    cli: Command, mesh: FakeMesh, arguments: list[str], address: MetricsAddress
+) -> None:
+    assert cli("run", "mesh.yaml", "--metrics-port", "9464", *arguments).code == 0
+    assert mesh.seen["metrics"] == address
+
+
+def test_each_of_several_replicas_has_its_own_port(
+    cli: Command, mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def supervise(commands: list[list[str]]) -> int:
+        mesh.seen["ports"] = [each[each.index("--metrics-port") + 1] for each in commands]
+        return 0
+
+    monkeypatch.setattr("meshpoint.cli.run._supervise", supervise)
+    assert cli("run", "mesh.yaml", "--metrics-port", "9464", "-n", "3").code == 0
+    assert mesh.seen["ports"] == ["9464", "9465", "9466"]
 
 
 @pytest.mark.parametrize(
@@ -1015,6 +1049,11 @@ def test_run_serves_all_agents_in_this_process(
             "agent: {name: a, entrypoint: 'm:a'}\n",
             ["--log-level", "loud"],
             "--log-level: 'loud' is not a log level; use one of",
+        ),
+        (
+            "agent: {name: a, entrypoint: 'm:a'}\n",
+            ["--metrics-port", "65534", "-n", "3"],
+            "--metrics-port: 3 replicas need the ports 65534 to 65536; use ports up to 65535",
         ),
     ],
 )

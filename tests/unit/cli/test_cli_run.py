@@ -15,7 +15,7 @@ PROGRAM = """
 import asyncio, sys
 from meshpoint import wiring
 
-async def serve(settings, *, observer=None, stop=None):
+async def serve(settings, *, observer=None, stop=None, metrics=None):
     print("serving", flush=True)
     await stop.wait()
     print("draining", flush=True)

@@ -43,11 +43,12 @@ class SupervisorHarness:
         self.clock = FakeClock()
         self.supervisor = Supervisor(self.spawn, replicas, self.clock)
         self.spawned: asyncio.Queue[FakeProcess] = asyncio.Queue()
-        self.spawn_count = 0
+        self.spawn_count, self.numbers = 0, list[int]()
         self.run = asyncio.create_task(self.supervisor.run())
 
-    async def spawn(self) -> FakeProcess:
+    async def spawn(self, number: int) -> FakeProcess:
         self.spawn_count += 1
+        self.numbers.append(number)
         replica = FakeProcess(self.spawn_count)
         await self.spawned.put(replica)
         return replica
@@ -78,7 +79,7 @@ async def test_a_replica_that_exits_unexpectedly_is_replaced_after_a_pause(code:
     assert harness.spawn_count == 2
     harness.clock.advance(MIN_BACKOFF)
     await harness.start()
-    assert harness.spawn_count == 3
+    assert harness.numbers == [1, 2, 2]
     harness.run.cancel()
 
 
@@ -113,7 +114,7 @@ async def test_a_failed_spawn_is_retried() -> None:
     replica = FakeProcess(1)
     failures = [BlockingIOError("no process to spare")]
 
-    async def spawn() -> FakeProcess:
+    async def spawn(number: int) -> FakeProcess:
         if failures:
             raise failures.pop()
         spawning.set()
@@ -143,7 +144,7 @@ async def test_a_process_spawned_during_a_stop_is_stopped() -> None:
     spawning, may_finish = asyncio.Event(), asyncio.Event()
     replica = FakeProcess(1)
 
-    async def spawn() -> FakeProcess:
+    async def spawn(number: int) -> FakeProcess:
         spawning.set()
         await may_finish.wait()
         return replica

@@ -67,9 +67,11 @@ def test_readme_is_short() -> None:
 
 
 HOW_TO = ROOT / "docs" / "how-to"
+SCRIPTED_PAGES = ("write-an-agent", "call-peers", "call-from-a-service", "observe")
+"""Pages whose Python blocks all print the block that follows."""
 SCRIPTS = [
     pytest.param(code, printed, id=f"{name}-{number}")
-    for name in ("write-an-agent", "call-peers", "call-from-a-service")
+    for name in SCRIPTED_PAGES
     for number, (code, printed) in enumerate(
         re.findall(
             r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$",
@@ -90,10 +92,7 @@ def test_a_script_prints_what_the_page_shows(code: str, printed: str, tmp_path: 
 
 
 def test_every_documented_script_shows_its_output() -> None:
-    pages = [
-        (HOW_TO / f"{name}.md").read_text(encoding="utf-8")
-        for name in ("write-an-agent", "call-peers", "call-from-a-service")
-    ]
+    pages = [(HOW_TO / f"{name}.md").read_text(encoding="utf-8") for name in SCRIPTED_PAGES]
     assert len(SCRIPTS) == sum(len(code_blocks(page, "python")) for page in pages)
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import typer
 
+from meshpoint.adapters.telemetry.metrics import METRICS
+from meshpoint.adapters.telemetry.otel_meter import instrument_name
 from meshpoint.cli.app import app
 
 ROOT = Path(__file__).parents[3]
@@ -126,7 +128,7 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 def test_every_name_on_a_page_exists(page: Path) -> None:
     spans = [span for span in code_spans(page) if not re.search(r"/|\.py\b", span)]
     for span in spans:
-        if re.fullmatch(r"meshpoint(\.\w+)+", span) and span not in LOGGERS:
+        if re.fullmatch(r"meshpoint(\.\w+)+", span) and span not in LOGGERS | TELEMETRY:
             resolve_name(span)
         for owner, member in re.findall(r"\b([A-Za-z]\w*(?:\.memory)?)\.(\w+)", span):
             class_ = INSTANCES.get(owner, owner)
@@ -145,6 +147,19 @@ def _loggers() -> set[str]:
 
 
 LOGGERS = _loggers()
+
+
+def _telemetry_names() -> set[str]:
+    """The names of instruments, and of attributes of spans, which look like modules."""
+    quoted = {
+        name
+        for path in (PACKAGE / "adapters" / "telemetry").glob("*.py")
+        for name in re.findall(r'"(meshpoint\.[a-z_.]+)"', path.read_text(encoding="utf-8"))
+    }
+    return quoted | {instrument_name(metric)[0] for metric in METRICS}
+
+
+TELEMETRY = _telemetry_names()
 
 
 def test_every_logger_is_documented_and_exists() -> None:

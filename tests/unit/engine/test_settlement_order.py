@@ -51,6 +51,7 @@ async def test_a_pause_commits_then_publishes_then_acks(
         "segment after",
         "end before",
         "end after",
+        "task_completed info",
         "reply before",
         "reply after",
         "confirm_sent before",

@@ -7,9 +7,22 @@ import pickle
 from dataclasses import replace
 
 import pytest
+from pydantic import JsonValue
 
-from meshpoint.model.outcomes import Ok
+from meshpoint.model.bodies import ResponseBody, parse_body
+from meshpoint.model.envelopes import encode_reply
+from meshpoint.model.ids import TaskId
+from meshpoint.model.outcomes import (
+    Failed,
+    FailureKind,
+    Ok,
+    Outcome,
+    decode_outcome,
+    encode_outcome,
+)
 from meshpoint.model.usage import Tokens, TokenUsage
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def test_a_result_without_usage_is_like_one_with_an_empty_usage() -> None:
@@ -31,3 +44,26 @@ def test_each_result_has_a_usage_of_its_own() -> None:
 def test_a_result_has_no_other_attributes() -> None:
     with pytest.raises(AttributeError, match="'Ok' object has no attribute 'text'"):
         Ok(1).text  # type: ignore[attr-defined]  # noqa: B018  # read for the error
+
+
+@pytest.mark.parametrize("outcome", [Ok(1), Failed(FailureKind.ERROR, "no")])
+def test_a_stored_outcome_keeps_its_trace_context(outcome: Outcome) -> None:
+    traced = replace(outcome, traceparent=TRACEPARENT)
+    assert decode_outcome(encode_outcome(traced)).traceparent == TRACEPARENT
+    assert decode_outcome(encode_outcome(outcome)).traceparent is None
+    assert b"traceparent" not in encode_outcome(outcome)
+    assert traced == outcome
+
+
+@pytest.mark.parametrize("outcome", [Ok(1), Failed(FailureKind.ERROR, "no")])
+def test_a_response_carries_a_trace_context(outcome: Outcome) -> None:
+    encoded = encode_reply(TaskId("t"), None, outcome, traceparent=TRACEPARENT)
+    assert parse_body(ResponseBody, encoded).outcome().traceparent == TRACEPARENT
+
+
+@pytest.mark.parametrize("value", ["x" * 56, "00-\n", "", 7, None, ["00"]])
+def test_an_invalid_trace_context_is_dropped(value: JsonValue) -> None:
+    encoded = encode_reply(TaskId("t"), None, Ok(1), traceparent="00")
+    body = parse_body(ResponseBody, encoded)
+    body.task.metadata["traceparent"] = value
+    assert body.outcome().traceparent is None
