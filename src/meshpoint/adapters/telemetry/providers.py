@@ -20,5 +20,5 @@ def has_metrics() -> bool:
 
 
 def _is_provided(provider: object, api: str) -> bool:
-    """Whether `provider` comes from an SDK. Those of the API record nothing."""
+    """Whether `provider` comes from an SDK. The API's own providers record nothing."""
     return not type(provider).__module__.startswith(api)
