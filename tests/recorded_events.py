@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from meshpoint.model.events import Event, Phase, Step
@@ -18,6 +19,8 @@ class RecordedEvents:
         self._changed = asyncio.Event()
 
     def emit(self, event: Event) -> None:
+        more = event.more()
+        event = replace(event, more=lambda: more)  # so that it keeps no object of the engine
         self.all.append(event)
         for hook in self.hooks:
             hook(event)

@@ -20,6 +20,7 @@ import pytest
 
 from meshpoint.adapters.postgres_queue import PostgresBroker
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
+from meshpoint.adapters.rabbitmq import dead_letters as module
 from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.model.dead_letters import DeadLetter, LetterFilter, LetterResult
 from meshpoint.model.ids import AgentName, ReplicaId
@@ -196,6 +197,11 @@ class RabbitRig(Rig):
 
     async def set_causes(self, causes: Sequence[str]) -> None:
         """Nothing to do: `bury_many` has written the headers."""
+
+
+@pytest.fixture(autouse=True)
+def _wait_for_a_busy_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETURN_SECONDS", 20.0)
 
 
 @pytest.fixture(

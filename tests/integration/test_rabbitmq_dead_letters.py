@@ -46,6 +46,11 @@ DEAD = dead_letter_queue(AGENT)
 Open = Callable[..., Awaitable[RabbitDeadLetters]]
 
 
+@pytest.fixture(autouse=True)
+def _wait_for_a_busy_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETURN_SECONDS", 20.0)
+
+
 @pytest.fixture
 async def opened(amqp_url: str, namespace: str) -> AsyncIterator[Open]:
     """Opens access to the dead letters, as a command has it."""
@@ -178,8 +183,7 @@ async def test_an_identical_letter_on_a_later_page_stays(
     monkeypatch.setattr(module, "_PER_PAGE", 2)
     letter = a_letter()
     await send(broker, DEAD, letter, a_letter(), a_letter(), a_letter(), letter)
-    letters = await opened()
-    assert len(await read(letters)) == 4
+    letters = await opened()  # the first read: returned letters may change their order
     assert await replay(letters) == {LetterResult.DONE: 4}
     assert len(await read(letters)) == 1
 

@@ -6,11 +6,11 @@ Every function here takes a slot before it acquires a task, so that each acquire
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-
-from pydantic import JsonValue
+from functools import partial
 
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.runtime import ReplicaRuntime
+from meshpoint.model.envelopes import describe_responses
 from meshpoint.model.events import Step
 from meshpoint.model.tasks import Replica, Resumable
 from meshpoint.model.transitions import Claim, ClaimResult, ExpiryResult, JoinCompleted, Overdue
@@ -37,19 +37,7 @@ async def claim_responses(
             runtime.slots.release(granted - used)
         return arrivals
 
-    def describe() -> dict[str, JsonValue]:
-        messages: list[JsonValue] = [
-            {
-                "queue": backend.reply_to,
-                "id": claim.sub_task_id,
-                "correlation": claim.sub_task_id,
-                "trace": claim.outcome.traceparent,
-            }
-            for claim in claims
-            if claim.sender is not None
-        ]
-        return {"messages": messages}
-
+    describe = partial(describe_responses, backend.reply_to, claims)
     with runtime.steps.step(Step.CLAIM, [claim.task_id for claim in claims], describe):
         return await runtime.ask_store(backend, attempt)
 

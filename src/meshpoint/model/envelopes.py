@@ -47,6 +47,7 @@ from meshpoint.model.messages import (
 from meshpoint.model.outcomes import AdvisedFailure, Failed, FailureKind, Ok, Outcome
 from meshpoint.model.status_metadata import NO_METADATA, StatusMetadata
 from meshpoint.model.tasks import NO_DEADLINE, CancelNotice, Dispatch, Reply, Requester
+from meshpoint.model.transitions import Claim
 
 Envelope = tuple[Address, Message]
 
@@ -102,6 +103,21 @@ def describe_envelopes(envelopes: Iterable[tuple[Address, Message]]) -> dict[str
             "trace": message.headers.get(Header.TRACEPARENT.value),
         }
         for address, message in envelopes
+    ]
+    return {"messages": messages}
+
+
+def describe_responses(queue: Address, claims: Iterable[Claim]) -> dict[str, JsonValue]:
+    """Details of an event about responses in `queue`, as `describe_envelopes` has them."""
+    messages: list[JsonValue] = [
+        {
+            "queue": queue,
+            "id": claim.sub_task_id,
+            "correlation": claim.sub_task_id,
+            "trace": claim.outcome.traceparent,
+        }
+        for claim in claims
+        if claim.sender is not None
     ]
     return {"messages": messages}
 

@@ -66,6 +66,8 @@ _MAX_RETURNS = 10
 """Returns after which a letter is replaced by a copy: half of what RabbitMQ 4 allows."""
 _IDLE_SECONDS = 1.0
 """How long to wait for letters that another program may hold."""
+_RETURN_SECONDS = 1.0
+"""How long to wait until the broker counts returned letters. It may be busy."""
 _POLL_SECONDS = 0.01
 _RESULTS = {
     PublishResult.ACCEPTED: LetterResult.DONE,
@@ -243,7 +245,7 @@ class RabbitDeadLetters:
         It does so a moment after it has closed the channel.
         """
         with suppress(BrokerUnavailable, TimeoutError):
-            async with asyncio.timeout(_IDLE_SECONDS), self._reading.channel() as channel:
+            async with asyncio.timeout(_RETURN_SECONDS), self._reading.channel() as channel:
                 while queue.unacked:
                     with translate_errors(f"looking at {queue.name}"):
                         found = await channel.queue_declare(queue.name, passive=True)

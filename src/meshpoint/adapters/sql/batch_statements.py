@@ -573,7 +573,10 @@ CONFIRM_DISPATCHED = f"""/* commits: confirm dispatched */
 WITH {_ASYNC_COMMIT},
 due AS MATERIALIZED (
   SELECT j.logical_task_id, j.invocation_id,
-         j.send_attempts > 0 AND j.total_expected = sent.requests AS complete
+         j.send_attempts > 0 AND j.total_expected = sent.requests
+         AND NOT EXISTS (SELECT 1 FROM agent_paused_tasks AS t
+                          WHERE t.logical_task_id = j.logical_task_id AND t.retry_count > 0)
+           AS complete
     FROM async_commit,
          unnest($2::text::text[], $3::text::int[], $4::text::int[])
            AS sent(task_id, generation, requests)

@@ -267,6 +267,22 @@ class LastPauseSuite:
             if isinstance(each, CancelNotice | Dispatch)
         } == {(CancelNotice, sub(pause, "a")), (Dispatch, sub(again, "a"))}
 
+    async def test_a_late_confirm_of_the_failed_attempt_confirms_no_new_request(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        pause = an_operation_pause(await operating(store), "a", "b")
+        result = await write_pause(store, pause)
+        await write_end(
+            store, an_end(await claimed(store, pause, a=ok(), b=error()), FAILED, reason="no")
+        )
+        again = await resume_at_pause(store, pause.run.task_id)
+        await store.confirm_sent(result.dispatches)
+        clock.advance(TIMINGS.dispatch_lease + SECOND)
+        sends = await store.unsent(AGENT, 10)
+        assert [each.sub_task_id for each in sends if isinstance(each, Dispatch)] == [
+            sub(again, "b")
+        ]
+
     async def test_tokens_of_the_failed_attempt_count_once(self, store: CheckpointStore) -> None:
         used = TokenUsage(total=Tokens(input=10))
         pause = await failed_after(store, a=replace(ok(), usage=used), b=error())
