@@ -1,6 +1,6 @@
 """Every fault in each test run, for less than a minute; `make chaos` is the long form.
 
-The seed also chooses the broker: each run of the suite tests one of them.
+The seed also chooses the broker, so a run of the suite tests only one.
 """
 
 from __future__ import annotations

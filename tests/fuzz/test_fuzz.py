@@ -1,6 +1,6 @@
 """A minute of mutated messages on RabbitMQ, and less of rows; `make fuzz` is the long form.
 
-The seed also chooses the database of the rows: each run of the suite tests one of them.
+The seed also chooses the database of the rows, so a run of the suite tests only one.
 """
 
 from __future__ import annotations

@@ -146,11 +146,11 @@ def describe_letter(
     properties = dict(shown["properties"])
     headers = properties.pop("headers", {})
     for name, value in properties.items():
-        facts.append((name.replace("_", " "), shorten(_as_text(value), keys)))
+        facts.append((name.replace("_", " "), shorten(str(value), keys)))
     if isinstance(headers, dict):
-        facts += [(name, shorten(_as_text(value), keys)) for name, value in headers.items()]
+        facts += [(name, shorten(str(value), keys)) for name, value in headers.items()]
     else:
-        facts.append(("headers", shorten(_as_text(headers), keys)))
+        facts.append(("headers", shorten(str(headers), keys)))
     facts.append(("body", _describe_body(letter, body, keys)))
     return [(name, fact) for name, fact in facts if fact is not None]
 
@@ -207,10 +207,6 @@ def _show_property(value: object, keys: Sequence[str]) -> object:
             return value
         case _:
             return mask_secrets(repr(value), keys)
-
-
-def _as_text(value: object) -> str:
-    return value if isinstance(value, str) else str(value)
 
 
 def _age(instant: datetime | None) -> str:

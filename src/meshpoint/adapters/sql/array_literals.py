@@ -13,13 +13,11 @@ from collections.abc import Iterable, Sequence
 
 def text_array(values: Sequence[str | None]) -> str:
     """An array of texts."""
-    try:
-        text = '","'.join(values)  # type: ignore[arg-type]  # `None` raises
-    except TypeError:
-        return "{" + ",".join(map(_quote, values)) + "}"
-    if "\\" in text or text.count('"') != 2 * max(len(values) - 1, 0):
-        return "{" + ",".join(map(_quote, values)) + "}"
-    return f'{{"{text}"}}' if values else "{}"
+    if values and None not in values:
+        text = '","'.join(values)  # type: ignore[arg-type]
+        if "\\" not in text and text.count('"') == 2 * (len(values) - 1):
+            return f'{{"{text}"}}'
+    return "{" + ",".join(map(_quote, values)) + "}"
 
 
 def int_array(values: Iterable[int]) -> str:
