@@ -34,8 +34,8 @@ _IDLE_LOOP_SECONDS = 0.0002
 """A shorter turn of the event loop had nothing to do."""
 
 _MAX_WAIT = 0.01  # seconds
-_FLUSH_LINGER = 0.005
-"""Replaces `linger`, in seconds, while a caller awaits `flush`."""
+_RETRY_LINGER = 0.005
+"""Replaces `linger`, in seconds, while a caller awaits `flush` and items were put back."""
 _CLOSED = "the store is closed"
 
 _log = logging.getLogger("meshpoint.store")
@@ -102,6 +102,7 @@ class Batcher(Generic[_Item, _Result]):
         self._max_items = max_items
         self._last_flush_seconds = 0.0
         self._closed = False
+        self._put_back = False  # during the last flush
         self._flush_requested = asyncio.Event()
         self._flush_waiters = 0  # callers that await `flush`
 
@@ -123,6 +124,11 @@ class Batcher(Generic[_Item, _Result]):
         """Flush `items` soon, without waiting. A crash or an error loses them."""
         if items:
             self._enqueue(_Group(items, None))
+
+    def put_back(self, items: Sequence[_Item]) -> None:
+        """Flush `items` again: called by a flush that could not write them, as a row is locked."""
+        self._put_back = bool(items)
+        self.put_nowait(items)
 
     def _enqueue(self, group: _Group[_Item, _Result]) -> None:
         if self._closed:
@@ -169,18 +175,19 @@ class Batcher(Generic[_Item, _Result]):
             self._flushing = None
 
     async def _wait_for_more(self) -> None:
-        # Linger after a batch too: otherwise, items that a flush puts back because a row is locked
-        # would be flushed again in a tight loop.
+        # Linger after a batch too: otherwise, items that a flush puts back would be flushed again
+        # in a tight loop.
         if (
             self._linger
             and self._waiting
             and sum(len(group.items) for group in self._waiting) < self._max_items
         ):
-            if self._flush_waiters:
-                await asyncio.sleep(_FLUSH_LINGER)
-            else:
+            if not self._flush_waiters:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._flush_requested.wait(), self._linger)
+            elif self._put_back:
+                await asyncio.sleep(_RETRY_LINGER)
+        self._put_back = False
         await self._yield_to_loop()
 
     async def _yield_to_loop(self) -> None:

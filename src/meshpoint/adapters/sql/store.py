@@ -597,7 +597,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
                 [send for send in sent if isinstance(send, Reply)]
             )
             if self._defer_confirms:
-                self._confirm_batcher.put_nowait(locked_sends)
+                self._confirm_batcher.put_back(locked_sends)
             else:
                 left += locked_sends
             rest = [*left, *(send for send in sent if _is_confirmed_singly(send))]

@@ -157,7 +157,7 @@ async def test_returned_items_linger_before_the_next_flush() -> None:
 
     async def flush(items: Sequence[int]) -> Sequence[None]:
         batches.append(list(items))
-        batcher.put_nowait(items[1:])
+        batcher.put_back(items[1:])
         flushed.set()
         return [None] * len(items)
 
