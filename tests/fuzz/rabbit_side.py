@@ -70,8 +70,7 @@ class RabbitSide:
 
     async def __aenter__(self) -> Self:
         for login in (MALLORY, OPERATOR):
-            await self._rabbit.control("add_user", login, _PASSWORD)
-            await self._rabbit.control("set_permissions", login, ".*", ".*", ".*")
+            await self._rabbit.add_user(login, _PASSWORD)
         operators = self._rabbit.url.replace("guest:guest", f"{OPERATOR}:{_PASSWORD}")
         self._sender = await self._stack.enter_async_context(RawConnection(self._url))
         self._operator = await self._stack.enter_async_context(RawConnection(operators))

@@ -283,13 +283,12 @@ async def make_login(own_rabbit: RabbitServer) -> AsyncIterator[Callable[..., An
 
     async def make(configure: str, write: str, read: str) -> str:
         names.append(f"d{new_id()[-12:]}")
-        await own_rabbit.control("add_user", names[-1], "secret")
-        await own_rabbit.control("set_permissions", names[-1], configure, write, read)
+        await own_rabbit.add_user(names[-1], "secret", configure, write, read)
         return own_rabbit.url.replace("guest:guest", f"{names[-1]}:secret")
 
     yield make
     for name in names:
-        await own_rabbit.control("delete_user", name)
+        await own_rabbit.delete_user(name)
 
 
 async def test_a_login_without_rights(

@@ -82,10 +82,9 @@ class Environment:
 async def mallorys_login(own_rabbit: RabbitServer) -> AsyncIterator[tuple[str, str]]:
     """A separate login, and its URL."""
     name = f"m{new_id()[-12:]}"
-    await own_rabbit.control("add_user", name, "secret")
-    await own_rabbit.control("set_permissions", name, ".*", ".*", ".*")
+    await own_rabbit.add_user(name, "secret")
     yield name, own_rabbit.url.replace("guest:guest", f"{name}:secret")
-    await own_rabbit.control("delete_user", name)
+    await own_rabbit.delete_user(name)
 
 
 @asynccontextmanager

@@ -601,9 +601,8 @@ async def test_a_database_marker_survives_the_server(
 async def test_a_login_that_may_not_set_the_marker_is_warned(
     connect: Connect, own_rabbit: RabbitServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await own_rabbit.control("add_user", "reader", "secret")
+    await own_rabbit.add_user("reader", "secret", configure="^$")
     try:
-        await own_rabbit.control("set_permissions", "reader", "^$", ".*", ".*")
         guest = await connect()
         broker = await connect(own_rabbit.url.replace("guest:guest", "reader:secret"))
         assert await broker.mark_database(AGENT)
@@ -615,7 +614,7 @@ async def test_a_login_that_may_not_set_the_marker_is_warned(
         with pytest.raises(ConfigurationError, match="may not delete"):
             await broker.remove_database_marker(AGENT)
     finally:
-        await own_rabbit.control("delete_user", "reader")
+        await own_rabbit.delete_user("reader")
 
 
 async def test_a_silent_server_is_named_in_the_error(namespace: str) -> None:
@@ -680,13 +679,13 @@ async def test_a_blocked_queue_delays_no_other(
     broker = await connect(publish_timeout=timedelta(seconds=2))
     await broker.declare(STRANGER)
     queue = f"erlang:whereis('%2F_{namespace}.{request_queue(STRANGER)}')"
-    await own_rabbit.control("eval", f"sys:suspend({queue}).")
+    await own_rabbit.evaluate(f"sys:suspend({queue}).")
     assert await broker.publish([(request_queue(STRANGER), a_message())]) == [
         PublishResult.OVERLOADED
     ]
     assert broker.connected
     await send(broker, REQUESTS, a_message())
-    await own_rabbit.control("eval", f"sys:resume({queue}).")
+    await own_rabbit.evaluate(f"sys:resume({queue}).")
     await send(broker, request_queue(STRANGER), a_message())
 
 

@@ -86,9 +86,9 @@ async def opened(proxy: Proxy, namespace: str) -> AsyncIterator[Open]:
 
 @pytest.fixture
 async def small_messages(own_rabbit: RabbitServer) -> AsyncIterator[None]:
-    await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 10000).")
+    await own_rabbit.limit_messages(10_000)
     yield
-    await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 134217728).")
+    await own_rabbit.limit_messages()
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ async def test_a_learned_size_limit_is_dropped_with_the_connection(
 ) -> None:
     broker, large = await opened(), a_message(b"x" * 10_001)
     assert await broker.publish([(REQUESTS, large)]) == [NO_INTERVAL]
-    await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 134217728).")
+    await own_rabbit.limit_messages()
     assert await broker.publish([(REQUESTS, large)]) == [NO_INTERVAL]
     proxy.refuse()
     while broker.connected:  # noqa: ASYNC110  a broker has no event for it
@@ -158,13 +158,13 @@ async def test_a_learned_size_limit_is_dropped_with_the_connection(
 async def test_a_dead_letter_above_a_lowered_limit_is_kept_without_its_body(
     opened: Open, own_rabbit: RabbitServer
 ) -> None:
-    await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 134217728).")
+    await own_rabbit.limit_messages()
     broker, sender, inbox, dead_letters = await opened(), await opened(), Inbox(), Inbox()
     await broker.consume(REQUESTS, 1, inbox)
     await broker.consume(DEAD, 1, dead_letters)
     await send(sender, REQUESTS, a_message(b"x" * 10_001))
     delivery = await inbox.next()
-    await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 10000).")
+    await own_rabbit.limit_messages(10_000)
     assert await delivery.dead_letter("why")
     assert (await dead_letters.next()).message.body == b""
     await until_depth(broker, REQUESTS, 0)

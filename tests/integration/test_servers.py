@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 from aiormq.exceptions import AMQPConnectionError
 
-from servers import DatabasePool, NamedServer, PostgresServer, RabbitServer
+from servers import DatabasePool, NamedServer, PostgresServer, RabbitServer, ServerFailed
 from servers.database import execute
 
 ENDED = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
@@ -88,6 +88,12 @@ async def test_rabbitmq_can_be_stopped_and_restarted(own_rabbit: RabbitServer) -
         await aiormq.connect(own_rabbit.url)
     await own_rabbit.start()
     await (await aiormq.connect(own_rabbit.url)).close()
+
+
+async def test_an_error_of_a_rabbitmq_node_is_reported(own_rabbit: RabbitServer) -> None:
+    await own_rabbit.evaluate("true = is_atom(node()).")
+    with pytest.raises(ServerFailed, match="failed"):
+        await own_rabbit.evaluate("false = is_atom(node()).")
 
 
 async def test_redis_runs_with_persistence(redis_url: str) -> None:

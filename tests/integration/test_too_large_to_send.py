@@ -42,9 +42,9 @@ async def asking(ctx: TaskExecutionContext, number: int) -> int:
 @pytest.fixture
 async def small(own_rabbit: RabbitServer) -> AsyncIterator[RabbitServer]:
     """A server that accepts messages of at most `LIMIT` bytes."""
-    await own_rabbit.control("eval", f"application:set_env(rabbit, max_message_size, {LIMIT}).")
+    await own_rabbit.limit_messages(LIMIT)
     yield own_rabbit
-    await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 134217728).")
+    await own_rabbit.limit_messages()
 
 
 @pytest.mark.parametrize("policy", ["at_checkpoint", "on_receipt"])

@@ -73,11 +73,13 @@ class ServerFolder:
         env: dict[str, str],
         last_signal: signal.Signals,
         output: Path | None = None,
+        source: Path = Path(os.devnull),
     ) -> subprocess.Popen[bytes]:
         """Start `command` here as the server's user.
 
-        Output goes to the log, or to the file `output`. Call it on the main thread: for the
-        kernel, the parent that must not die is the calling *thread*.
+        Input comes from the file `source`. Output goes to the log, or to the file `output`. Call
+        it on the main thread: for the kernel, the parent that must not die is the calling
+        *thread*.
         """
         guard = [
             sys.executable,
@@ -88,12 +90,12 @@ class ServerFolder:
             self.user,
             str(int(last_signal)),
         ]
-        with (output or self.path / "log").open("ab") as log:
+        with source.open("rb") as stdin, (output or self.path / "log").open("ab") as log:
             return subprocess.Popen(
                 guard + command,
                 cwd=self.path,
                 env=env,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # ^C is for the tests, which stop their servers themselves

@@ -108,19 +108,67 @@ class RabbitServer(PrivateServer):
         """The lines that the node has logged so far."""
         return (self.folder.path / "log").read_text(errors="replace").splitlines()
 
+    async def add_user(
+        self, name: str, password: str, configure: str = ".*", write: str = ".*", read: str = ".*"
+    ) -> None:
+        """Add a login with these permissions."""
+        login = f"{_binary(name)}, {_binary(password)}"
+        rights = ", ".join(map(_binary, (name, "/", configure, write, read)))
+        await self.evaluate(
+            f'ok = rabbit_auth_backend_internal:add_user({login}, <<"tests">>), '
+            f'ok = rabbit_auth_backend_internal:set_permissions({rights}, <<"tests">>).'
+        )
+
+    async def delete_user(self, name: str) -> None:
+        """Delete a login."""
+        await self.evaluate(
+            f'ok = rabbit_auth_backend_internal:delete_user({_binary(name)}, <<"tests">>).'
+        )
+
+    async def limit_messages(self, max_bytes: int = 134_217_728) -> None:
+        """Set the size limit of a message, by default to that of a new node."""
+        await self.evaluate(f"ok = application:set_env(rabbit, max_message_size, {max_bytes}).")
+
+    async def evaluate(self, expressions: str) -> None:
+        """Evaluate Erlang on the node, without the virtual machine that `rabbitmqctl` starts.
+
+        Raises:
+            ServerFailed: the node reports an error.
+        """
+        call = shutil.which("erl_call")
+        if call is None:
+            await self.control("eval", expressions)
+            return
+        source = self.folder.write("expressions", f"{expressions}\n")
+        result = self.folder.write("result", "")
+        node = self.environment()["RABBITMQ_NODENAME"]
+        await self._run([call, "-sname", node, "-e"], output=result, source=source)
+        if not (answer := result.read_text(errors="replace")).startswith("{ok, "):
+            raise ServerFailed(f"{expressions} failed: {answer}")
+
     async def control(self, *arguments: str, output: Path | None = None) -> None:
         """Run `rabbitmqctl` on this node. Output goes to the log, or to the file `output`.
 
         Raises:
             ServerFailed: its exit code is not 0.
         """
-        command = [str(self._programs / "rabbitmqctl"), "--quiet", *arguments]
-        process = self.folder.spawn(command, self.environment(), signal.SIGKILL, output)
+        await self._run(
+            [str(self._programs / "rabbitmqctl"), "--quiet", *arguments], output=output
+        )
+
+    async def _run(
+        self, command: list[str], *, output: Path | None, source: Path = Path(os.devnull)
+    ) -> None:
+        process = self.folder.spawn(command, self.environment(), signal.SIGKILL, output, source)
         try:
             code = await asyncio.to_thread(process.wait)
         finally:
             process.kill()  # lets the thread end if the wait was cancelled
         if code != 0:
-            raise ServerFailed(
-                f"rabbitmqctl {' '.join(arguments)} failed:\n{self.folder.log_end()}"
-            )
+            raise ServerFailed(f"{' '.join(command)} failed:\n{self.folder.log_end()}")
+
+
+def _binary(text: str) -> str:
+    """An Erlang binary with `text`."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'<<"{escaped}">>'
