@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from io import StringIO
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,20 +75,20 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], IdleLoop]]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that use servers, so that `-m "not servers"` is right; run the longest first.
 
-    Each worker starts with an equal share of consecutive tests. They take over others later.
+    Each worker starts with an equal share of consecutive tests, and later takes over tests from
+    the end of another's. So the first worker alone runs the tests that stop servers, and the
+    others start none for that.
     """
     for item in items:
         if _required_servers(item):
             item.add_marker(pytest.mark.servers)
-    long = [item for item in items if item.get_closest_marker("timeout") is not None]
-    rest = iter([item for item in items if item.get_closest_marker("timeout") is None])
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    share = len(items) // workers
-    ordered: list[pytest.Item] = []
-    for worker in range(workers):
-        first = long[worker::workers]
-        ordered += [*first, *islice(rest, max(0, share - len(first)))]
-    items[:] = [*ordered, *rest]
+    items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    if item.get_closest_marker("timeout") is not None:
+        return 0
+    return 1 if any(map(_is_own, _required_servers(item))) else 2
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -101,9 +100,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for fixture in dict.fromkeys(
         name for item in session.items for name in _required_servers(item)
     ):
-        if not fleet.named_server(fixture):
+        if not _is_own(fixture) and not fleet.named_server(fixture):
             with suppress(ServersMissing):  # the fixture will report it
                 fleet.launch(fixture)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Freeze what a module leaves: a full collection then takes no time.
+
+    mypy, which some tests call, unfreezes everything.
+    """
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
@@ -131,6 +145,11 @@ def _task_stacks() -> Iterator[str]:
 
 def _required_servers(item: pytest.Item) -> list[str]:
     return [name for name in getattr(item, "fixturenames", ()) if name in KINDS]
+
+
+def _is_own(fixture: str) -> bool:
+    """Whether tests may stop the server. Most workers run no such test."""
+    return fixture.startswith("own_")
 
 
 def _server(
