@@ -13,11 +13,13 @@ import json
 import pkgutil
 import re
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
+from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
@@ -108,6 +110,7 @@ from meshpoint.testing.conformance.store_logs import (
 )
 from meshpoint.testing.conformance.store_mailbox import a_signal
 from meshpoint.testing.conformance.store_retries import a_retried_call, answer
+from servers import NamedServer, PostgresServer, own_database
 
 pytestmark = pytest.mark.servers
 
@@ -207,18 +210,37 @@ def _statements() -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="module")
+def large_database(module_postgres_url: str) -> str:
+    """Name of a database with many paused tasks, filled once and cloned for each test."""
+    with ThreadPoolExecutor(1) as thread:  # this one has the loop of the tests
+        thread.submit(asyncio.run, _fill(module_postgres_url)).result()
+    return urlsplit(module_postgres_url).path.removeprefix("/")
+
+
 @pytest.fixture
-async def large_database_url(postgres_url: str) -> str:
+async def large_database_url(
+    postgres_server: NamedServer | PostgresServer, large_database: str
+) -> AsyncIterator[str]:
     """A database with many paused tasks that reports its plans."""
-    store = _create_store(postgres_url)
+    async with own_database(postgres_server.url, large_database) as url:
+        await _report_plans(url)
+        yield url
+
+
+async def _fill(url: str) -> None:
+    store = _create_store(url)
     await store.open()
     long_pause = a_pause(
         a_call("a", timeout=100 * HOUR), requester=a_requester(idle_timeout=90 * HOUR)
     )
     task_id = await write_waiting_task(store, long_pause)
-    await copy_task(postgres_url, task_id, _STANDING, period=24 * HOUR)
-    await _insert_many_operations(postgres_url)
+    await copy_task(url, task_id, _STANDING, period=24 * HOUR)
+    await _insert_many_operations(url)
     await store.close()
+
+
+async def _report_plans(url: str) -> None:
     settings = {
         "session_preload_libraries": "auto_explain",
         "auto_explain.log_min_duration": "0",
@@ -228,7 +250,7 @@ async def large_database_url(postgres_url: str) -> str:
         "auto_explain.log_format": "json",
         "auto_explain.log_level": "notice",
     }
-    connection = await asyncpg.connect(postgres_url)
+    connection = await asyncpg.connect(url)
     try:
         await connection.execute("LOAD 'auto_explain'")  # makes its settings known
         for name, value in settings.items():
@@ -236,7 +258,6 @@ async def large_database_url(postgres_url: str) -> str:
             await connection.execute(f"ALTER DATABASE {database} SET {name} = '{value}'")
     finally:
         await connection.close()
-    return postgres_url
 
 
 async def _insert_many_operations(url: str) -> None:
