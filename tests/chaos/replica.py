@@ -32,6 +32,7 @@ from .instrumentation import DoublingBroker, EventFile
 PRELOADED_MODULES = [
     "meshpoint.wiring",
     "meshpoint.settings",
+    "meshpoint.settings.strict_yaml",
     "meshpoint.agents.function",
     "meshpoint.adapters.rabbitmq",
     "meshpoint.adapters.postgres_queue",
