@@ -132,9 +132,9 @@ async def test_tasks_that_call_their_own_group_all_complete(
     amqp_url: str, namespace: str, agents: list[Any], input_: Any, result: int
 ) -> None:
     """With more tasks than fit into the process, root requests wait but nested requests do not."""
-    async with running_group(amqp_url, namespace, *agents) as (client, _):
-        outcomes = await ask_all(client, agents[0].name, [input_] * 200)
-    assert outcomes == [Ok(result)] * 200
+    async with running_group(amqp_url, namespace, *agents, max_in_memory=30) as (client, _):
+        outcomes = await ask_all(client, agents[0].name, [input_] * 60)
+    assert outcomes == [Ok(result)] * 60
 
 
 @pytest.mark.parametrize("fault", ["silence", "hold_responses"])
@@ -154,14 +154,15 @@ async def test_in_process_tasks_survive_a_stalled_broker(
             publish_timeout=timedelta(seconds=5),  # a busy machine may start slowly
             peer_timeout=hour,
             drain_timeout=SLOW_BROKER_TIMEOUT,
+            max_in_memory=40,
         )
         async with group.serving(), PlainClient(client_broker) as client:
-            waiting = await asyncio.gather(*[client.send("tree", [3, 2]) for _ in range(150)])
+            waiting = await asyncio.gather(*[client.send("tree", [3, 2]) for _ in range(60)])
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             getattr(proxy, fault)()
             await group.events.wait(Step.BROKER_UNAVAILABLE)
             proxy.resume()
-            assert [(await reply).outcome for reply in waiting] == [Ok(6)] * 150
+            assert [(await reply).outcome for reply in waiting] == [Ok(6)] * 60
     assert group.events.matching(Step.REPLY_DROPPED) == []
 
 

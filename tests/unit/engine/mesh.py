@@ -222,13 +222,13 @@ class Mesh:
         """The value of the `x-deadline` header for an instant that many seconds from now."""
         return (self.clock.now() + timedelta(seconds=seconds)).timestamp()
 
-    async def advance(self, seconds: float) -> None:
-        """Move the clock in steps of one second at most, and let every sweeper run after each."""
+    async def advance(self, seconds: float, *, step: float = 1.0) -> None:
+        """Move the clock in steps of some seconds, and let every sweeper run after each."""
         elapsed = 0.0
         while elapsed < seconds:
-            step = min(1.0, seconds - elapsed)
-            self.clock.advance(timedelta(seconds=step))
-            elapsed += step
+            duration = min(step, seconds - elapsed)
+            self.clock.advance(timedelta(seconds=duration))
+            elapsed += duration
             await self.idle()
 
     async def idle(self) -> None:
@@ -257,13 +257,13 @@ class SqlMesh(Mesh):
     def open_store(self) -> Any:
         return SqlStore(self._url, namespace="test", clock=self.clock)
 
-    async def advance(self, seconds: float) -> None:
-        """Move the clock second by second. Each replica sweeps after each step."""
+    async def advance(self, seconds: float, *, step: float = 1.0) -> None:
+        """Move the clock in steps of some seconds. Each replica sweeps after each step."""
         running = [replica.id for replica in self.replicas if not replica.task.done()]
-        for _ in range(round(seconds)):
+        for _ in range(round(seconds / step)):
             await self.idle()
             sweeps = {each: self._count_sweeps(each) for each in running}
-            self.clock.advance(timedelta(seconds=1))
+            self.clock.advance(timedelta(seconds=step))
             await self._wait_for_more(sweeps)
         await self.idle()
 
