@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +32,17 @@ FRAMEWORKS = {
 }
 """Extras that `all` leaves out: a replica uses at most one framework."""
 MAIN = "from meshpoint.cli import main; main({arguments})"
+RUN_EACH = """
+import json, traceback
+
+errors = {{}}
+for code in {codes!r}:
+    try:
+        exec(code, {{}})
+    except Exception as error:
+        errors[code] = traceback.format_exception_only(error)[-1].rstrip()
+print(json.dumps(errors))
+"""
 
 
 def first_example() -> str:
@@ -54,91 +66,101 @@ def test_the_core_imports_no_optional_library() -> None:
     assert done.stdout.splitlines()[-1] == "loaded:"
 
 
-@pytest.mark.parametrize(
-    ("feature", "code", "key"),
-    [
+NEEDS: list[tuple[Feature, str, str]] = [
+    (
+        extras.RABBITMQ,
+        "from meshpoint.settings import MeshSettings; MeshSettings(broker_url='amqp://h/')",
+        "mesh.broker_url",
+    ),
+    (
+        extras.POSTGRESQL,
+        "from meshpoint.operations import Operations; Operations('postgresql://h/d')",
+        "db_url",
+    ),
+    (
+        extras.POSTGRESQL,
+        "from meshpoint.adapters.sql import migrations; migrations.check('postgresql://h/d')",
+        "database",
+    ),
+    *(
         (
-            extras.RABBITMQ,
-            "from meshpoint.settings import MeshSettings; MeshSettings(broker_url='amqp://h/')",
-            "mesh.broker_url",
-        ),
-        (
-            extras.POSTGRESQL,
-            "from meshpoint.operations import Operations; Operations('postgresql://h/d')",
-            "db_url",
-        ),
-        (
-            extras.POSTGRESQL,
-            "from meshpoint.adapters.sql import migrations; migrations.check('postgresql://h/d')",
-            "database",
-        ),
-        *(
-            (
-                extras.REDIS,
-                "from meshpoint.settings import AgentSettings\n"
-                f"AgentSettings(name='a', entrypoint='m:a', {setting}='redis://h/')",
-                f"agent.{setting}",
-            )
-            for setting in ("checkpoint_cache_url", "memory_url", "memory_snapshot_url")
-        ),
-        (
-            extras.TELEMETRY,
-            "from meshpoint.extras import TELEMETRY; TELEMETRY.require('--metrics-port')",
-            "--metrics-port",
-        ),
-        (extras.YAML, "from meshpoint.settings import load; load(['mesh.yaml'])", "mesh.yaml"),
-        (
-            extras.CONFORMANCE,
-            "import meshpoint.testing.conformance.store",
-            "meshpoint.testing.conformance",
-        ),
-        (
-            extras.PYDANTIC_AI,
-            "import meshpoint.frameworks.pydantic_ai",
-            "meshpoint.frameworks.pydantic_ai",
-        ),
-        (
-            extras.GOOGLE_ADK,
-            "import meshpoint.frameworks.google_adk",
-            "meshpoint.frameworks.google_adk",
-        ),
-        (
-            extras.LANGGRAPH,
-            "import meshpoint.frameworks.langgraph",
-            "meshpoint.frameworks.langgraph",
-        ),
-        (
-            extras.OPENAI_AGENTS,
-            "import meshpoint.frameworks.openai_agents",
-            "meshpoint.frameworks.openai_agents",
-        ),
-        (
-            extras.AGENT_FRAMEWORK,
-            "import meshpoint.frameworks.agent_framework",
-            "meshpoint.frameworks.agent_framework",
-        ),
-        (
-            extras.STRANDS,
-            "import meshpoint.frameworks.strands",
-            "meshpoint.frameworks.strands",
-        ),
-        (
-            extras.MESH_FIXTURE,
-            "from meshpoint.testing import TestMesh, mesh_fixture; mesh_fixture()",
-            "mesh_fixture",
-        ),
-    ],
-)
+            extras.REDIS,
+            "from meshpoint.settings import AgentSettings\n"
+            f"AgentSettings(name='a', entrypoint='m:a', {setting}='redis://h/')",
+            f"agent.{setting}",
+        )
+        for setting in ("checkpoint_cache_url", "memory_url", "memory_snapshot_url")
+    ),
+    (
+        extras.TELEMETRY,
+        "from meshpoint.extras import TELEMETRY; TELEMETRY.require('--metrics-port')",
+        "--metrics-port",
+    ),
+    (extras.YAML, "from meshpoint.settings import load; load(['mesh.yaml'])", "mesh.yaml"),
+    (
+        extras.CONFORMANCE,
+        "import meshpoint.testing.conformance.store",
+        "meshpoint.testing.conformance",
+    ),
+    (
+        extras.PYDANTIC_AI,
+        "import meshpoint.frameworks.pydantic_ai",
+        "meshpoint.frameworks.pydantic_ai",
+    ),
+    (
+        extras.GOOGLE_ADK,
+        "import meshpoint.frameworks.google_adk",
+        "meshpoint.frameworks.google_adk",
+    ),
+    (
+        extras.LANGGRAPH,
+        "import meshpoint.frameworks.langgraph",
+        "meshpoint.frameworks.langgraph",
+    ),
+    (
+        extras.OPENAI_AGENTS,
+        "import meshpoint.frameworks.openai_agents",
+        "meshpoint.frameworks.openai_agents",
+    ),
+    (
+        extras.AGENT_FRAMEWORK,
+        "import meshpoint.frameworks.agent_framework",
+        "meshpoint.frameworks.agent_framework",
+    ),
+    (
+        extras.STRANDS,
+        "import meshpoint.frameworks.strands",
+        "meshpoint.frameworks.strands",
+    ),
+    (
+        extras.MESH_FIXTURE,
+        "from meshpoint.testing import TestMesh, mesh_fixture; mesh_fixture()",
+        "mesh_fixture",
+    ),
+]
+"""Features with code that needs a library, and the key that the error names."""
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, str]:
+    """The last line of the error of each code in `NEEDS`, which run in one process."""
+    codes = [code for _, code, _ in NEEDS]
+    done = run_without(OPTIONAL, RUN_EACH.format(codes=codes))
+    assert (done.returncode, done.stderr) == (0, "")
+    lines: dict[str, str] = json.loads(done.stdout)
+    return lines
+
+
+@pytest.mark.parametrize(("feature", "code", "key"), NEEDS)
 def test_a_missing_library_is_named_when_it_is_needed(
-    feature: Feature, code: str, key: str
+    errors: dict[str, str], feature: Feature, code: str, key: str
 ) -> None:
     first = next(iter(feature.libraries.values()))
-    done = run_without(OPTIONAL, code)
     line = (
         f"{key}: {feature.name} needs the package {first}; "
         f"run: pip install 'meshpoint[{feature.extra}]'"
     )
-    assert done.stderr.splitlines()[-1] == f"meshpoint.errors.ConfigurationError: {line}"
+    assert errors[code] == f"meshpoint.errors.ConfigurationError: {line}"
 
 
 @pytest.mark.parametrize(
