@@ -60,10 +60,17 @@ def read_events(folder: Path) -> Iterator[EventLine]:
 
 def read_replica_events(path: Path) -> Iterator[EventLine]:
     """Every event that one replica has written. Leaves out an event that is not complete yet."""
-    with path.open() as file:
+    yield from read_new_events(path, {})
+
+
+def read_new_events(path: Path, positions: dict[Path, int]) -> Iterator[EventLine]:
+    """The events after the position of the file in `positions`, which moves behind them."""
+    with path.open("rb") as file:
+        file.seek(positions.setdefault(path, 0))
         for line in file:
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
+            positions[path] += len(line)
             at, step, phase, agent, ids, detail = json.loads(line)
             yield at, step, phase, agent, ids, detail
 

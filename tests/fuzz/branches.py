@@ -9,7 +9,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
@@ -55,6 +55,7 @@ class Branch:
         return f"{self.module.removeprefix('meshpoint.')}.{self.function}: {self.text}"
 
 
+@cache
 def branches(modules: tuple[str, ...] = MODULES) -> list[Branch]:
     """Every `raise`, `return`, `case`, `except` and `if` body of `modules`."""
     return [

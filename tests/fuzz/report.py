@@ -97,26 +97,43 @@ class Fates:
     missing: list[str]
 
 
+class RecordedFates:
+    """What the replicas have recorded of marked messages. Each event is read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._positions: dict[Path, int] = {}
+        self.settled: dict[str, tuple[str, str, str]] = {}
+        self.outcomes: set[str] = set()
+
+    def read_new(self) -> None:
+        """Read the events since the last call."""
+        for path in sorted(self._folder.glob("*.events")):
+            for _, step, _, _, ids, detail in event_counts.read_new_events(path, self._positions):
+                if step == SETTLED_EVENT:
+                    for mark in detail["marks"]:
+                        self.settled[mark] = (detail["how"], detail["type"], ids[0] if ids else "")
+                elif step in _OUTCOME_STEPS:
+                    self.outcomes.update(ids)
+
+
 def find_fates(
-    sent: Mapping[str, str], folder: Path, refused: set[str], dead: set[str], replied: set[str]
+    sent: Mapping[str, str],
+    recorded: RecordedFates,
+    refused: set[str],
+    dead: set[str],
+    replied: set[str],
 ) -> Fates:
     """Find the fate of each marked message. `sent` maps marks to recipes."""
-    settled: dict[str, tuple[str, str, str]] = {}
-    outcomes: set[str] = set()
-    for _, step, _, _, ids, detail in event_counts.read_events(folder):
-        if step == SETTLED_EVENT:
-            for mark in detail["marks"]:
-                settled[mark] = (detail["how"], detail["type"], ids[0] if ids else "")
-        elif step in _OUTCOME_STEPS:
-            outcomes.update(ids)
+    recorded.read_new()
     fate_counts, missing = Counter[str](), list[str]()
     for mark, recipe in sent.items():
-        fate, kind, task_id = settled.get(mark, ("", "", ""))
+        fate, kind, task_id = recorded.settled.get(mark, ("", "", ""))
         if mark in refused:
             fate_counts["refused by the broker"] += 1
         elif mark in dead or fate == "dead":
             fate_counts["dead letter"] += 1
-        elif fate == "ack" and (kind != "request" or task_id in outcomes):
+        elif fate == "ack" and (kind != "request" or task_id in recorded.outcomes):
             fate_counts["outcome of a request" if kind == "request" else f"{kind} settled"] += 1
         elif mark in replied:
             fate_counts["answered"] += 1

@@ -220,6 +220,7 @@ class Fuzzer:
             locker,
         )
         self._folder = folder
+        self._recorded_fates = reports.RecordedFates(folder)
         unusable: set[str] = set()
         if not isinstance(side, RabbitSide):
             unusable |= FORGED | ON_SERVERS
@@ -390,7 +391,11 @@ class Fuzzer:
     def _find_fates(self) -> reports.Fates:
         side, sent = self._side, self._state.recipe_by_mark
         return reports.find_fates(
-            dict(sent), self._folder, set(side.refused), set(side.dead), set(side.replied)
+            dict(sent),
+            self._recorded_fates,
+            set(side.refused),
+            set(side.dead),
+            set(side.replied),
         )
 
     def make_report(self) -> Report:
