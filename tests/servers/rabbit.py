@@ -126,7 +126,7 @@ class RabbitServer(PrivateServer):
         )
 
     async def limit_messages(self, max_bytes: int = 134_217_728) -> None:
-        """Set the size limit of a message, by default to that of a new node."""
+        """Limit the size of a message. The default is the limit of a new node."""
         await self.evaluate(f"ok = application:set_env(rabbit, max_message_size, {max_bytes}).")
 
     async def evaluate(self, expressions: str) -> None:
