@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from urllib.parse import urlsplit
@@ -43,10 +44,12 @@ from meshpoint.ports.observer import Observer, Observers
 from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentOptions, AgentSettings, MeshSettings, Settings, StoreSettings
+from meshpoint.settings.urls import redact_url
 
 if TYPE_CHECKING:
     from meshpoint.adapters.rabbitmq.topology import Topology
     from meshpoint.adapters.sql.migrations import DowngradePlan
+    from meshpoint.adapters.telemetry.exporter import Source
     from meshpoint.adapters.telemetry.metrics import Meter
     from meshpoint.adapters.telemetry.prometheus_meter import PrometheusMeter
 
@@ -56,6 +59,8 @@ _MESSAGING_SYSTEMS = {"amqp": "rabbitmq", "amqps": "rabbitmq"}
 _EXCHANGES: dict[str, InProcessExchange] = {}
 _MAX_ENDED_TASKS = 10_000
 """Number of ended task ids that a process remembers, so that it ignores duplicate requests."""
+_READ_TIMEOUT = timedelta(seconds=20)
+"""Limit for one reading of a server's metrics."""
 _CLOSE_TIMEOUT, _MIN_CLOSE_TIMEOUT = 10.0, 0.25
 """Seconds for closing the broker's connection: at most, and at least (after a long drain)."""
 
@@ -580,6 +585,72 @@ async def _observed(
         yield Observers((health, with_telemetry(observer, settings.mesh, meter)))
     finally:
         await endpoint.close()
+
+
+async def export_metrics(
+    settings: Settings, address: MetricsAddress, *, interval: timedelta, stop: asyncio.Event
+) -> None:
+    """Serve the metrics of the whole mesh until `stop` is set.
+
+    Reads the databases and the queues of the agents in `settings` from time to time.
+
+    Raises:
+        ConfigurationError: A library is missing, or the address cannot be used.
+    """
+    TELEMETRY.require("meshpoint metrics")
+    from meshpoint.adapters.telemetry.endpoint import Endpoint
+    from meshpoint.adapters.telemetry.exporter import Exporter
+
+    exporter = Exporter(
+        _metric_sources(settings), interval=interval, timeout=_READ_TIMEOUT, clock=_CLOCK
+    )
+    endpoint = Endpoint(exporter, exporter)
+    await endpoint.open(address.host, address.port, "--")
+    reading = asyncio.create_task(exporter.run())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            reading.result()
+    finally:
+        for task in (stopping, reading):
+            task.cancel()
+        await asyncio.gather(stopping, reading, return_exceptions=True)
+        await endpoint.close()
+
+
+def _metric_sources(settings: Settings) -> list[Source]:
+    """The databases of the mesh, with the agents in each, and its broker."""
+    from meshpoint.adapters.sql.gauges import SqlGauges
+    from meshpoint.adapters.telemetry.exporter import DatabaseSource, QueueSource
+
+    mesh = settings.mesh
+    agents: dict[str, list[AgentName]] = {}
+    for each in settings.agents:
+        if each.has_database:
+            agents.setdefault(each.session_db_url, []).append(AgentName(each.name))
+    if not settings.agents and mesh.database_url is not None:
+        agents[mesh.database_url] = []
+    if mesh.broker_url.startswith("postgresql"):  # its sessions and its size count too
+        agents.setdefault(mesh.broker_url, [])
+    sources: list[Source] = [
+        DatabaseSource(
+            redact_url(url),
+            SqlGauges(url, namespace=mesh.namespace, timeout=_READ_TIMEOUT, agents=names),
+            _CLOCK,
+        )
+        for url, names in agents.items()
+    ]
+    if inspect_broker(mesh, _READ_TIMEOUT) is not None:
+        shards = {AgentName(each.name): each.request_shards for each in settings.agents}
+        sources.append(QueueSource(redact_url(mesh.broker_url), partial(_inspect, mesh), shards))
+    return sources
+
+
+def _inspect(mesh: MeshSettings) -> BrokerInspection:
+    inspection = inspect_broker(mesh, _READ_TIMEOUT)
+    assert inspection is not None  # its URL does not change
+    return inspection
 
 
 def logging_to(

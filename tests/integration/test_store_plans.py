@@ -30,7 +30,7 @@ from bulk_tasks import TABLES as CROWDED
 from bulk_tasks import copy_task, write_waiting_task
 from concurrent_answer import concurrent_answer
 from meshpoint.adapters import sql
-from meshpoint.adapters.sql import SqlStore, fast_path, owning
+from meshpoint.adapters.sql import SqlStore, fast_path, gauges, owning
 from meshpoint.adapters.sql.dialect import Dialect
 from meshpoint.adapters.sql.tables import (
     archive,
@@ -126,6 +126,7 @@ _FOR_PEOPLE = {
     *("READ_AGENTS", "READ_REQUEST"),
     *("COUNT_TASKS", "COUNT_WAITS", "COUNT_DEAD", "COUNT_PARKED", "COUNT_SUSPENDED"),
     *("COUNT_OPERATIONS", "READ_OWNERS"),
+    *("READ_TASK_GAUGES", "COUNT_UNACQUIRED"),
 }
 """Statements for people, some of which read and sort many rows."""
 _FOR_DAMAGE = {"POSTPONE_TASK", "POSTPONE_KEEP_ALIVE", "UPDATE_UNANSWERABLE"}
@@ -742,6 +743,23 @@ async def test_only_the_last_claim_reads_the_other_responses(large_database_url:
         (arrival,) = await store.claim([a_claim(pause, f"call-{most - 2}")], HERE, 1)
     assert isinstance(arrival, StillWaiting)
     assert not plans.scans()
+
+
+async def test_metrics_read_indexes_up_to_a_limit(
+    large_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, limit = RecordedPlans(), 1000
+    for name in ("MAX_COUNT", "MAX_ENDED_COUNT", "_SAMPLE"):
+        monkeypatch.setattr(gauges, name, limit)
+    reader = gauges.SqlGauges(large_database_url, namespace="test", timeout=HOUR)
+    with plans.listening():
+        found = (await reader.read()).agents[AGENT]
+        await reader.close()
+    assert (found.tasks[TaskState.WAITING], found.open_questions) == (limit, 0)
+    assert found.waiting_age > 23 * HOUR.total_seconds()
+    assert plans.plans
+    scans = [scan for _, scan in plans.scans()]
+    assert not scans, "\n\n".join(scans)
 
 
 async def test_a_table_scan_is_detected(large_database_url: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.engine.lease_renewer import LeaseRenewer
+from meshpoint.engine.presence import Presence
 from meshpoint.engine.runtime import build_runtime
 from meshpoint.engine.worker import Worker
 from meshpoint.model.ids import ReplicaId
@@ -49,7 +50,7 @@ class EventLoopLeaseRenewer(LeaseRenewer):
     _lock: threading.Lock
     _renewing: asyncio.Task[None] | None = None
 
-    def start(self, on_lost: Callable[[Run], None]) -> None:
+    def start(self, on_lost: Callable[[Run], None], presence: Presence | None = None) -> None:
         """Start renewing."""
         self._renewing = asyncio.create_task(
             self._keep_renewing(asyncio.get_running_loop(), on_lost)

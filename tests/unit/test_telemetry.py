@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,13 @@ from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.ports.observer import Observers
 from meshpoint.settings import MeshSettings, Settings, load
-from meshpoint.wiring import MetricsAddress, current_traceparent, serve, with_telemetry
+from meshpoint.wiring import (
+    MetricsAddress,
+    current_traceparent,
+    export_metrics,
+    serve,
+    with_telemetry,
+)
 from recorded_events import RecordedEvents
 
 MEMORY = MeshSettings(broker_url="memory://")
@@ -179,3 +186,46 @@ async def test_a_port_in_use_stops_the_start(settings: Settings) -> None:
         address = MetricsAddress("127.0.0.1", other.getsockname()[1])
         with pytest.raises(ConfigurationError, match="is in use"):
             await serve(settings, metrics=address)
+
+
+async def test_the_metrics_of_a_mesh_are_served(
+    settings: Settings, tmp_path: Path, unused_port: int
+) -> None:
+    file = tmp_path / "mesh.db"
+    mesh = settings.mesh.model_copy(update={"broker_url": f"sqlite:///{file}"})
+    (agent,) = settings.agents
+    stored = agent.model_copy(
+        update={"session_service": "sql", "session_db_url": f"sqlite:///{file}"}
+    )
+    stop, address = asyncio.Event(), MetricsAddress("127.0.0.1", unused_port)
+    exporting = asyncio.create_task(
+        export_metrics(
+            Settings(mesh=mesh, agents=(stored,)),
+            address,
+            interval=timedelta(seconds=15),
+            stop=stop,
+        )
+    )
+    while True:
+        try:
+            if (await get(unused_port, "/readyz")).startswith("HTTP/1.1 200 "):
+                break
+        except OSError:
+            await asyncio.sleep(0)
+    shown = await get(unused_port, "/metrics")
+    server = f'server="sqlite:///{file}"'
+    assert f'meshpoint_server_up{{role="database",{server}}} 0.0' in shown  # no file yet
+    assert f'meshpoint_server_up{{role="broker",{server}}} 1.0' in shown
+    stop.set()
+    await exporting
+    with pytest.raises(OSError, match=r"Connect call failed|refused"):
+        await get(unused_port, "/healthz")
+
+
+async def test_a_port_in_use_stops_the_metrics_of_a_mesh(settings: Settings) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = MetricsAddress("127.0.0.1", other.getsockname()[1])
+        with pytest.raises(ConfigurationError, match=r"^--port: .* is in use"):
+            await export_metrics(
+                settings, address, interval=timedelta(seconds=15), stop=asyncio.Event()
+            )

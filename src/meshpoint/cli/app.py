@@ -18,6 +18,7 @@ from meshpoint.cli import (
     dead,
     doctor,
     exec,
+    metrics,
     run,
     send,
     sessions,
@@ -49,6 +50,7 @@ app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(dead.app, name="dead")
 app.add_typer(db.app, name="db")
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command("metrics", epilog=metrics.EXAMPLES)(metrics.metrics)
 app.command("sweep", epilog=run.SWEEP_EXAMPLES)(run.sweep)
 
 _DEMO_EXAMPLES = """\b

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("meshpoint.run")
 
-_MAX_PORT = 65_535
+MAX_PORT = 65_535
 _Configs = Annotated[
     list[Path],
     typer.Argument(metavar="CONFIG...", help="YAML files; the agents of all files are used."),
 ]
-_LogLevel = Annotated[
+LogLevel = Annotated[
     str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
 ]
 
@@ -66,7 +66,7 @@ def run(
             "--replicas", "-n", metavar="N", min=1, max=1000, help="Number of processes."
         ),
     ] = 1,
-    log_level: _LogLevel = "info",
+    log_level: LogLevel = "info",
     log_json: Annotated[
         bool, typer.Option("--log-json", help="Log JSON lines even on a terminal.")
     ] = False,
@@ -76,7 +76,7 @@ def run(
             "--metrics-port",
             metavar="PORT",
             min=1,
-            max=_MAX_PORT,
+            max=MAX_PORT,
             help="Serve /metrics, /healthz and /readyz; replica N of several at PORT + N - 1.",
         ),
     ] = None,
@@ -93,7 +93,7 @@ def run(
     """
     from meshpoint.wiring import logging_to
 
-    level, settings = _parse_log_level(log_level), load_agents(configs)
+    level, settings = parse_log_level(log_level), load_agents(configs)
     if replicas > 1 and settings.mesh.broker_url.startswith("memory"):
         raise ConfigurationError(
             "mesh.broker_url", "processes cannot share memory://", "use sqlite:///meshpoint.db"
@@ -108,7 +108,7 @@ def run(
     raise typer.Exit(code)
 
 
-def sweep(configs: _Configs, log_level: _LogLevel = "warning", as_json: AsJson = False) -> None:
+def sweep(configs: _Configs, log_level: LogLevel = "warning", as_json: AsJson = False) -> None:
     """Run one sweep and print what it did.
 
     A sweep enforces deadlines, handles expired leases and sends committed messages that are still
@@ -118,7 +118,7 @@ def sweep(configs: _Configs, log_level: _LogLevel = "warning", as_json: AsJson =
     """
     from meshpoint.wiring import logging_to, sweep_once
 
-    level, settings = _parse_log_level(log_level), load_agents(configs)
+    level, settings = parse_log_level(log_level), load_agents(configs)
     with logging_to(sys.stderr, level):
         done = asyncio.run(sweep_once(settings))
     if as_json:
@@ -148,7 +148,12 @@ def load_agents(configs: list[Path]) -> Settings:
     return settings
 
 
-def _parse_log_level(level: str) -> str:
+def parse_log_level(level: str) -> str:
+    """Return `level` in lower case.
+
+    Raises:
+        ConfigurationError: It is not a log level.
+    """
     if level.lower() not in _LOG_LEVELS:
         raise ConfigurationError(
             "--log-level", f"{level!r} is not a log level", f"use one of {', '.join(_LOG_LEVELS)}"
@@ -179,9 +184,9 @@ def _metrics_addresses(host: str, port: int | None, replicas: int) -> list[Metri
     if port is None:
         return [None] * replicas
     TELEMETRY.require("--metrics-port")
-    if port + replicas - 1 > _MAX_PORT:
+    if port + replicas - 1 > MAX_PORT:
         problem = f"{replicas} replicas need the ports {port} to {port + replicas - 1}"
-        raise ConfigurationError("--metrics-port", problem, f"use ports up to {_MAX_PORT}")
+        raise ConfigurationError("--metrics-port", problem, f"use ports up to {MAX_PORT}")
     return [MetricsAddress(host, port + number) for number in range(replicas)]
 
 

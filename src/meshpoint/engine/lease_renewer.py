@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 
+from meshpoint.engine.presence import Presence
 from meshpoint.errors import Unavailable
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
@@ -46,10 +47,14 @@ class LeaseRenewer:
         self._stop, self._ended = asyncio.Event(), asyncio.Event()
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._presence: Presence | None = None
 
-    def start(self, on_lost: Callable[[Run], None]) -> None:
-        """Start renewing. Must be called on the worker's event loop, where `on_lost` is called."""
-        worker_loop = asyncio.get_running_loop()
+    def start(self, on_lost: Callable[[Run], None], presence: Presence | None = None) -> None:
+        """Start renewing. Must be called on the worker's event loop, where `on_lost` is called.
+
+        With a `presence`, the thread also keeps the replica registered until `close`.
+        """
+        worker_loop, self._presence = asyncio.get_running_loop(), presence
         self._loop = asyncio.new_event_loop()
         runner = asyncio.Runner(loop_factory=lambda: self._loop or asyncio.new_event_loop())
 
@@ -128,6 +133,10 @@ class LeaseRenewer:
         worker_loop: asyncio.AbstractEventLoop,
         on_lost: Callable[[Run], None],
     ) -> None:
+        # A task of its own: a row that somebody locks must not delay the leases.
+        registering = (
+            None if self._presence is None else asyncio.create_task(self._presence.keep(store))
+        )
         try:
             while True:
                 await asyncio.sleep(self._interval)
@@ -138,7 +147,17 @@ class LeaseRenewer:
                     self.stop_renewing(run)
                     worker_loop.call_soon_threadsafe(on_lost, run)
         finally:
+            if registering is not None:
+                registering.cancel()
+                await asyncio.gather(registering, return_exceptions=True)
+            if self._presence is not None and self._stop.is_set():
+                await self._presence.leave(store)
             await store.close()
+
+    def drain(self) -> None:
+        """Show others that the replica stops."""
+        if self._presence is not None:
+            self._presence.drain()
 
     async def _renew(self, store: CheckpointStore) -> list[Run]:
         with self._lock:

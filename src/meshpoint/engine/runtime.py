@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,10 +11,13 @@ from typing import Any, TypeVar
 
 from pydantic import JsonValue
 
+from meshpoint._version import __version__
 from meshpoint.agents.versions import code_version
+from meshpoint.engine import presence
 from meshpoint.engine.backend import Backend, DatabaseBackend, StartupGrace
 from meshpoint.engine.background import BackgroundTasks
 from meshpoint.engine.lease_renewer import LeaseRenewer
+from meshpoint.engine.presence import Presence
 from meshpoint.engine.retry import Retry
 from meshpoint.engine.slots import Slots
 from meshpoint.errors import StoreUnavailable
@@ -24,6 +28,7 @@ from meshpoint.model.messages import private_queue, response_queue
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed
 from meshpoint.model.peer_directory import PeerDirectory
+from meshpoint.model.replicas import Registration
 from meshpoint.model.secrets import mask_reason
 from meshpoint.model.tasks import Replica, Run
 from meshpoint.ports.agent import DurableAgent, list_versions, readable_formats
@@ -116,6 +121,22 @@ class ReplicaRuntime:
         except StoreUnavailable as error:
             self.retry.record_outage(error)
             raise
+
+    def make_presence(self) -> Presence:
+        """Describe this replica to others, once it serves."""
+        interval = max(presence.MIN_INTERVAL, self.options.renew_interval)
+        return Presence(
+            Registration(
+                self.replica.id,
+                self.agent,
+                __version__,
+                self.options.app_version or "",
+                self.replica.formats,
+                self.options.max_concurrency,
+                socket.gethostname(),
+                valid_for=interval * presence.INTERVALS_UNTIL_LOST,
+            )
+        )
 
     def release_slots(self, *, is_suspect: bool) -> None:
         """Release the slot of a task and, if it is a suspect, its slot for suspects."""

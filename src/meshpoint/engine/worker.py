@@ -284,7 +284,7 @@ class Worker:
         )
         await self._request_consumer.start()
         if self._leases is not None:
-            self._leases.start(self.tasks.stop_lost)
+            self._leases.start(self.tasks.stop_lost, self.runtime.make_presence())
         if self.runtime.database is None:  # another replica may have started at the same time
             await self.runtime.retry.for_at_most(self._marker.check_in, options.startup_timeout)
         self.runtime.steps.emit(Step.STARTED, slots=options.max_concurrency)
@@ -436,6 +436,8 @@ class Worker:
             unacked=len(self.tasks.unacked.by_task),
             **({"reason": reason} if isinstance(reason, str) else {}),
         )
+        if self._leases is not None:
+            self._leases.drain()
         closing = self._spawn(self._stop_consuming)
         if not await _finish_within(
             options.drain_timeout.total_seconds(), self._finish_tasks(closing, consumers)

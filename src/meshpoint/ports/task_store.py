@@ -19,7 +19,7 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from meshpoint.errors import Unavailable
-from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.mailbox import (
     Mailbox,
     MailResult,
@@ -37,6 +37,7 @@ from meshpoint.model.operations import (
     ReviveResult,
 )
 from meshpoint.model.questions import AskedQuestion, QuestionKey
+from meshpoint.model.replicas import RegisteredReplica, Registration
 from meshpoint.model.subtasks import AgentCheckpoint, Operation
 from meshpoint.model.tasks import (
     EVERY_TASK,
@@ -555,7 +556,23 @@ class Operations(Protocol):
         """Operations, newest first. Empty `statuses` matches every status."""
 
 
-class CheckpointStore(Transitions, DueWork, Outbox, Catalog, Operations, Protocol):
+class Fleet(Protocol):
+    """The replicas that serve agents. Each has one row for each agent that it serves."""
+
+    async def register(self, registration: Registration) -> None:
+        """Register a replica, or register it again.
+
+        Also forgets replicas of the agent that have been lost for longer than `KEPT_WHEN_LOST`.
+        """
+
+    async def unregister(self, agent: AgentName, replica: ReplicaId) -> None:
+        """Forget a replica that has stopped."""
+
+    async def replicas(self, agent: AgentName | None = None) -> list[RegisteredReplica]:
+        """The replicas of `agent`, or of all agents, in the order of their start."""
+
+
+class CheckpointStore(Transitions, DueWork, Outbox, Catalog, Operations, Fleet, Protocol):
     """The complete store. `durable` says whether tasks kept here outlive the process."""
 
     @property

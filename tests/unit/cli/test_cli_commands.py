@@ -1024,6 +1024,40 @@ def test_run_serves_metrics_only_on_this_machine_by_default(
     assert mesh.seen["metrics"] == address
 
 
+@pytest.mark.parametrize(
+    ("arguments", "address", "interval"),
+    [
+        ([], MetricsAddress("127.0.0.1", 9464), 15),
+        (
+            ["--host", "0.0.0.0", "--port", "9000", "--interval", "60"],
+            MetricsAddress("0.0.0.0", 9000),
+            60,
+        ),
+    ],
+)
+def test_the_metrics_of_a_mesh_are_served_on_this_machine_by_default(
+    cli: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    address: MetricsAddress,
+    interval: int,
+) -> None:
+    seen: list[object] = []
+
+    async def export(
+        settings: Settings,
+        address: MetricsAddress,
+        *,
+        interval: timedelta,
+        stop: asyncio.Event,
+    ) -> None:
+        seen.extend([[each.name for each in settings.agents], address, interval])
+
+    monkeypatch.setattr("meshpoint.wiring.export_metrics", export)
+    assert cli("metrics", "mesh.yaml", *arguments).code == 0
+    assert seen == [["travel", "flights", "echo"], address, timedelta(seconds=interval)]
+
+
 def test_each_of_several_replicas_has_its_own_port(
     cli: Command, mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,8 @@ FOREIGN = {
     "OPENAI_AGENTS_DISABLE_TRACING",  # OpenAI Agents SDK
     "tracing_disabled",  # OpenAI Agents SDK
     "TestCheapest",  # defined on the page
+    "pg_read_all_stats",  # PostgreSQL
+    "max_over_time",  # Prometheus
     "MESHPOINT_PORT",  # an example of what is ignored
 }
 """Names on the pages that belong to other programs or to the reader."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import yaml
 
 from code_blocks import code_blocks
 from meshpoint.adapters.telemetry import metrics, tracing
-from meshpoint.adapters.telemetry.metrics import METRICS
+from meshpoint.adapters.telemetry.mesh_metrics import MESH_METRICS
+from meshpoint.adapters.telemetry.metrics import METRICS, Metric
 from meshpoint.model.outcomes import FailureKind
 from meshpoint.model.waits import QUESTION_PREFIX, SIGNAL_PREFIX, SLEEP_PEER, wait_kind
 
@@ -34,15 +37,19 @@ def code_spans(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
-def test_every_metric_is_documented() -> None:
-    assert rows("Metrics") == [
+@pytest.mark.parametrize(
+    ("heading", "metrics"),
+    [("Metrics of a replica", METRICS), ("Metrics of a mesh", MESH_METRICS)],
+)
+def test_every_metric_is_documented(heading: str, metrics: Sequence[Metric]) -> None:
+    assert rows(heading) == [
         [
             f"`{metric.name}`",
             metric.kind.value,
             ", ".join(f"`{label}`" for label in metric.labels),
             metric.description,
         ]
-        for metric in METRICS
+        for metric in metrics
     ]
 
 
@@ -69,14 +76,16 @@ def test_every_reason_of_a_pause_is_documented() -> None:
 
 def test_the_expressions_use_existing_metrics_and_labels() -> None:
     used = set(re.findall(r"meshpoint_\w+", GUIDE))
-    assert used <= {metric.name for metric in METRICS}
+    assert used <= {metric.name for metric in (*METRICS, *MESH_METRICS)}
 
 
 def test_the_configuration_names_the_ports_of_the_command() -> None:
-    scraping, probes = (yaml.safe_load(block) for block in code_blocks(GUIDE, "yaml"))
+    scraping, probes, mesh = (yaml.safe_load(block) for block in code_blocks(GUIDE, "yaml"))
     (job,) = scraping["scrape_configs"]
     (targets,) = (each["targets"] for each in job["static_configs"])
     assert targets == [f"127.0.0.1:{9464 + number}" for number in range(3)]
     assert job.get("metrics_path", "/metrics") == "/metrics"
+    (job,) = mesh["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["127.0.0.1:9470"]}]
     paths = [probe["httpGet"]["path"] for probe in probes.values()]
     assert paths == ["/healthz", "/readyz"]

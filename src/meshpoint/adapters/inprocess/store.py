@@ -6,6 +6,7 @@ from datetime import datetime
 
 from meshpoint.adapters.inprocess.catalog import InProcessCatalog
 from meshpoint.adapters.inprocess.due import InProcessDueWork
+from meshpoint.adapters.inprocess.fleet import InProcessFleet
 from meshpoint.adapters.inprocess.mailbox import InProcessMailbox
 from meshpoint.adapters.inprocess.operations import InProcessOperations
 from meshpoint.adapters.inprocess.outbox import InProcessOutbox
@@ -22,6 +23,7 @@ class InProcessStore(
     InProcessOutbox,
     InProcessCatalog,
     InProcessOperations,
+    InProcessFleet,
 ):
     """A `meshpoint.ports.task_store.CheckpointStore` whose tasks are lost with the process.
 
@@ -37,6 +39,7 @@ class InProcessStore(
         self, clock: Clock, *, timings: StoreTimings, max_ended: int | None = None
     ) -> None:
         self._tables = Tables(clock, timings, max_ended)
+        self._registered = {}
 
     @property
     def durable(self) -> bool:

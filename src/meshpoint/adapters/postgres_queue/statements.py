@@ -74,9 +74,12 @@ SELECT w.queue AS id, (SELECT count(*) FROM (
   FROM unnest($1::integer[], $2::integer[]) AS w(queue, most)"""
 
 DEPTH = """
-SELECT (SELECT count(*) FROM meshpoint_queue_message m
-         WHERE m.queue = q.id AND (m.holder IS NULL OR m.holder = 0)) AS messages
+SELECT (SELECT count(*) FROM (
+    SELECT FROM meshpoint_queue_message m
+     WHERE m.queue = q.id AND (m.holder IS NULL OR m.holder = 0)
+     LIMIT 1000000) waiting) AS messages
   FROM meshpoint_queue q WHERE q.name = $1"""
+"""Counts the messages of a queue that no consumer holds, up to a limit."""
 
 PUBLISH = """
 INSERT INTO meshpoint_queue_message (queue, request, properties, body)

@@ -47,8 +47,9 @@ _CONDITIONS: Final = {
 """Conditions, by parameter.
 
 PostgreSQL plans these statements without knowing their parameters, so a listing includes only the
-conditions that it needs. Indexes cover the operations on a subject, the tasks of a user, and the
-tasks of one agent and state. More indexes would slow down every transition of every task.
+conditions that it needs. Indexes cover the operations on a subject, the tasks of a user, the
+tasks of one agent and state, and its waiting tasks by time. More indexes would slow down every
+transition of every task.
 """
 
 
@@ -198,5 +199,3 @@ SELECT name, privilege
  WHERE NOT has_table_privilege(to_regclass(name), privilege)
  LIMIT 1
 """
-LIMIT_TIME = "SET LOCAL statement_timeout = {milliseconds}"
-"""Filled in by Python, because PostgreSQL accepts no parameter here."""

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Row
-from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
-from sqlalchemy.pool import NullPool
 
 from meshpoint.adapters.sql import catalog_statements as sql
 from meshpoint.adapters.sql import tables
-from meshpoint.adapters.sql.dialect import Dialect
-from meshpoint.adapters.sql.engine import async_url
-from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors, summarize
+from meshpoint.adapters.sql.read_only import ReadOnlyConnection
 from meshpoint.adapters.sql.rows import AgentNames, instant, tried_versions
-from meshpoint.errors import StoreUnavailable
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.tasks import TaskState
 from meshpoint.ports.inspection import (
@@ -48,50 +40,31 @@ class SqlInspection:
     """
 
     def __init__(self, url: str, *, namespace: str, timeout: timedelta) -> None:
-        parsed = async_url(url)
         self._names = AgentNames(namespace)
-        self._timeout = timeout
-        self._dialect = Dialect(parsed.get_backend_name())
-        self._file = Path(parsed.database or "") if self._dialect.is_sqlite else None
-        self._engine = create_async_engine(
-            parsed, poolclass=NullPool, connect_args={"timeout": timeout.total_seconds()}
-        )
-        self._connection: AsyncConnection | None = None
-        self._revision: str | None = None
+        self._connection = ReadOnlyConnection(url, timeout)
+        self._is_sqlite = self._connection.dialect.is_sqlite
 
     async def open(self) -> None:
         """Connect, and read the revision. A missing SQLite file is not created."""
-        if self._file is not None and not self._file.exists():
-            return
-        try:
-            self._connection = await self._engine.connect()
-            if self._dialect.is_sqlite:
-                await self._connection.exec_driver_sql("PRAGMA query_only = ON")
-            await self._begin()
-            self._revision = await self._connection.run_sync(tables.recorded_revision)
-        except driver_errors() as error:
-            raise _translate(error) from error
+        await self._connection.open()
 
     async def close(self) -> None:
         """Disconnect."""
-        with suppress(*driver_errors()):
-            if self._connection is not None:
-                await self._connection.close()
-        await self._engine.dispose()
+        await self._connection.close()
 
     async def schema(self) -> SchemaFacts:
         """The schema. Replicas create the tables in a SQLite file without any."""
-        return SchemaFacts(self._revision, tables.REVISION, self._dialect.is_sqlite)
+        return SchemaFacts(self._connection.revision, tables.REVISION, self._is_sqlite)
 
     async def now(self) -> datetime | None:
         """The database's clock; `None` on SQLite, which uses this host's."""
-        if self._dialect.is_sqlite:
+        if self._is_sqlite:
             return None
         return instant((await self._fetch(sql.READ_CLOCK))[0].now)
 
     async def problem(self) -> str | None:
         """Why the role could not serve tasks; else `None`."""
-        if self._dialect.is_sqlite:
+        if self._is_sqlite:
             return None
         if (await self._fetch(sql.READ_STANDBY))[0].standby:
             return "the server is a standby, which cannot write"
@@ -102,7 +75,7 @@ class SqlInspection:
 
     async def agents(self) -> list[AgentName]:
         """The agents of this namespace that have tasks."""
-        if self._revision is None:
+        if self._connection.revision is None:
             return []
         rows = await self._fetch(sql.READ_AGENTS)
         return [
@@ -111,9 +84,9 @@ class SqlInspection:
 
     async def tasks(self, agent: AgentName) -> AgentTasks:
         """The tasks of an agent, as far as the revision of the tables has them."""
-        if self._revision is None:
+        if self._connection.revision is None:
             return AgentTasks()
-        name, revision = self._names.qualified(agent), self._revision
+        name, revision = self._names.qualified(agent), self._connection.revision
         groups = await self._fetch(sql.COUNT_TASKS, agent=name, states=_UNENDED)
         waits = await self._fetch(sql.COUNT_WAITS, agent=name)
         dead = await self._fetch(sql.COUNT_DEAD, agent=name, limit=_MAX_REASONS)
@@ -139,30 +112,10 @@ class SqlInspection:
             suspended,
         )
 
-    async def _begin(self) -> None:
-        """Begin a transaction that cannot write, unless one is open."""
-        assert self._connection is not None
-        if self._connection.in_transaction():
-            return
-        await self._connection.begin()
-        if not self._dialect.is_sqlite:
-            await self._connection.exec_driver_sql("SET TRANSACTION READ ONLY")
-            limit = math.ceil(self._timeout / timedelta(milliseconds=1))
-            await self._connection.exec_driver_sql(sql.LIMIT_TIME.format(milliseconds=limit))
-
     async def _fetch(self, template: str, **values: Any) -> Sequence[Row[Any]]:
         """Return the rows of a statement. Each runs in a transaction of its own."""
-        assert self._connection is not None
-        try:
-            await self._connection.rollback()
-            await self._begin()
-            return (await self._connection.execute(*self._dialect.prepare(template, values))).all()
-        except driver_errors() as error:
-            raise _translate(error) from error
-
-
-def _translate(error: Exception) -> Exception:
-    return as_configuration_error(error) or StoreUnavailable(summarize(error))
+        await self._connection.begin()
+        return await self._connection.fetch(template, **values)
 
 
 def _to_group(row: Row[Any]) -> TaskGroup:

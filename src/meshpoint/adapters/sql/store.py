@@ -32,6 +32,7 @@ from meshpoint.adapters.sql.database import Database, StoreOptions, Transaction
 from meshpoint.adapters.sql.due import SqlDueWork
 from meshpoint.adapters.sql.engine import FAST_PATH_CONNECTIONS, LOCK_TIMEOUT
 from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors
+from meshpoint.adapters.sql.fleet import SqlFleet
 from meshpoint.adapters.sql.operations import SqlOperations
 from meshpoint.adapters.sql.owning import OwnedTask, OwnedTasks
 from meshpoint.adapters.sql.rows import (
@@ -170,7 +171,7 @@ class _BatchedStep(Generic[_Item, _Result]):
             raise
 
 
-class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
+class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
     """Tasks in a SQL database. See `meshpoint.ports.task_store` for the contract of each method.
 
     On PostgreSQL, ordinary pauses, claims, ends and saves use the fast path. All other steps, and

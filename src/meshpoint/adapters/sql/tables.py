@@ -43,7 +43,7 @@ from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
 from meshpoint.errors import ConfigurationError
 
-REVISION = "0014"
+REVISION = "0015"
 """The newest migration of this release, which it requires. It also works with a later one."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -273,6 +273,23 @@ operations = Table(
     Column("created_at", Float, nullable=False),
 )
 
+# The replicas that serve each agent. Each refreshes its row from time to time, and deletes it when
+# it stops. One that has not refreshed its row by `expires_at` is lost.
+replicas = Table(
+    "agent_replicas",
+    metadata,
+    Column("agent_name", String, primary_key=True),
+    Column("replica_id", _id(), primary_key=True),
+    Column("release", String, nullable=False),  # of Meshpoint
+    Column("app_version", String, nullable=False),
+    Column("state_formats", Text, nullable=False),  # that it reads, as a JSON list
+    Column("slots", Integer, nullable=False),
+    Column("host", String, nullable=False),
+    Column("is_draining", Boolean, nullable=False, server_default=false()),
+    Column("started_at", Float, nullable=False),
+    Column("seen_at", Float, nullable=False),
+    Column("expires_at", Float, nullable=False),
+)
 
 # The key that authenticates copies that replicas keep in Redis. One row per mesh.
 secrets = Table(
@@ -376,6 +393,28 @@ _partial_index(
     tasks.c.agent_name,
     tasks.c.keep_alive_at,
     where=tasks.c.keep_alive_at.is_not(None),
+)
+_partial_index(
+    "ix_agent_paused_tasks_waiting",
+    tasks.c.agent_name,
+    tasks.c.checkpointed_at,
+    where=text("status = 'waiting'"),
+)
+_partial_index(
+    "ix_agent_paused_tasks_suspended",
+    tasks.c.agent_name,
+    where=tasks.c.suspended_at.is_not(None),
+)
+_partial_index(
+    "ix_agent_paused_tasks_dead",
+    tasks.c.agent_name,
+    where=tasks.c.dead_reason.is_not(None),
+)
+# The condition must not name a column that a response changes, or no update would be HOT.
+_partial_index(
+    "ix_agent_peer_sub_tasks_questions",
+    calls.c.agent_name,
+    where=text("substr(peer_agent, 1, 2) = '~?'"),
 )
 _partial_index(
     "ix_agent_peer_sub_tasks_unsent",

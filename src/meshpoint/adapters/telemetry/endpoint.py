@@ -1,6 +1,6 @@
 """A minimal HTTP endpoint for Prometheus and for the probes of an orchestrator.
 
-It runs on the event loop of the replica, since that is what `/healthz` tests. Two methods on three
+It runs on the event loop of its process, since that is what `/healthz` tests. Two methods on three
 fixed paths need no web framework: nothing of a request but its first line is read, and nothing of
 it is repeated.
 """
@@ -13,10 +13,8 @@ import json
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from meshpoint.adapters.telemetry.health import Health
-from meshpoint.adapters.telemetry.prometheus_meter import PrometheusMeter
 from meshpoint.errors import ConfigurationError
 
 log = logging.getLogger("meshpoint.telemetry")
@@ -36,13 +34,27 @@ class _Response(NamedTuple):
     body: bytes
 
 
+class Page(Protocol):
+    """What `/metrics` shows."""
+
+    content_type: str
+
+    def render(self) -> bytes:
+        """All values, in Prometheus's text format."""
+
+
+class Readiness(Protocol):
+    """What `/readyz` tells."""
+
+    def find_problem(self) -> str | None:
+        """Why this process is not ready; `None` if it is."""
+
+
 class Endpoint:
     """Serves `/metrics`, `/healthz` and `/readyz` while it is open."""
 
-    def __init__(
-        self, meter: PrometheusMeter, health: Health, *, timeout: float = _TIMEOUT
-    ) -> None:
-        self._meter, self._health, self._timeout = meter, health, timeout
+    def __init__(self, metrics: Page, readiness: Readiness, *, timeout: float = _TIMEOUT) -> None:
+        self._metrics, self._readiness, self._timeout = metrics, readiness, timeout
         self._routes: dict[bytes, Callable[[], _Response]] = {
             b"/metrics": self._show_metrics,
             b"/healthz": lambda: _describe(HTTPStatus.OK, {"alive": True}),
@@ -51,14 +63,16 @@ class Endpoint:
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
-    async def open(self, host: str, port: int) -> int:
+    async def open(self, host: str, port: int, prefix: str = "--metrics-") -> int:
         """Listen on `host` and `port`, or on any free port if it is 0. Returns the port.
+
+        Errors name the options `{prefix}host` and `{prefix}port`.
 
         Raises:
             ConfigurationError: The port is in use, or the host is not an address of this machine.
         """
         if not host:  # asyncio would listen on all addresses
-            raise ConfigurationError("--metrics-host", "is empty", _HOST_ADVICE)
+            raise ConfigurationError(f"{prefix}host", "is empty", _HOST_ADVICE)
         try:
             self._server = await asyncio.start_server(
                 self._accept, host, port, limit=_MAX_HEAD_BYTES
@@ -66,10 +80,10 @@ class Endpoint:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigurationError(
-                    "--metrics-port", f"port {port} on {host} is in use", "choose another port"
+                    f"{prefix}port", f"port {port} on {host} is in use", "choose another port"
                 ) from error
             raise ConfigurationError(
-                "--metrics-host",
+                f"{prefix}host",
                 f"cannot listen on {host}, port {port}: {error.strerror or error}",
                 _HOST_ADVICE,
             ) from error
@@ -126,10 +140,10 @@ class Endpoint:
         return "\r\n".join([*fields, "\r\n"]).encode() + (b"" if method == b"HEAD" else body)
 
     def _show_metrics(self) -> _Response:
-        return _Response(HTTPStatus.OK, self._meter.content_type, self._meter.render())
+        return _Response(HTTPStatus.OK, self._metrics.content_type, self._metrics.render())
 
     def _show_readiness(self) -> _Response:
-        problem = self._health.find_problem()
+        problem = self._readiness.find_problem()
         if problem is None:
             return _describe(HTTPStatus.OK, {"ready": True})
         return _describe(HTTPStatus.SERVICE_UNAVAILABLE, {"ready": False, "reason": problem})

@@ -34,6 +34,7 @@ from meshpoint.testing.conformance.store_attaching import AttachingSuite
 from meshpoint.testing.conformance.store_cancels import CancelSuite
 from meshpoint.testing.conformance.store_catalog import CatalogSuite
 from meshpoint.testing.conformance.store_claims import ClaimSuite
+from meshpoint.testing.conformance.store_fleet import FleetSuite
 from meshpoint.testing.conformance.store_last_pause import LastPauseSuite
 from meshpoint.testing.conformance.store_leases import LeaseSuite
 from meshpoint.testing.conformance.store_logs import LogSuite
@@ -87,6 +88,7 @@ class CheckpointStoreSuite(
     ReviveSuite,
     RerequestSuite,
     ReplicasSuite,
+    FleetSuite,
 ):
     """Conformance tests for a `CheckpointStore`. Subclass it and provide the fixture `store`.
 

@@ -45,21 +45,22 @@ def explain(connection: sqlite3.Connection, statement: str, **values: Any) -> li
 @pytest.mark.parametrize(
     ("values", "index"),
     [
-        (BY_AGENT, "due (agent_name=? AND status=?)"),
-        (BY_AGENT | {"since": 1.0}, "due (agent_name=? AND status=?)"),
-        (BY_AGENT | {"until": 1.0}, "due (agent_name=? AND status=?)"),
+        (BY_AGENT | {"status": "ready"}, "due (agent_name=? AND status=?)"),
+        (BY_AGENT, "waiting (agent_name=?)"),
+        (BY_AGENT | {"since": 1.0}, "waiting (agent_name=? AND checkpointed_at>?)"),
+        (BY_AGENT | {"until": 1.0}, "waiting (agent_name=? AND checkpointed_at<?)"),
         (
             BY_AGENT | {"after_at": 1.0, "after_id": "x"},
-            "due (agent_name=? AND status=?)",
+            "waiting (agent_name=? AND checkpointed_at<?)",
         ),
-        (BY_AGENT | {"requester": "shop"}, "due (agent_name=? AND status=?)"),
+        (BY_AGENT | {"requester": "shop"}, "waiting (agent_name=?)"),
         (BY_NAMESPACE | {"user": "ada"}, "user (user_id=?)"),
         (BY_NAMESPACE | {"subject": "ACME"}, "subject (subject=?)"),
         (
             {"agent": "test/travel", "subject": "ACME", "states": ["failed"]},
             "subject (subject=? AND agent_name=?)",
         ),
-        (BY_AGENT | {"waiting_for": "flights"}, "due (agent_name=? AND status=?)"),
+        (BY_AGENT | {"waiting_for": "flights"}, "waiting (agent_name=?)"),
     ],
     ids=str,
 )
@@ -74,7 +75,7 @@ def test_each_filter_has_an_index(
 
 def test_the_states_of_a_listing_are_read_by_an_index(connection: sqlite3.Connection) -> None:
     values = {"agent": "test/travel", "after_at": 1.0, "after_id": "x"}
-    states = {"status_0": "waiting", "status_1": "ready"}
+    states = {"status_0": "parked", "status_1": "ready"}
     statement = sql.list_tasks_of_states(values, len(states))
     plan = explain(connection, statement, **values, **states, limit=10)
     assert sum("due (agent_name=? AND status=?" in step for step in plan) == 2, plan

@@ -1,0 +1,81 @@
+"""The replicas that serve agents, in a SQL database."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sqlalchemy import Row
+
+from meshpoint.adapters.sql import fleet_statements as sql
+from meshpoint.adapters.sql.database import Database, Transaction
+from meshpoint.adapters.sql.rows import AgentNames, instant
+from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.replicas import (
+    KEPT_WHEN_LOST,
+    RegisteredReplica,
+    Registration,
+    ReplicaState,
+)
+
+
+class SqlFleet:
+    """`meshpoint.ports.task_store.Fleet` on a SQL database; a base class of `SqlStore`."""
+
+    _database: Database
+
+    async def register(self, registration: Registration) -> None:
+        """Write the replica's row, and delete those of replicas lost long ago."""
+        agent = self._database.options.names.qualified(registration.agent)
+
+        async def body(tx: Transaction) -> None:
+            await tx.execute(
+                sql.PUT_REPLICA,
+                agent=agent,
+                replica=registration.id,
+                release=registration.release,
+                app_version=registration.app_version,
+                state_formats=json.dumps(sorted(registration.formats)),
+                slots=registration.slots,
+                host=registration.host,
+                is_draining=registration.is_draining,
+                valid_for=registration.valid_for.total_seconds(),
+            )
+            kept = KEPT_WHEN_LOST.total_seconds()
+            await tx.execute(sql.DELETE_LOST_REPLICAS, agent=agent, kept=kept)
+
+        await self._database.transact(body)
+
+    async def unregister(self, agent: AgentName, replica: ReplicaId) -> None:
+        """Delete the replica's row."""
+        qualified = self._database.options.names.qualified(agent)
+        await self._database.transact(
+            lambda tx: tx.execute(sql.DELETE_REPLICA, agent=qualified, replica=replica)
+        )
+
+    async def replicas(self, agent: AgentName | None = None) -> list[RegisteredReplica]:
+        """Read the replicas of one agent or of all agents of the namespace."""
+        names = self._database.options.names
+        rows = await self._database.fetch(
+            sql.READ_REPLICAS,
+            agent=None if agent is None else names.qualified(agent),
+            prefix=names.prefix,
+        )
+        return [replica_from_row(row, names) for row in rows]
+
+
+def replica_from_row(row: Row[Any], names: AgentNames) -> RegisteredReplica:
+    """Decode a row of `READ_REPLICAS`."""
+    state = ReplicaState.DRAINING if row.is_draining else ReplicaState.LIVE
+    return RegisteredReplica(
+        ReplicaId(row.replica_id),
+        names.plain(row.agent_name),
+        ReplicaState.LOST if row.is_lost else state,
+        row.release,
+        row.app_version,
+        frozenset(json.loads(row.state_formats)),
+        row.slots,
+        row.host,
+        instant(row.started_at),
+        instant(row.seen_at),
+    )
