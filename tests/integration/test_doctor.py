@@ -16,16 +16,18 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from meshpoint._version import __version__
 from meshpoint.adapters.sql import SqlStore, migrations
 from meshpoint.adapters.sql.tables import REVISION, VERSION_TABLE
 from meshpoint.doctor.examine import examine
 from meshpoint.doctor.facts import load_release
 from meshpoint.doctor.findings import Finding, Severity, worst
 from meshpoint.model.ids import AgentName, ReplicaId, new_id
+from meshpoint.model.replicas import Registration
 from meshpoint.model.tasks import TaskFilter
 from meshpoint.settings import Settings, StoreSettings, load
 from meshpoint.testing.clock import FakeClock
-from meshpoint.testing.conformance.build import HERE, a_call, a_pause, a_release, resumed
+from meshpoint.testing.conformance.build import HERE, HOUR, a_call, a_pause, a_release, resumed
 from meshpoint.wiring import make_broker
 from servers import RabbitServer, RedisServer, redis_client
 
@@ -546,3 +548,36 @@ async def test_clocks_apart(
     findings = named(await diagnose(settings, clock=FakeClock()), "clock.apart")
     assert [each.severity for each in findings] == [Severity.WARNING] * 2
     assert all("ahead of this host's" in each.problem for each in findings)
+
+
+async def test_registered_replicas_are_described(
+    configure: Callable[..., Settings], database_url: str, tmp_path: Path, namespace: str
+) -> None:
+    await write_tasks(database_url, namespace, FORMATS["1"], 1)
+    settings = configure(f"sqlite:///{tmp_path}/broker.db", database_url, version="2")
+    old = Registration(
+        ReplicaId("old"),
+        TRAVEL,
+        "0.0.1",
+        "1.0",
+        frozenset({FORMATS["1"]}),
+        10,
+        "host-1",
+        valid_for=HOUR,
+    )
+    async with open_store(database_url, namespace) as store:
+        await store.register(old)
+        await store.register(replace(old, id=ReplicaId("lost"), valid_for=timedelta()))
+    findings = await diagnose(settings)
+    (unread,) = named(findings, "tasks.unread")
+    assert unread.problem.endswith("; running replicas read it (1.0)")
+    assert unread.data["readers"] == ["old"]
+    (lost,) = named(findings, "replicas.lost")
+    assert lost.problem.startswith("the replica lost on host-1 was last seen at ")
+    (release,) = named(findings, "replicas.release")
+    assert release.problem == f"1 replica of Meshpoint 0.0.1; this is {__version__}"
+    (serving,) = named(findings, "replicas")
+    assert "0 replicas now, 1 registered (1.0), " in serving.problem
+    registered = serving.data["registered"]
+    assert isinstance(registered, list)
+    assert [each["id"] for each in registered if isinstance(each, dict)] == ["old"]

@@ -14,6 +14,7 @@ from meshpoint.adapters.sql import SqlStore, gauges
 from meshpoint.adapters.sql.gauges import SqlGauges
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.ids import AgentName
+from meshpoint.model.replicas import ReplicaState
 from meshpoint.model.tasks import TaskState
 from meshpoint.ports.gauges import AgentGauges
 from meshpoint.testing.clock import FakeClock
@@ -25,7 +26,9 @@ from meshpoint.testing.conformance.build import (
     HERE,
     HOUR,
     LEASED,
+    OTHER_FORMAT,
     SECOND,
+    THERE,
     a_begin,
     a_call,
     a_cancel,
@@ -39,6 +42,7 @@ from meshpoint.testing.conformance.build import (
     paused,
     ready,
 )
+from meshpoint.testing.conformance.store_fleet import a_registration
 from meshpoint.testing.conformance.store_mailbox import a_question, an_answer, answer
 from meshpoint.testing.conformance.store_suspending import suspend
 
@@ -61,7 +65,9 @@ async def read(reader: SqlGauges) -> AgentGauges:
 
 async def test_an_agent_without_tasks_has_zeros(store: SqlStore, reader: SqlGauges) -> None:
     found = await reader.read()
-    assert found.agents == {AGENT: AgentGauges(dict.fromkeys(TaskState, 0))}
+    assert found.agents == {
+        AGENT: AgentGauges(dict.fromkeys(TaskState, 0), replicas=dict.fromkeys(ReplicaState, 0))
+    }
     assert found.size > 0
 
 
@@ -223,8 +229,8 @@ async def test_postgres_shows_its_sessions(postgres_url: str) -> None:
         assert (idle.query_age, idle.lock_wait) == (0, 0)
         lock = holder.transaction()
         await lock.start()
-        await holder.execute("LOCK TABLE agent_replicas IN ACCESS EXCLUSIVE MODE")
-        waiting = asyncio.create_task(waiter.execute("SELECT * FROM agent_replicas"))
+        await holder.execute("LOCK TABLE agent_mesh_secrets IN ACCESS EXCLUSIVE MODE")
+        waiting = asyncio.create_task(waiter.execute("SELECT * FROM agent_mesh_secrets"))
         while True:
             found = await reader.read()
             assert found.sessions is not None
@@ -261,3 +267,23 @@ async def test_a_reader_connects_again(postgres_url: str) -> None:
         await reader.read()
     await reader.read()
     await reader.close()
+
+
+async def test_a_ready_task_is_stranded_if_no_live_replica_reads_its_format(
+    store: SqlStore, reader: SqlGauges, clock: FakeClock
+) -> None:
+    await ready(store)
+    clock.advance(2 * 60 * SECOND)
+    assert (await read(reader)).stranded == 0  # earlier releases do not register
+    other = replace(a_registration(), formats=frozenset({OTHER_FORMAT}))
+    await store.register(other)
+    found = await read(reader)
+    assert (found.stranded, found.replicas[ReplicaState.LIVE]) == (1, 1)
+    await store.register(a_registration(THERE.id))
+    assert (await read(reader)).stranded == 0
+    clock.advance(other.valid_for)
+    assert (await read(reader)).replicas == {
+        ReplicaState.LIVE: 0,
+        ReplicaState.DRAINING: 0,
+        ReplicaState.LOST: 2,
+    }

@@ -19,6 +19,7 @@ from meshpoint.cli import (
     doctor,
     exec,
     metrics,
+    replicas,
     run,
     send,
     sessions,
@@ -46,6 +47,7 @@ app.command("exec", epilog=exec.EXAMPLES)(exec.exec_)
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(agents.app, name="agents")
+app.add_typer(replicas.app, name="replicas")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(dead.app, name="dead")
 app.add_typer(db.app, name="db")

@@ -22,6 +22,7 @@ from meshpoint.doctor.task_checks import (
     check_code,
     check_dead,
     check_formats,
+    check_lost_replicas,
     check_parked,
     check_peers,
     check_removed_agents,
@@ -52,6 +53,7 @@ CHECKS: Sequence[Callable[[Facts], list[Finding]]] = (
     check_dead,
     check_dead_letters,
     check_replicas,
+    check_lost_replicas,
 )
 """Pure functions of the facts. Each returns its findings."""
 

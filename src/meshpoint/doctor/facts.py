@@ -15,6 +15,7 @@ from meshpoint.doctor.findings import Finding, refused, unavailable
 from meshpoint.errors import ConfigurationError, Unavailable
 from meshpoint.model.ids import AgentName
 from meshpoint.model.messages import Address, dead_letter_queue, request_queue
+from meshpoint.model.replicas import RegisteredReplica
 from meshpoint.ports.agent import list_versions, readable_formats
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.inspection import (
@@ -73,6 +74,7 @@ class DatabaseFacts:
 
     Attributes:
         tasks: of each agent with tasks in this namespace.
+        replicas: that have registered.
     """
 
     url: str
@@ -80,6 +82,7 @@ class DatabaseFacts:
     problem: str | None = None
     clock: ClockOffset | None = None
     tasks: dict[AgentName, AgentTasks] = field(default_factory=dict)
+    replicas: list[RegisteredReplica] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -138,6 +141,15 @@ class Facts:
         urls = [release.settings.session_db_url] if release.settings.has_database else []
         found = [self.databases[url] for url in urls or self.databases if url in self.databases]
         return any(database.schema is not None for database in found)
+
+    def registered(self, agent: AgentName) -> list[RegisteredReplica]:
+        """The replicas of `agent` that have registered in a database."""
+        return [
+            each
+            for database in self.databases.values()
+            for each in database.replicas
+            if each.agent == agent
+        ]
 
     def replicas(self, agent: AgentName) -> int | None:
         """Number of replicas that serve `agent` now, or `None` if unknown."""
@@ -227,6 +239,7 @@ class FactReader:
                 facts.schema = await self._limit(inspection.schema())
                 facts.clock = await self._measure(inspection.now)
                 facts.problem = await self._limit(inspection.problem())
+                facts.replicas = await self._limit(inspection.replicas())
                 for agent in await self._limit(inspection.agents()):
                     self._on_step(f"the tasks of {agent}")
                     facts.tasks[agent] = await self._limit(inspection.tasks(agent))

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 
 from pydantic import JsonValue
 
+from meshpoint._version import __version__
 from meshpoint.doctor.facts import Facts, Release
 from meshpoint.doctor.findings import CONFIG, Finding, note, warning
 from meshpoint.model.error_text import quantity
 from meshpoint.model.ids import AgentName
+from meshpoint.model.replicas import RegisteredReplica, ReplicaState
 from meshpoint.model.secrets import mask_secrets
 from meshpoint.model.tasks import TaskState, plain_format
 from meshpoint.ports.inspection import AgentTasks, TaskGroup
@@ -46,8 +48,14 @@ def _unread(facts: Facts, release: Release, state_format: str, groups: list[Task
         f"{quantity(count, 'task')} in the format {state_format} (paused by {_versions(groups)}): "
         f"no entrypoint reads it; new tasks have {release.newest}"
     )
+    readers = _live(
+        each for each in facts.registered(release.name) if state_format in each.formats
+    )
+    if readers:
+        problem += f"; running replicas read it ({_app_versions(readers)})"
     return warning(
         "tasks.unread", release.name, problem, keep,
+        readers=[each.id for each in readers],
         format=state_format, tasks=count, states=_states(groups),
         versions=_version_names(groups), replicas=running,
     )  # fmt: skip
@@ -225,6 +233,8 @@ def check_replicas(facts: Facts) -> list[Finding]:
         if count is None:
             continue
         tasks, is_known = facts.tasks(release), facts.knows_tasks(release)
+        live = _live(facts.registered(release.name))
+        running = f", {len(live)} registered ({_app_versions(live)})" if live else ""
         found = (
             f"{quantity(tasks.count, 'unended task')} in the database{_running(tasks)}"
             if is_known
@@ -234,15 +244,66 @@ def check_replicas(facts: Facts) -> list[Finding]:
             note(
                 "replicas",
                 release.name,
-                f"{quantity(count, 'replica')} now, {found}; "
+                f"{quantity(count, 'replica')} now{running}, {found}; "
                 f"this configuration deploys {release.version}",
                 replicas=count,
                 tasks=tasks.count if is_known else None,
                 owners=[owner.replica for owner in tasks.owners],
                 version=release.version,
+                registered=[_describe(each) for each in live],
             )
         )
     return findings
+
+
+def check_lost_replicas(facts: Facts) -> list[Finding]:
+    """Replicas that have not stopped cleanly, and live ones of other releases of Meshpoint."""
+    findings: list[Finding] = []
+    for release in facts.releases:
+        registered = facts.registered(release.name)
+        for each in registered:
+            if each.state is ReplicaState.LOST:
+                problem = (
+                    f"the replica {each.id} on {each.host} was last seen at "
+                    f"{each.seen_at.isoformat(timespec='seconds')}: it was killed, is stopped, or "
+                    "cannot reach the database; other replicas rescue its tasks"
+                )
+                findings.append(
+                    note("replicas.lost", release.name, problem, "", **_describe(each))
+                )
+        others = [each for each in _live(registered) if each.release != __version__]
+        if others:
+            names = ", ".join(sorted({each.release for each in others}))
+            problem = (
+                f"{quantity(len(others), 'replica')} of Meshpoint {names}; this is {__version__}"
+            )
+            fix = "use features that are new in this release once all replicas have it"
+            findings.append(
+                note(
+                    "replicas.release", release.name, problem, fix,
+                    replicas=[each.id for each in others],
+                )
+            )  # fmt: skip
+    return findings
+
+
+def _live(registered: Iterable[RegisteredReplica]) -> list[RegisteredReplica]:
+    return [each for each in registered if each.state is not ReplicaState.LOST]
+
+
+def _app_versions(registered: Iterable[RegisteredReplica]) -> str:
+    return ", ".join(sorted({each.app_version or "an unknown version" for each in registered}))
+
+
+def _describe(each: RegisteredReplica) -> dict[str, JsonValue]:
+    return {
+        "id": each.id,
+        "state": each.state.value,
+        "host": each.host,
+        "version": each.app_version,
+        "formats": list[JsonValue](sorted(set(map(plain_format, each.formats)))),
+        "seen_at": each.seen_at.isoformat(),
+    }
 
 
 def _running(tasks: AgentTasks) -> str:

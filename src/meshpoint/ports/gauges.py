@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
 
 from meshpoint.model.ids import AgentName
+from meshpoint.model.replicas import ReplicaState
 from meshpoint.model.tasks import TaskState
 
 
@@ -24,6 +25,7 @@ class AgentGauges:
         waiting_age: How long ago the oldest waiting task paused.
         outbox_age: Age of the oldest message that is due and not sent.
         open_questions: Questions that waiting tasks ask.
+        replicas: Number of registered replicas in each state.
     """
 
     tasks: Mapping[TaskState, int]
@@ -34,6 +36,7 @@ class AgentGauges:
     waiting_age: float = 0.0
     outbox_age: float = 0.0
     open_questions: int = 0
+    replicas: Mapping[ReplicaState, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import Address
+from meshpoint.model.replicas import RegisteredReplica
 from meshpoint.model.tasks import TaskState
 
 
@@ -142,6 +143,9 @@ class DatabaseInspection(Protocol):
 
     async def agents(self) -> list[AgentName]:
         """The agents of this namespace that have tasks. Empty without tables."""
+
+    async def replicas(self) -> list[RegisteredReplica]:
+        """The registered replicas of this namespace. Empty if the schema has no such table."""
 
     async def tasks(self, agent: AgentName) -> AgentTasks:
         """The tasks of an agent. Empty without tables; incomplete if the schema is behind."""

@@ -112,6 +112,7 @@ def test_json_has_the_verdict_and_every_value(project: Project) -> None:
         "tasks": 1,
         "states": {"waiting": 1},
         "versions": ["7"],
+        "readers": [],
         "replicas": 0,
     }
     assert {each["severity"] for each in result.json["findings"]} <= set(Severity)

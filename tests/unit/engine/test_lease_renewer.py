@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from meshpoint.engine.lease_renewer import LeaseRenewer
+from meshpoint.engine.presence import Presence
 from meshpoint.errors import StoreUnavailable
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.replicas import Registration
 from meshpoint.model.tasks import Replica, Run
 from meshpoint.ports.observer import Steps
 from recorded_events import RecordedEvents
@@ -38,8 +41,10 @@ class Renewals:
 
 
 @asynccontextmanager
-async def create_renewer(open_store: Callable[[], Any]) -> AsyncIterator[asyncio.Future[Run]]:
-    """Run a lease keeper; yields the future of the first run that it reports as lost."""
+async def create_renewer(
+    open_store: Callable[[], Any], presence: Presence | None = None
+) -> AsyncIterator[tuple[LeaseRenewer, asyncio.Future[Run]]]:
+    """Run a lease keeper; yields it and the future of the first run that it reports as lost."""
     lost_ids: asyncio.Future[Run] = asyncio.get_running_loop().create_future()
     replica_id = ReplicaId("A")
     replica = Replica(replica_id, AGENT, frozenset(), timedelta(seconds=15))
@@ -49,10 +54,10 @@ async def create_renewer(open_store: Callable[[], Any]) -> AsyncIterator[asyncio
         timedelta(milliseconds=1),
         Steps(RecordedEvents(), AGENT, replica_id),
     )
-    renewer.start(lost_ids.set_result)
+    renewer.start(lost_ids.set_result, presence)
     renewer.start_renewing(RUN)
     try:
-        yield lost_ids
+        yield renewer, lost_ids
     finally:
         await renewer.close()
 
@@ -60,7 +65,7 @@ async def create_renewer(open_store: Callable[[], Any]) -> AsyncIterator[asyncio
 @pytest.mark.parametrize("error", [StoreUnavailable("unavailable"), ValueError("a defect")])
 async def test_a_failed_renewal_is_retried(error: Exception) -> None:
     store = Renewals(error)
-    async with create_renewer(lambda: store) as lost:
+    async with create_renewer(lambda: store) as (_, lost):
         assert await lost == RUN
     assert store.closed
 
@@ -74,7 +79,7 @@ async def test_a_store_that_fails_to_open_is_reopened() -> None:
             raise errors.pop()
         return stores[0]
 
-    async with create_renewer(open_store) as lost:
+    async with create_renewer(open_store) as (_, lost):
         assert await lost == RUN
 
 
@@ -95,3 +100,51 @@ async def test_a_renewer_with_a_hanging_renewal_can_be_closed() -> None:
     async with create_renewer(lambda: store):
         await renewing.wait()
     assert store.closed
+
+
+class Registry(Renewals):
+    """A store that records registrations, on the thread of the renewer."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self._registering_errors = list(errors)
+        self.seen: list[str] = []
+        self.registered = threading.Event()
+
+    async def register(self, registration: Registration) -> None:
+        if self._registering_errors:
+            raise self._registering_errors.pop(0)
+        self.seen.append("draining" if registration.is_draining else "live")
+        self.registered.set()
+
+    async def unregister(self, agent: AgentName, replica: ReplicaId) -> None:
+        self.seen.append(f"{replica} left")
+
+
+def create_presence(seconds: float) -> Presence:
+    return Presence(
+        Registration(
+            ReplicaId("A"), AGENT, "1", "2", frozenset(), 1, "host", timedelta(seconds=seconds)
+        )
+    )
+
+
+async def test_a_replica_is_registered_until_it_stops() -> None:
+    store = Registry()
+    async with create_renewer(lambda: store, create_presence(3600)) as (renewer, _):
+        await asyncio.to_thread(store.registered.wait)
+        store.registered.clear()
+        renewer.drain()
+        await asyncio.to_thread(store.registered.wait)
+    assert store.seen == ["live", "draining", "A left"]
+    assert store.closed
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("unavailable"), ValueError("a defect")])
+async def test_a_failed_registration_delays_no_renewal(error: Exception) -> None:
+    store = Registry(error)
+    async with create_renewer(lambda: store, create_presence(0.003)) as (_, lost):
+        assert await lost == RUN
+        await asyncio.to_thread(store.registered.wait)
+    assert store.seen[0] == "live"
+    assert store.seen[-1] == "A left"

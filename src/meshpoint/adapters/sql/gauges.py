@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,10 +10,13 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import catalog_statements, tables
 from meshpoint.adapters.sql import gauge_statements as sql
+from meshpoint.adapters.sql.fleet import replica_from_row
+from meshpoint.adapters.sql.fleet_statements import READ_REPLICAS
 from meshpoint.adapters.sql.read_only import ReadOnlyConnection
 from meshpoint.adapters.sql.rows import AgentNames, instant
 from meshpoint.errors import StoreUnavailable
 from meshpoint.model.ids import AgentName
+from meshpoint.model.replicas import RegisteredReplica, ReplicaState
 from meshpoint.model.tasks import TaskState
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.gauges import AgentGauges, DatabaseGauges, SessionGauges
@@ -84,7 +87,13 @@ class SqlGauges:
     async def _read(self) -> DatabaseGauges:
         await self._connection.begin(_ONE_SNAPSHOT, *_INDEXES_ONLY)
         fetch = self._connection.fetch
-        agents = {agent: await self._read_agent(agent) for agent in await self._find_agents()}
+        replicas = await self._read_replicas()
+        agents = {
+            agent: await self._read_agent(
+                agent, [each for each in replicas if each.agent == agent]
+            )
+            for agent in await self._find_agents(replicas)
+        }
         if self._is_sqlite:
             return DatabaseGauges(agents, (await fetch(sql.READ_SIZE_SQLITE))[0].bytes)
         size = (await fetch(sql.READ_SIZE))[0].bytes
@@ -92,14 +101,24 @@ class SqlGauges:
         now = (await fetch(catalog_statements.READ_CLOCK))[0].now
         return DatabaseGauges(agents, size, instant(now), _to_sessions(sessions))
 
-    async def _find_agents(self) -> list[AgentName]:
+    async def _read_replicas(self) -> list[RegisteredReplica]:
         if self._connection.revision is None:  # only queues are in this database
+            return []
+        prefix = self._names.prefix
+        rows = await self._connection.fetch(READ_REPLICAS, agent=None, prefix=prefix)
+        return [replica_from_row(row, self._names) for row in rows]
+
+    async def _find_agents(self, replicas: Sequence[RegisteredReplica]) -> list[AgentName]:
+        if self._connection.revision is None:
             return []
         rows = await self._connection.fetch(catalog_statements.READ_AGENTS)
         stored = [each.name for each in rows if each.name.startswith(self._names.prefix)]
-        return sorted({*self._agents, *map(self._names.plain, stored)})
+        registered = [each.agent for each in replicas]
+        return sorted({*self._agents, *map(self._names.plain, stored), *registered})
 
-    async def _read_agent(self, agent: AgentName) -> AgentGauges:
+    async def _read_agent(
+        self, agent: AgentName, replicas: Sequence[RegisteredReplica]
+    ) -> AgentGauges:
         (row,) = await self._connection.fetch(
             sql.READ_TASK_GAUGES,
             agent=self._names.qualified(agent),
@@ -115,7 +134,27 @@ class SqlGauges:
             waiting_age=_age(row.waiting_age),
             outbox_age=max(map(_age, (row.requests_age, row.calls_age, row.replies_age))),
             open_questions=row.questions,
+            stranded=await self._count_stranded(agent, replicas),
+            replicas={
+                state: sum(each.state is state for each in replicas) for state in ReplicaState
+            },
         )
+
+    async def _count_stranded(
+        self, agent: AgentName, replicas: Sequence[RegisteredReplica]
+    ) -> int:
+        """Count ready tasks in formats that no replica reads, once any replica has registered."""
+        live = [each.formats for each in replicas if each.state is not ReplicaState.LOST]
+        if not live:
+            return 0
+        rows = await self._connection.fetch(
+            sql.COUNT_UNACQUIRED,
+            agent=self._names.qualified(agent),
+            age=_STRANDED_AGE.total_seconds(),
+            sample=_SAMPLE,
+        )
+        read = frozenset[str]().union(*live)
+        return sum(row.tasks for row in rows if row.state_format not in read)
 
 
 def _to_sessions(row: Row[Any]) -> SessionGauges:

@@ -10,9 +10,12 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import catalog_statements as sql
 from meshpoint.adapters.sql import tables
+from meshpoint.adapters.sql.fleet import replica_from_row
+from meshpoint.adapters.sql.fleet_statements import READ_REPLICAS
 from meshpoint.adapters.sql.read_only import ReadOnlyConnection
 from meshpoint.adapters.sql.rows import AgentNames, instant, tried_versions
 from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.replicas import RegisteredReplica
 from meshpoint.model.tasks import TaskState
 from meshpoint.ports.inspection import (
     AgentTasks,
@@ -27,6 +30,7 @@ from meshpoint.ports.inspection import (
 _UNENDED = [state.value for state in TaskState if not state.is_final]
 _WITH_OPERATIONS, _WITH_PARKING, _WITH_SUSPENDING = "0003", "0008", "0011"
 """The first revisions with the columns of operations, of parking and of suspending."""
+_WITH_REPLICAS = "0015"
 _MAX_REASONS = 10
 
 
@@ -81,6 +85,13 @@ class SqlInspection:
         return [
             self._names.plain(row.name) for row in rows if row.name.startswith(self._names.prefix)
         ]
+
+    async def replicas(self) -> list[RegisteredReplica]:
+        """The registered replicas of this namespace."""
+        if (self._connection.revision or "") < _WITH_REPLICAS:
+            return []
+        rows = await self._fetch(READ_REPLICAS, agent=None, prefix=self._names.prefix)
+        return [replica_from_row(row, self._names) for row in rows]
 
     async def tasks(self, agent: AgentName) -> AgentTasks:
         """The tasks of an agent, as far as the revision of the tables has them."""

@@ -25,6 +25,14 @@ SUSPENDED = Metric(
 DEAD = Metric(
     "meshpoint_dead_tasks", Kind.GAUGE, "Failed tasks that had killed every process that ran them."
 )
+STRANDED = Metric(
+    "meshpoint_stranded_tasks",
+    Kind.GAUGE,
+    "Tasks that have been ready for a minute, in formats that no registered replica reads.",
+)
+REPLICAS = Metric(
+    "meshpoint_replicas", Kind.GAUGE, "Registered replicas, by state.", ("agent", "state")
+)
 READY_AGE = Metric(
     "meshpoint_ready_age_seconds",
     Kind.GAUGE,
@@ -99,6 +107,8 @@ MESH_METRICS = (
     TASKS,
     SUSPENDED,
     DEAD,
+    STRANDED,
+    REPLICAS,
     READY_AGE,
     WAITING_OLDEST,
     OUTBOX_OLDEST,
@@ -133,9 +143,12 @@ def describe_database(server: str, gauges: DatabaseGauges, now: datetime) -> lis
 def _describe_agent(agent: AgentName, gauges: AgentGauges) -> Iterator[Sample]:
     for state, count in gauges.tasks.items():
         yield TASKS, (agent, state.value), float(count)
+    for replica_state, count in gauges.replicas.items():
+        yield REPLICAS, (agent, replica_state.value), float(count)
     for metric, value in (
         (SUSPENDED, gauges.suspended),
         (DEAD, gauges.dead),
+        (STRANDED, gauges.stranded),
         (READY_AGE, gauges.ready_age),
         (WAITING_OLDEST, gauges.waiting_age),
         (OUTBOX_OLDEST, gauges.outbox_age),
