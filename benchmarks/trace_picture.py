@@ -86,7 +86,7 @@ class _TracedMesh(TestMesh):
 
 
 class _Segments(SpanProcessor):
-    """Collects the spans of segments when they start; those of killed replicas never end."""
+    """Collects the spans of segments at their start. The span of a killed segment never ends."""
 
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []

@@ -48,7 +48,7 @@ def metrics(
             metavar="SECONDS",
             min=1,
             max=3600,
-            help="Time between two readings of a server; longer for one that answers slowly.",
+            help="Time between two readings of a server; longer for a slow server.",
         ),
     ] = 15,
     log_level: LogLevel = "info",

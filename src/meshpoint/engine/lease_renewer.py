@@ -133,7 +133,7 @@ class LeaseRenewer:
         worker_loop: asyncio.AbstractEventLoop,
         on_lost: Callable[[Run], None],
     ) -> None:
-        # A task of its own: a row that somebody locks must not delay the leases.
+        # An asyncio task of its own: a locked row must not delay the leases.
         registering = (
             None if self._presence is None else asyncio.create_task(self._presence.keep(store))
         )

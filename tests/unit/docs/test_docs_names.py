@@ -24,9 +24,12 @@ ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "src" / "meshpoint"
 DOCS = ROOT / "docs"
 SOURCES = [
-    path
-    for folder in ("src", "tests", "benchmarks", "alembic", "examples")
-    for path in (ROOT / folder).rglob("*.py")
+    ROOT / "config" / "alerts.yml",
+    *(
+        path
+        for folder in ("src", "tests", "benchmarks", "alembic", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    ),
 ]
 PAGES = [
     path

@@ -25,7 +25,7 @@ class SqlFleet:
     _database: Database
 
     async def register(self, registration: Registration) -> None:
-        """Write the replica's row, and delete those of replicas lost long ago."""
+        """Write the replica's row, and delete the rows of replicas lost long ago."""
         agent = self._database.options.names.qualified(registration.agent)
 
         async def body(tx: Transaction) -> None:

@@ -53,7 +53,7 @@ SELECT {_STATES},
          WHERE invocation_id = generation AND status = 'waiting') AS questions
 """
 
-# Count ready tasks that nobody has acquired for `age` seconds, by format.
+# Count ready tasks that have been due for `age` seconds, by format.
 COUNT_UNACQUIRED = f"""
 SELECT state_format, count(*) AS tasks
   FROM (SELECT state_format {_MINE} status = 'ready' AND wake_at <= {{instant}} - :age

@@ -274,7 +274,7 @@ operations = Table(
 )
 
 # The replicas that serve each agent. Each refreshes its row from time to time, and deletes it when
-# it stops. One that has not refreshed its row by `expires_at` is lost.
+# it stops. A replica that has not refreshed its row by `expires_at` is lost.
 replicas = Table(
     "agent_replicas",
     metadata,

@@ -44,7 +44,7 @@ class Page(Protocol):
 
 
 class Readiness(Protocol):
-    """What `/readyz` tells."""
+    """What `/readyz` shows."""
 
     def find_problem(self) -> str | None:
         """Why this process is not ready; `None` if it is."""

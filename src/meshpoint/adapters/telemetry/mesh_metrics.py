@@ -49,7 +49,7 @@ OUTBOX_OLDEST = Metric(
     "Age of the oldest stored message that is due and not sent; 0 without one.",
 )
 QUESTIONS_OPEN = Metric(
-    "meshpoint_questions_open", Kind.GAUGE, "Questions of waiting tasks that nobody has answered."
+    "meshpoint_questions_open", Kind.GAUGE, "Unanswered questions of waiting tasks."
 )
 QUEUE_MESSAGES = Metric(
     "meshpoint_queue_messages",
