@@ -17,6 +17,7 @@
 #   make install-check   the wheel with each extra alone in a clean environment, and next to other frameworks; ARGS="core redis"
 #   make coverage   every test, and how much of the code they run; writes htmlcov/ and coverage.xml
 #   make bench   Meshpoint next to other systems, on private servers; `make bench ARGS="store --quick"`
+#   make manifests   checks config/ with promtool (Debian: prometheus) and the schemas of Kubernetes
 #   make docs    the documentation site in site/, checked; ARGS=--serve shows it at 127.0.0.1:8000
 #   make since REV=v0.1.0   is the store as fast as it was in REV? Both side by side; ARGS=--system for the whole system
 
@@ -34,7 +35,7 @@ MINUTES ?= 20
 # The tests start many interpreters. Without bytecode files, each would recompile every module.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lowest coverage acceptance outages deploys frameworks simulation chaos application fuzz bench since model docs check fmt dist install-check clean
+.PHONY: demo test lowest coverage acceptance outages deploys frameworks simulation chaos application fuzz bench since model docs manifests check fmt dist install-check clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -94,6 +95,12 @@ simulation: $(STAMPS)/dev
 docs: $(STAMPS)/docs
 	@$(BIN)/python docs/build.py $(ARGS)
 
+manifests: $(STAMPS)/manifests
+	@promtool check config config/prometheus.yml
+	@for name in agents metrics migrate; do \
+	  $(BIN)/kubernetes-validate --strict config/kubernetes/$$name.yaml || exit 1; \
+	done
+
 check: $(STAMPS)/dev
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
@@ -128,7 +135,7 @@ $(STAMPS)/runtime: $(STAMPS)/python pyproject.toml src/meshpoint/_version.py $(C
 	@touch $@
 
 # Dependency groups need pip 25.1. `test` leaves out the linters, which need newer libraries than Meshpoint.
-$(STAMPS)/dev $(STAMPS)/test $(STAMPS)/docs: $(STAMPS)/runtime
+$(STAMPS)/dev $(STAMPS)/test $(STAMPS)/docs $(STAMPS)/manifests: $(STAMPS)/runtime
 	@echo "installing the $(@F) tools into $(VENV)"
 	@$(PIP) install --upgrade 'pip>=25.1'
 	@$(PIP) install --constraint $(CONSTRAINTS) --group $(@F)

@@ -44,7 +44,7 @@ async def test_a_replica_is_registered_while_it_serves(
     assert (replica.id, replica.agent) == (started.replica, "echo")
     assert (replica.state, replica.slots) == (ReplicaState.LIVE, 7)
     assert (replica.app_version, replica.release) == ("1.2", __version__)
-    assert set(map(plain_format, replica.formats)) == {"echo/function/0"}
+    assert set(map(plain_format, replica.formats)) == {"echo/function/1"}
     stop.set()
     await serving
     assert await store.replicas() == []
