@@ -13,6 +13,7 @@ import pytest
 from meshpoint.adapters.sql import SqlStore, gauges
 from meshpoint.adapters.sql.gauges import SqlGauges
 from meshpoint.errors import ConfigurationError, StoreUnavailable
+from meshpoint.model.calls import FIRST
 from meshpoint.model.ids import AgentName
 from meshpoint.model.replicas import ReplicaState
 from meshpoint.model.tasks import TaskState
@@ -36,6 +37,7 @@ from meshpoint.testing.conformance.build import (
     a_pause,
     a_run,
     an_end,
+    answered,
     begun,
     ended,
     parked,
@@ -187,6 +189,13 @@ async def test_questions_are_open_until_they_are_answered(
     await paused(store, "a")
     assert (await read(reader)).open_questions == 1
     await answer(store, an_answer(pause.run.task_id))
+    assert (await read(reader)).open_questions == 0
+
+
+async def test_a_question_closes_with_its_pause(store: SqlStore, reader: SqlGauges) -> None:
+    pause = await paused(store, a_question(), a_call("a"), join=FIRST)
+    assert (await read(reader)).open_questions == 1
+    await answered(store, pause, "a")
     assert (await read(reader)).open_questions == 0
 
 

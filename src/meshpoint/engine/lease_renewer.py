@@ -147,12 +147,14 @@ class LeaseRenewer:
                     self.stop_renewing(run)
                     worker_loop.call_soon_threadsafe(on_lost, run)
         finally:
-            if registering is not None:
-                registering.cancel()
-                await asyncio.gather(registering, return_exceptions=True)
-            if self._presence is not None and self._stop.is_set():
-                await self._presence.leave(store)
-            await store.close()
+            try:
+                if registering is not None:
+                    registering.cancel()
+                    await asyncio.gather(registering, return_exceptions=True)
+                if self._presence is not None and self._stop.is_set():
+                    await self._presence.leave(store)
+            finally:
+                await store.close()
 
     def drain(self) -> None:
         """Show others that the replica stops."""

@@ -24,6 +24,7 @@ _BUSY_TIMEOUT = 10.0
 
 # Each table with the column that starts with the namespace.
 _AGENT_TABLES = {
+    "agent_replicas": "agent_name",
     "agent_operations": "agent_name",
     "agent_subtask_records": "agent_type",
     "agent_checkpoints": "agent_type",
