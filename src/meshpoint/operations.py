@@ -19,6 +19,7 @@ from meshpoint.model.operations import OperationStatus, OperationSummary, Revive
 from meshpoint.model.outcomes import Outcome
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.model.tasks import EVERY_TASK, ListPosition, TaskFilter, TaskState, TaskSummary
+from meshpoint.model.timeline import TimelineOptions
 from meshpoint.model.transitions import SuspendResult
 from meshpoint.ports.agent import ResumeFrom
 from meshpoint.settings import StoreSettings
@@ -52,7 +53,9 @@ class Operations:
     """
 
     def __init__(self, db_url: str, *, namespace: str = "meshpoint") -> None:
-        self._store = make_store(StoreSettings.at(db_url, key="db_url"), namespace)
+        self._store = make_store(
+            StoreSettings.at(db_url, key="db_url"), namespace, TimelineOptions(known_only=True)
+        )
 
     async def __aenter__(self) -> Self:
         try:

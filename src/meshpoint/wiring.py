@@ -32,8 +32,9 @@ from meshpoint.engine.worker import Worker
 from meshpoint.errors import ConfigurationError
 from meshpoint.extras import TELEMETRY
 from meshpoint.model.events import Event, Phase, Step
-from meshpoint.model.ids import AgentName
-from meshpoint.model.options import Options
+from meshpoint.model.ids import AgentName, ReplicaId, new_id
+from meshpoint.model.options import Options, StoreTimings
+from meshpoint.model.timeline import TimelineEntry, TimelineOptions
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Broker
 from meshpoint.ports.clock import Clock
@@ -110,8 +111,13 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
     )
 
 
-def make_store(store: StoreSettings, namespace: str) -> CheckpointStore:
-    """Create the store in a database; `await store.open()` connects."""
+def make_store(
+    store: StoreSettings, namespace: str, timeline: TimelineOptions | None = None
+) -> CheckpointStore:
+    """Create the store in a database; `await store.open()` connects.
+
+    `timeline` says which changes of tasks it records; by default none.
+    """
     from meshpoint.adapters.sql import SqlStore
 
     timings = store.timings
@@ -128,18 +134,26 @@ def make_store(store: StoreSettings, namespace: str) -> CheckpointStore:
         pool_size=store.pool_size,
         max_join_bytes=store.max_join_bytes,
         confirm_linger=timings.dispatch_lease / 25,
+        timeline=timeline,
     )
 
 
+def _make_timeline(timings: StoreTimings, replica: ReplicaId) -> TimelineOptions | None:
+    """What a replica records, if the settings say so."""
+    return TimelineOptions(replica, timings.timeline_retention) if timings.timeline else None
+
+
 @asynccontextmanager
-async def open_store(store: StoreSettings, namespace: str) -> AsyncIterator[CheckpointStore]:
-    """Open the store in a database while the block runs.
+async def open_store(
+    store: StoreSettings, namespace: str, timeline: TimelineOptions | None = None
+) -> AsyncIterator[CheckpointStore]:
+    """Open the store in a database while the block runs; the arguments are as for `make_store`.
 
     Raises:
         ConfigurationError: The database schema is not up to date.
         StoreUnavailable: The database does not answer.
     """
-    opened = make_store(store, namespace)
+    opened = make_store(store, namespace, timeline)
     try:
         await opened.open()
         yield opened
@@ -190,8 +204,9 @@ def build_worker(
     isolation: Isolation | None = None,
 ) -> Worker:
     """Create the worker of `durable_agent` with the options `agent`, ready to `run`."""
-    settings = agent.store_settings()
-    store = make_store(settings, namespace) if agent.has_database else None
+    settings, replica_id = agent.store_settings(), ReplicaId(new_id())
+    timeline = _make_timeline(settings.timings, replica_id)
+    store = make_store(settings, namespace, timeline) if agent.has_database else None
     clock = DatabaseClock(_CLOCK, store) if store else _CLOCK
     inprocess_store = InProcessStore(clock, timings=settings.timings, max_ended=_MAX_ENDED_TASKS)
     runtime = build_runtime(
@@ -208,6 +223,7 @@ def build_worker(
         l1=make_working_memory(agent, namespace),
         snapshots=_make_snapshots(agent, namespace, (store or inprocess_store).copy_key),
         isolation=isolation,
+        replica_id=replica_id,
     )
     return Worker(durable_agent, runtime)
 
@@ -539,6 +555,34 @@ def with_telemetry(
         scheme = urlsplit(mesh.broker_url).scheme
         observers.append(TracingObserver(_MESSAGING_SYSTEMS.get(scheme, scheme)))
     return Observers((*observers, observer)) if observers else observer
+
+
+def export_timeline(entries: Sequence[TimelineEntry]) -> str:
+    """Export a task's timeline as spans of a new trace, and return the trace's id.
+
+    Raises:
+        ConfigurationError: The process has no OpenTelemetry SDK, or `entries` make no span.
+    """
+    check_tracing()
+    from meshpoint.adapters.telemetry import timeline_spans
+
+    return timeline_spans.export(entries)
+
+
+def check_tracing() -> None:
+    """Check that spans are recorded.
+
+    Raises:
+        ConfigurationError: The process has no OpenTelemetry SDK.
+    """
+    from meshpoint.adapters.telemetry import providers
+
+    if not providers.has_tracing():
+        raise ConfigurationError(
+            "spans",
+            "nothing records them: this process has no OpenTelemetry SDK",
+            "run: opentelemetry-instrument meshpoint tasks export-spans TASK_ID",
+        )
 
 
 def current_traceparent() -> str | None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from meshpoint.adapters.sql import SqlStore
+from meshpoint.model.timeline import TimelineOptions
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
-from meshpoint.testing.conformance.build import TIMINGS
+from meshpoint.testing.conformance.build import HOUR, TIMINGS
 from meshpoint.testing.conformance.store import CheckpointStoreSuite
+from meshpoint.testing.conformance.store_timelines import WRITER, TimelineSuite
 
 
 @asynccontextmanager
-async def open_store(url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
+async def open_store(url: str, clock: FakeClock, **options: Any) -> AsyncIterator[SqlStore]:
     store = SqlStore(
         url,
         namespace="test",
@@ -29,6 +32,7 @@ async def open_store(url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
         keep_security_context=TIMINGS.keep_security_context,
         clock=clock,
         lock_timeout=timedelta(seconds=30),  # on a busy machine another replica holds rows longer
+        **options,
     )
     await store.open()
     yield store
@@ -47,6 +51,38 @@ class SqlStoreSuite(CheckpointStoreSuite):
     ) -> AsyncIterator[CheckpointStore]:
         async with open_store(database_url, clock) as other:
             yield other
+
+
+class TimelineStoreSuite(TimelineSuite):
+    fast_path = True
+
+    @pytest.fixture
+    def clock(self) -> FakeClock:
+        return FakeClock()
+
+    @pytest.fixture
+    async def store(self, clock: FakeClock, database_url: str) -> AsyncIterator[CheckpointStore]:
+        timeline = TimelineOptions(WRITER, HOUR)
+        async with open_store(
+            database_url, clock, timeline=timeline, fast_path=self.fast_path
+        ) as store:
+            yield store
+
+
+class TestTimelinesOnSqlite(TimelineStoreSuite):
+    @pytest.fixture
+    def database_url(self, sqlite_url: str) -> str:
+        return sqlite_url
+
+
+class TestTimelinesOnPostgres(TimelineStoreSuite):
+    @pytest.fixture
+    def database_url(self, postgres_url: str) -> str:
+        return postgres_url
+
+
+class TestTimelinesWithoutFastPath(TestTimelinesOnPostgres):
+    fast_path = False
 
 
 class TestOnPostgres(SqlStoreSuite):

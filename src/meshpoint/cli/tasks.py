@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from meshpoint.model.operations import Revived
     from meshpoint.model.outcomes import Outcome
     from meshpoint.model.tasks import ListPosition, TaskFilter, TaskSummary
+    from meshpoint.model.timeline import TimelineEntry
     from meshpoint.model.transitions import ExistingTask
     from meshpoint.operations import Operations
     from meshpoint.ports.agent import ResumeFrom
@@ -61,6 +63,11 @@ Examples:
 _SHOW = """\b
 Examples:
   meshpoint tasks show 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
+  meshpoint tasks show order-17 --config travel.yaml --timeline
+"""
+_EXPORT_SPANS = """\b
+Examples:
+  opentelemetry-instrument meshpoint tasks export-spans order-17 --config travel.yaml
 """
 _RESULT = """\b
 Examples:
@@ -190,12 +197,25 @@ def list_tasks(
 def show_task(
     task_id: _TaskId,
     *,
+    timeline: Annotated[
+        bool,
+        typer.Option(
+            "--timeline",
+            help="Show the changes of its state instead; needs the agent's setting timeline.",
+        ),
+    ] = False,
     config: sources.Config = None,
     database: sources.Database = None,
     namespace: sources.Namespace = None,
     as_json: sources.AsJson = False,
 ) -> None:
     """Show a task: its failure or result, or what it waits for, and its calls."""
+    if timeline:
+        from meshpoint.cli import timelines
+
+        entries = asyncio.run(_find_timeline(config, database, namespace, task_id))
+        timelines.print_timeline(task_id, entries, as_json=as_json)
+        return
     details = asyncio.run(_find_task(config, database, namespace, task_id))
     if as_json:
         print_json(to_json(details))
@@ -283,6 +303,28 @@ def export_history(
         raise typer.BadParameter("name a TASK_ID, or use --agent and --output")
     else:
         histories.export_all(agent, state or (), limit, output, config, database, namespace)
+
+
+@app.command("export-spans", epilog=_EXPORT_SPANS)
+def export_spans(
+    task_ids: Annotated[list[str], typer.Argument(metavar="TASK_ID...", help="Ids of tasks.")],
+    *,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Export the timelines of tasks as OpenTelemetry spans: one trace for each task.
+
+    It has a span for each segment and each wait, with the times in the database. The process needs
+    an OpenTelemetry SDK, which opentelemetry-instrument sets up. Each export makes new traces.
+    """
+    from meshpoint.cli import timelines
+
+    timelines.check_tracing()
+    for task_id in task_ids:
+        entries = asyncio.run(_find_timeline(config, database, namespace, task_id))
+        timelines.export(task_id, entries, as_json=as_json)
 
 
 @app.command("cancel", epilog=_CANCEL)
@@ -648,9 +690,12 @@ def _task_row(task: TaskSummary) -> tuple[str, ...]:
 def _open_stores(
     config: Path | None, database: str | None, namespace: str | None
 ) -> aclosing[AsyncGenerator[CheckpointStore, None]]:
+    from meshpoint.model.timeline import TimelineOptions
     from meshpoint.wiring import open_store
 
-    return aclosing(sources.open_each(config, database, namespace, open_store))
+    # Only the configuration of the replicas says whether a task has a timeline.
+    open_database = partial(open_store, timeline=TimelineOptions(known_only=True))
+    return aclosing(sources.open_each(config, database, namespace, open_database))
 
 
 async def _find_tasks(
@@ -710,6 +755,21 @@ async def _find_task(
                     sources.database_options(config, namespace),
                 )
     raise _no_such_task(task_id)
+
+
+async def _find_timeline(
+    config: Path | None, database: str | None, namespace: str | None, task_id: str
+) -> list[TimelineEntry]:
+    from meshpoint.cli import timelines
+    from meshpoint.model.ids import TaskId
+
+    id_ = TaskId(task_id)
+    async with _open_stores(config, database, namespace) as stores:
+        async for store in stores:
+            if entries := await timelines.read(store, id_):
+                return entries
+    hint = "its agent needs timeline: true, and keeps entries for timeline_retention_seconds"
+    raise OperationNotFound(task_id, f"the database has no timeline of task {task_id}; {hint}")
 
 
 async def _find_outcome(

@@ -31,6 +31,7 @@ log = logging.getLogger("meshpoint.sweeper")
 _SWEEPS_PER_PURGE = 60  # sweeps
 _UNREAD_AGE = timedelta(minutes=1)
 _MAX_PURGE_BATCHES = 10  # in one transaction: deleting is cheap
+_PRUNED_ENTRIES = 5000  # in one transaction and sweep
 _MAX_CONSECUTIVE_SWEEPS = 200
 """Maximum full batches before a pause of one interval: rows that stay due must not burn a core."""
 _MAX_BATCHES_IN_FLIGHT = 8
@@ -57,6 +58,7 @@ class Sweeper:
         self._spawn = runtime.background.spawn
         self._sweeps = self._consecutive_sweeps = 0
         self._searches_parked = True
+        self._has_old_entries = False
         self._reported_formats = set[str]()
         self._send_tasks: set[asyncio.Task[None]] = set()
         self._keep_alive_tasks: set[asyncio.Task[None]] = set()
@@ -115,6 +117,7 @@ class Sweeper:
             (self._send_keep_alives, counts.keep_alives),
             (self._send_first_keep_alives, 0),
             (self._purge_periodically, 0),
+            (self._prune_periodically, 0),
             (self._report_unread, 0),
         ):
             try:
@@ -231,6 +234,14 @@ class Sweeper:
     async def _purge_periodically(self, backend: Backend, _: int) -> bool:
         if self._sweeps % _SWEEPS_PER_PURGE == 0:
             await self.purge(backend)
+        return False
+
+    async def _prune_periodically(self, backend: Backend, _: int) -> bool:
+        """Delete old entries of timelines: one batch, and further ones in the next sweeps."""
+        if backend.is_shared and (self._has_old_entries or self._sweeps % _SWEEPS_PER_PURGE == 0):
+            store, agent = backend.store, self._runtime.agent
+            pruned = await store.prune_timelines(agent, _PRUNED_ENTRIES)
+            self._has_old_entries = pruned == _PRUNED_ENTRIES
         return False
 
     async def _report_unread(self, backend: Backend, _: int) -> bool:

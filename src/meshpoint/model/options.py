@@ -81,3 +81,5 @@ class StoreTimings:
     checkpoint_history: int = 5  # number of most recent checkpoints kept per operation
     checkpoint_archive: bool = False  # on success, move checkpoints instead of deleting them
     keep_security_context: bool = False  # in the last pause of an operation that did not complete
+    timeline: bool = False  # record the changes of each task
+    timeline_retention: timedelta = timedelta(days=7)

@@ -56,6 +56,7 @@ from meshpoint.model.tasks import (
     TaskState,
     TaskSummary,
 )
+from meshpoint.model.timeline import TimelineEntry
 from meshpoint.model.transitions import (
     Append,
     Attach,
@@ -345,6 +346,12 @@ class DueWork(Protocol):
         Returns the number of deleted tombstones.
         """
 
+    async def prune_timelines(self, agent: AgentName, limit: int) -> int:
+        """Delete up to `limit` entries of timelines that are older than the store keeps them.
+
+        Returns the number of deleted entries. Does nothing in a store that records none.
+        """
+
 
 class Outbox(Protocol):
     """Committed messages that are not sent yet."""
@@ -411,6 +418,15 @@ class Catalog(Protocol):
 
     async def mailbox(self, task_id: TaskId) -> Mailbox:
         """What is kept for a task besides its checkpoints; empty for an unknown task."""
+
+    async def timeline(
+        self, task_id: TaskId, *, after: int = 0, limit: int = 1000
+    ) -> list[TimelineEntry]:
+        """The changes of a task, oldest first, from the entry after the one with id `after` on.
+
+        Each is written in the transaction that makes the change. A change that is fenced out
+        leaves none. They outlive the task. Empty if the store records none.
+        """
 
     async def stored_request(self, task_id: TaskId) -> bytes | None:
         """The encoded request of a task; `None` if missing, as after most ends."""

@@ -22,6 +22,7 @@ from meshpoint.model.tasks import (
     TaskState,
     TaskSummary,
 )
+from meshpoint.model.timeline import TimelineEntry
 from meshpoint.model.waits import display_name, is_wait
 
 
@@ -58,6 +59,12 @@ class InProcessCatalog:
             return None
         calls = [_call_summary(call, row) for call in sorted(row.calls.values(), key=_call_order)]
         return _summary(row), calls
+
+    async def timeline(
+        self, task_id: TaskId, *, after: int = 0, limit: int = 1000
+    ) -> list[TimelineEntry]:
+        """Nothing: the tasks of a process have no timelines."""
+        return []
 
     async def stored_request(self, task_id: TaskId) -> bytes | None:
         """The encoded request of a task, or `None`."""

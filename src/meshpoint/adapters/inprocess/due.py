@@ -296,6 +296,10 @@ class InProcessDueWork:
             heapq.heappush(tables.tombstones, (row.due_at, row.task_id))
         return deleted
 
+    async def prune_timelines(self, agent: AgentName, limit: int) -> int:
+        """Nothing: the tasks of a process have no timelines."""
+        return 0
+
     def _live_rows(self, replica: Replica) -> list[TaskRow]:
         return [row for row in self._tables.live.values() if row.agent == replica.agent]
 

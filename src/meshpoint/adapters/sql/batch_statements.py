@@ -104,7 +104,7 @@ done_calls AS (
                                           AND l.status = 'done')))"""
 
 # The values of every pause, and the additional ones of pauses of new tasks.
-_PAUSED = _items(
+PAUSED = _items(
     13,
     task_id="text",
     run_id="text",
@@ -128,7 +128,7 @@ _PAUSED = _items(
 
 def _wake_at(deadline: str) -> str:
     """When the sweeper checks a task whose own deadline is `deadline`."""
-    earliest, join = _PAUSED["earliest_timeout"], _PAUSED["join_timeout"]
+    earliest, join = PAUSED["earliest_timeout"], PAUSED["join_timeout"]
     return f"LEAST(clock.now + {earliest}, {deadline}, clock.now + {join})"
 
 
@@ -154,8 +154,8 @@ calls AS (
 joins AS (
   INSERT INTO agent_parallel_invocations (
     {comma_separated(columns.NEW_JOIN)})
-  SELECT w.logical_task_id, w.generation, {_PAUSED["total"]}, 0, 0, {_PAUSED["needed"]},
-         w.now + {_PAUSED["join_timeout"]}, w.agent_name, w.now + $2::double precision, 1
+  SELECT w.logical_task_id, w.generation, {PAUSED["total"]}, 0, 0, {PAUSED["needed"]},
+         w.now + {PAUSED["join_timeout"]}, w.agent_name, w.now + $2::double precision, 1
     FROM given AS i JOIN written AS w ON w.logical_task_id = i.task_id)
 SELECT logical_task_id, now, task_deadline FROM written"""
 
@@ -178,10 +178,9 @@ logged AS (
 def _pause_new(
     name: str, *, column: str = "", value: str = "", returned: str = "", logged: str = ""
 ) -> str:
-    deadline = _PAUSED["task_deadline"]
+    deadline = PAUSED["task_deadline"]
     requester, context = (
-        ", ".join(_PAUSED[name] for name in names)
-        for names in (columns.REQUESTER, columns.CONTEXT)
+        ", ".join(PAUSED[name] for name in names) for names in (columns.REQUESTER, columns.CONTEXT)
     )
     return f"""/* commits: {name} */
 WITH locked AS (SELECT 1), {_CLOCK_AFTER_LOCKS},
@@ -194,10 +193,10 @@ written AS (
     logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request,
     {_REQUESTER}, keep_alive_at, checkpointed_at, request_digest,{column}
     {_CONTEXT})
-  SELECT i.task_id, {_PAUSED["agent"]}, 'waiting', {_PAUSED["generation"]}, 1,
-         {_PAUSED["run_id"]}, 0, i.wake_at, {_PAUSED["request"]}, {requester},
-         clock.now + {_PAUSED["idle_timeout"]} / $44::int, clock.now,
-         {_PAUSED["request_digest"]},{value} {context}
+  SELECT i.task_id, {PAUSED["agent"]}, 'waiting', {PAUSED["generation"]}, 1,
+         {PAUSED["run_id"]}, 0, i.wake_at, {PAUSED["request"]}, {requester},
+         clock.now + {PAUSED["idle_timeout"]} / $44::int, clock.now,
+         {PAUSED["request_digest"]},{value} {context}
     FROM given AS i, clock
   ON CONFLICT DO NOTHING
   RETURNING logical_task_id, agent_name, generation, task_deadline, checkpointed_at AS now
@@ -224,11 +223,11 @@ def _pause_existing(
     *,
     guard: str = "",
     log_seq: str = "",
-    state: str = _PAUSED["state"],
+    state: str = PAUSED["state"],
     returned: str = "",
     logged: str = "",
 ) -> str:
-    context = ", ".join((_PAUSED | {"state": state})[name] for name in columns.CONTEXT)
+    context = ", ".join((PAUSED | {"state": state})[name] for name in columns.CONTEXT)
     return f"""/* commits: {name} */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id, i.place, t.task_deadline
@@ -243,7 +242,7 @@ given AS MATERIALIZED (
    WHERE i.task_deadline IS NULL OR i.task_deadline > clock.now),
 written AS (
   UPDATE agent_paused_tasks AS t SET
-    status = 'waiting', generation = {_PAUSED["generation"]}, run_id = {_PAUSED["run_id"]},
+    status = 'waiting', generation = {PAUSED["generation"]}, run_id = {PAUSED["run_id"]},
     owner = NULL, attempt = 0, rescues = 0, wake_at = i.wake_at,
     keep_alive_at = clock.now + t.idle_timeout / $36::int, checkpointed_at = clock.now,
     dead_reason = NULL, {emptied(columns.PARKING)},{log_seq}
@@ -273,7 +272,7 @@ PAUSE_EXISTING_WITH_LOG = _pause_existing(
           AND NOT EXISTS (SELECT 1 FROM agent_task_log AS l
                            WHERE l.logical_task_id = t.logical_task_id AND l.seq > t.log_seq))""",
     log_seq=f" log_seq = t.log_seq + {_LOG['new_entries']},",
-    state=f"CASE WHEN {_LOG['keeps_state']} THEN t.state ELSE {_PAUSED['state']} END",
+    state=f"CASE WHEN {_LOG['keeps_state']} THEN t.state ELSE {PAUSED['state']} END",
     returned=f""",
             t.run_id, t.log_seq, {_LOG["new_entries"]} AS new_entries,
             {_LOG["replaces"]} AS replaces""",

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import catalog_statements as sql
-from meshpoint.adapters.sql import statements
+from meshpoint.adapters.sql import statements, timeline_statements
 from meshpoint.adapters.sql.codec import unpack
 from meshpoint.adapters.sql.database import Database, StoreOptions
 from meshpoint.adapters.sql.owning import read_log_in_parts
@@ -21,6 +21,7 @@ from meshpoint.adapters.sql.rows import (
     tried_versions,
     unpack_outcome,
 )
+from meshpoint.adapters.sql.timelines import entry_from_row
 from meshpoint.errors import StoreUnavailable
 from meshpoint.model.call_attempts import CallAttempt
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
@@ -38,6 +39,7 @@ from meshpoint.model.tasks import (
     TaskSummary,
     has_log,
 )
+from meshpoint.model.timeline import TimelineEntry
 from meshpoint.model.waits import display_name
 
 _MAX_READS = 5
@@ -121,6 +123,17 @@ class SqlCatalog:
         waits = await self._read_waits([task_id])
         summary = self._summary(rows[0], waits.get(task_id, ()), rows[0].token_usage)
         return summary, [call for _, call in calls]
+
+    async def timeline(
+        self, task_id: TaskId, *, after: int = 0, limit: int = 1000
+    ) -> list[TimelineEntry]:
+        """Read the changes of a task of this namespace, oldest first."""
+        names = self._database.options.names
+        values = {"task_id": task_id, "after": after, "limit": limit}
+        rows = await self._database.fetch(
+            timeline_statements.READ_TIMELINE, prefix=names.prefix, **values
+        )
+        return [entry_from_row(row, names) for row in rows]
 
     async def stored_request(self, task_id: TaskId) -> bytes | None:
         """The encoded request of a task of this namespace. `None` if missing."""

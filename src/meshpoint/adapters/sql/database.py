@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -41,7 +41,9 @@ from meshpoint.adapters.sql.failures import (
 from meshpoint.adapters.sql.log_cache import LogCache
 from meshpoint.adapters.sql.rows import AgentNames, Columns
 from meshpoint.adapters.sql.sqlite_thread import SqliteThread, ThreadConnection
+from meshpoint.adapters.sql.timelines import NewEntries
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
+from meshpoint.model.timeline import TimelineOptions
 from meshpoint.model.transitions import TaskLocked
 from meshpoint.ports.clock import Clock
 
@@ -74,6 +76,7 @@ class StoreOptions:
     checkpoint_archive: bool
     keep_security_context: bool
     max_join_bytes: int
+    timeline: TimelineOptions | None = None
 
     def backoff(self, attempts: int) -> float:
         """Seconds that the sender of an item has it leased on the given attempt, starting at 1."""
@@ -85,7 +88,8 @@ class Transaction:
     """An open transaction, or a connection for reads that each see their own snapshot.
 
     With `skip_locked`, tasks with a row that another session holds are left out instead of waited
-    for.
+    for. `entries` collects what the transaction adds to the timelines of tasks; `None` without
+    timelines.
     """
 
     connection: AnyConnection
@@ -93,6 +97,11 @@ class Transaction:
     options: StoreOptions
     logs: LogCache
     skip_locked: bool = False
+    entries: NewEntries | None = None
+
+    def without_timelines(self) -> Transaction:
+        """This transaction, for statements that repeat a change."""
+        return replace(self, entries=None)
 
     async def fetch(self, template: str, **values: Any) -> Sequence[Row[Any]]:
         """Execute a statement and return all its rows."""
@@ -101,12 +110,16 @@ class Transaction:
     async def execute(self, template: str, **values: Any) -> None:
         """Execute a statement that returns nothing."""
         await self.connection.execute(*self.dialect.prepare(template, values))
+        if self.entries is not None:
+            self.entries.add(template, [values])
 
     async def execute_many(self, template: str, rows: Sequence[Columns]) -> None:
         """Execute a statement once for each of `rows`, in one round trip."""
         if rows:
             prepared = [self.dialect.prepare(template, row) for row in rows]
             await self.connection.execute(prepared[0][0], [values for _, values in prepared])
+            if self.entries is not None:
+                self.entries.add(template, rows)
 
 
 Body: TypeAlias = Callable[[Transaction], Awaitable[_T]]
@@ -276,12 +289,14 @@ class Database:
             return await self._retry(partial(self._run, transaction, skip_locked=skip_locked))
 
         async def run(connection: ThreadConnection) -> _T:
-            return await transaction(
-                Transaction(connection, self.dialect, self.options, self.logs, skip_locked)
-            )
+            return await transaction(self._transaction(connection, skip_locked))
 
         async with self._write_lock():
             return await self._retry(lambda: _run_to_completion(writer.transact(run)))
+
+    def _transaction(self, connection: AnyConnection, skip_locked: bool) -> Transaction:
+        entries = None if self.options.timeline is None else NewEntries()
+        return Transaction(connection, self.dialect, self.options, self.logs, skip_locked, entries)
 
     @asynccontextmanager
     async def _write_lock(self) -> AsyncIterator[None]:
@@ -323,6 +338,8 @@ class Database:
         await self._begin(tx.connection)
         try:
             result = await body(tx)
+            if tx.entries is not None:
+                await tx.entries.write(tx)
         except driver_errors(RowLocked) as error:
             if not _is_lock_failure(error, tx.skip_locked):
                 if classify(error) is Failure.BUG:
@@ -365,9 +382,7 @@ class Database:
     async def _run(self, body: Body[_T], *, skip_locked: bool = False) -> _T:
         async with self.engine.connect() as connection:
             try:
-                return await body(
-                    Transaction(connection, self.dialect, self.options, self.logs, skip_locked)
-                )
+                return await body(self._transaction(connection, skip_locked))
             except RowLocked:
                 raise  # the transaction has rolled back, so the connection is still usable
             except BaseException:

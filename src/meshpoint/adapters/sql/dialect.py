@@ -71,6 +71,10 @@ _POSTGRES = {
         "(SELECT value ->> 0 AS task_id, value ->> 1 AS sub_task_id"
         " FROM json_array_elements(CAST(CAST(:pairs AS text) AS json))) AS pair"
     ),
+    "timeline_entries": (
+        "json_to_recordset(CAST(CAST(:entries AS text) AS json))"
+        " AS e(place int, task_id text, change text, calls int, ref text)"
+    ),
     # Read anew at each use, since a statement may have waited for a lock.
     "clock": "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)",
     # Constant within a statement, so that it can be a condition of an index scan.
@@ -98,6 +102,11 @@ _SQLITE = {
         "(SELECT json_extract(value, '$[0]') AS task_id,"
         " json_extract(value, '$[1]') AS sub_task_id"
         " FROM json_each(:pairs)) AS pair"
+    ),
+    "timeline_entries": (
+        "(SELECT key AS place, json_extract(value, '$.task_id') AS task_id,"
+        " json_extract(value, '$.change') AS change, json_extract(value, '$.calls') AS calls,"
+        " json_extract(value, '$.ref') AS ref FROM json_each(:entries)) AS e"
     ),
     "clock": "((julianday('now') - 2440587.5) * 86400.0)",
     "instant": "((julianday('now') - 2440587.5) * 86400.0)",

@@ -15,7 +15,13 @@ from typing import Any
 
 from sqlalchemy import Row
 
-from meshpoint.adapters.sql import ending, expiring, operation_statements, outbox
+from meshpoint.adapters.sql import (
+    ending,
+    expiring,
+    operation_statements,
+    outbox,
+    timeline_statements,
+)
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.due_rows import DueQuery, process_due
@@ -405,6 +411,22 @@ class SqlDueWork:
 
         due = process_due(self._database, [query], [sql.POSTPONE_TASK], body)
         return sum([each async for each in due])
+
+    async def prune_timelines(self, agent: AgentName, limit: int) -> int:
+        """Delete entries of timelines that are older than the retention; returns their number."""
+        options = self._database.options
+        timeline = options.timeline
+        if timeline is None:
+            return 0
+        values = {
+            "agent": options.names.qualified(agent),
+            "age": timeline.retention.total_seconds(),
+            "limit": limit,
+        }
+        deleted = await self._database.write(
+            lambda tx: tx.fetch(timeline_statements.PRUNE_TIMELINES, **values)
+        )
+        return len(deleted)
 
     async def unsent(self, agent: AgentName, limit: int) -> list[OutboxItem]:
         """Lease due messages of the outbox to the caller."""

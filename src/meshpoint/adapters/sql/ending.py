@@ -260,14 +260,16 @@ async def suspend(tx: Transaction, task_ids: Sequence[TaskId]) -> list[SuspendRe
     async def process_round(batch: list[TaskId], locked: LockedTasks) -> list[SuspendResult]:
         rows = {task_id: _row_in_namespace(tx, task_id, locked) for task_id in batch}
         results = {task_id: _suspend_result(row) for task_id, row in rows.items()}
-        await tx.execute_many(
-            sql.UPDATE_SUSPENDED,
-            [
-                {"task_id": task_id, "now": locked.now, "far_future": FAR_FUTURE}
-                for task_id in batch
-                if isinstance(results[task_id], TaskSuspended)
-            ],
-        )
+        for is_repeated, transaction in ((False, tx), (True, tx.without_timelines())):
+            await transaction.execute_many(
+                sql.UPDATE_SUSPENDED,
+                [
+                    {"task_id": task_id, "now": locked.now, "far_future": FAR_FUTURE}
+                    for task_id in batch
+                    if isinstance(result := results[task_id], TaskSuspended)
+                    and result.repeated is is_repeated
+                ],
+            )
         return [results[task_id] for task_id in batch]
 
     return await run_in_rounds(tx, task_ids, lambda task_id: task_id, process_round)
@@ -355,10 +357,13 @@ async def cancel(
             ],
         )
         running = [
-            command.task_id for command, _, row in accepted if row.status == TaskState.RUNNING
+            (command.task_id, row.cancel_requested)
+            for command, _, row in accepted
+            if row.status == TaskState.RUNNING
         ]
-        if running:
-            await tx.execute(sql.SET_CANCEL_REQUESTED, ids=running)
+        for is_repeated, transaction in ((False, tx), (True, tx.without_timelines())):
+            if ids := [task_id for task_id, known in running if bool(known) is is_repeated]:
+                await transaction.execute(sql.SET_CANCEL_REQUESTED, ids=ids)
         ended = [command.task_id for command, _, row in accepted if TaskState(row.status).is_final]
         tombstones = await tx.fetch(sql.LOOKUP, ids=ended) if ended else []
         late = {row.logical_task_id: row for row in tombstones}

@@ -35,6 +35,7 @@ from meshpoint.adapters.sql.rows import (
     requester_from_row,
 )
 from meshpoint.adapters.sql.sessions import DatabaseTime
+from meshpoint.adapters.sql.timeline_statements import WRITING_ENTRIES
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Ok, Outcome
@@ -94,6 +95,15 @@ class FastPath:
     def _now(self) -> float | None:
         return None if self._clock is None else self._clock.now().timestamp()
 
+    async def _write(
+        self, connection: PreparedConnection, statement: str, *values: Any
+    ) -> Sequence[Any]:
+        """Execute a statement, which also writes to the timelines of the tasks that it changes."""
+        timeline = self._options.timeline
+        if timeline is None or timeline.known_only:  # commands do not use the fast path
+            return await connection.write(statement, *values)
+        return await connection.write(WRITING_ENTRIES[statement], *values, timeline.replica)
+
     async def lookup(self, task_ids: Sequence[TaskId]) -> Sequence[Any]:
         """Read the rows that exist; ended tasks include their reply. Also updates `time`."""
         sent_at = self._time.clock()
@@ -124,7 +134,8 @@ class FastPath:
             with_log = any(packed.pause.log is not None for packed in each)
             if each:
                 try:
-                    rows = await self._pauses.write(
+                    rows = await self._write(
+                        self._pauses,
                         statements[with_log],
                         self._now,
                         self._options.backoff(1),
@@ -206,7 +217,8 @@ class FastPath:
             (command.task_id, isinstance(command.outcome, Ok), command.sender)
             for command, _ in commands
         )
-        rows = await self._claims.write(
+        rows = await self._write(
+            self._claims,
             sql.CLAIM_SKIP_LOCKED if locked_rows.skip_locked else sql.CLAIM,
             self._now,
             replica.id,
@@ -295,7 +307,8 @@ class FastPath:
         """Turn tasks into tombstones if their runs own them and they are not operations."""
         places = _first_positions(command.run.task_id for command, _ in ends)
         commands = [ends[place] for place in places.values()]
-        rows = await self._ends.write(
+        rows = await self._write(
+            self._ends,
             sql.END,
             self._now,
             self._options.backoff(1),

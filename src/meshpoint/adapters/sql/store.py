@@ -64,6 +64,7 @@ from meshpoint.model.tasks import (
     Resumable,
     Run,
 )
+from meshpoint.model.timeline import TimelineOptions
 from meshpoint.model.transitions import (
     Append,
     Attach,
@@ -198,6 +199,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
         fast_path: `False` runs every step as a general transaction, as on SQLite.
         max_join_bytes: Limit for the unpacked outcomes of one join. A task above it is resumed
             without them, and fails.
+        timeline: Which changes of tasks to record in their timelines. `None`: none.
         lock_timeout: How long a statement on PostgreSQL waits for a lock. After a timeout, the
             step is repeated and skips locked rows.
 
@@ -224,6 +226,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
         confirm_linger: timedelta = timedelta(),
         lock_timeout: timedelta = LOCK_TIMEOUT,
         max_join_bytes: int = 2_000_000_000,
+        timeline: TimelineOptions | None = None,
     ) -> None:
         options = StoreOptions(
             names=AgentNames(namespace),
@@ -235,6 +238,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
             checkpoint_archive=checkpoint_archive,
             keep_security_context=keep_security_context,
             max_join_bytes=max_join_bytes,
+            timeline=timeline,
         )
         self._database = Database(
             url,

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import (
+    BigInteger,
     Boolean,
     Column,
     ColumnElement,
@@ -43,7 +44,7 @@ from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
 from meshpoint.errors import ConfigurationError
 
-REVISION = "0015"
+REVISION = "0016"
 """The newest migration of this release, which it requires. It also works with a later one."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -291,6 +292,32 @@ replicas = Table(
     Column("expires_at", Float, nullable=False),
 )
 
+# The timelines of tasks: an entry for each change of a task's state, written in the transaction
+# that makes the change. They outlive their tasks, until they are pruned by time.
+timelines = Table(
+    "agent_task_timelines",
+    metadata,
+    # Grows from entry to entry of a task, since its entries are written under the task's lock.
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    Column("logical_task_id", _id(), nullable=False),
+    Column("agent_name", String, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("change", String, nullable=False),  # see `meshpoint.model.timeline.Change`
+    Column("replica", String),  # that wrote the entry; NULL for an operator's command
+    Column("generation", Integer, nullable=False),
+    # Of the run that owns the task; NULL if the entry is about calls.
+    Column("fence", Integer),
+    Column("attempt", Integer),
+    # Of an entry about calls: how many, and the counters of their join.
+    Column("calls", Integer),
+    Column("completed", Integer),
+    Column("total", Integer),
+    # Of an entry about one call: its peer and its `sub_task_id`. For a signal, its id.
+    Column("peer", String),
+    Column("ref", String),
+)
+
+
 # The key that authenticates copies that replicas keep in Redis. One row per mesh.
 secrets = Table(
     "agent_mesh_secrets",
@@ -428,6 +455,9 @@ _partial_index(
     joins.c.send_due_at,
     where=joins.c.send_due_at.is_not(None),
 )
+
+Index("ix_agent_task_timelines_task", timelines.c.logical_task_id, timelines.c.id)
+Index("ix_agent_task_timelines_age", timelines.c.agent_name, timelines.c.at)
 
 FILLFACTOR = {tasks.name: 70, calls.name: 50, joins.name: 70, operations.name: 70}
 """Percentage of a page that inserts fill, by table.
