@@ -7,15 +7,26 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
+import asyncpg
 import pytest
+from sqlalchemy.exc import IntegrityError
 
 from meshpoint.adapters.sql import SqlStore
-from meshpoint.model.timeline import TimelineOptions
+from meshpoint.model.tasks import TaskState
+from meshpoint.model.timeline import Change, TimelineOptions
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
-from meshpoint.testing.conformance.build import HOUR, TIMINGS
+from meshpoint.testing.conformance.build import (
+    HOUR,
+    TIMINGS,
+    a_pause,
+    an_end,
+    begun,
+    resumed,
+    row,
+)
 from meshpoint.testing.conformance.store import CheckpointStoreSuite
-from meshpoint.testing.conformance.store_timelines import WRITER, TimelineSuite
+from meshpoint.testing.conformance.store_timelines import WRITER, TimelineSuite, changes
 
 
 @asynccontextmanager
@@ -79,6 +90,31 @@ class TestTimelinesOnPostgres(TimelineStoreSuite):
     @pytest.fixture
     def database_url(self, postgres_url: str) -> str:
         return postgres_url
+
+    @pytest.mark.parametrize(
+        ("change", "state"),
+        [
+            (Change.PAUSED, TaskState.RUNNING),
+            (Change.ANSWERED, TaskState.WAITING),
+            (Change.ACQUIRED, TaskState.WAITING),
+            (Change.COMPLETED, TaskState.RUNNING),
+        ],
+    )
+    async def test_a_change_is_undone_if_its_entry_cannot_be_written(
+        self, store: CheckpointStore, database_url: str, change: Change, state: TaskState
+    ) -> None:
+        run = await begun(store)
+        connection = await asyncpg.connect(database_url)
+        await connection.execute(
+            f"ALTER TABLE agent_task_timelines ADD CHECK (change <> '{change}')"
+        )
+        await connection.close()
+        with pytest.raises((asyncpg.CheckViolationError, IntegrityError)):
+            pause = a_pause(run=run)
+            await store.pause([pause])
+            await store.end([an_end((await resumed(store, pause)).run)])
+        assert (await row(store, run.task_id))[0].state is state
+        assert change not in await changes(store, run.task_id)
 
 
 class TestTimelinesWithoutFastPath(TestTimelinesOnPostgres):

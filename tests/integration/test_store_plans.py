@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
@@ -38,6 +39,7 @@ from meshpoint.adapters.sql.tables import (
     operations,
     subtask_records,
     task_log,
+    timelines,
 )
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import AgentName, TaskId, new_id
@@ -54,6 +56,7 @@ from meshpoint.model.tasks import (
     TaskFilter,
     TaskState,
 )
+from meshpoint.model.timeline import TimelineOptions
 from meshpoint.model.transitions import (
     Attach,
     Attached,
@@ -119,7 +122,7 @@ _STANDING = 50_000
 _EXPIRED = Replica(HERE.id, HERE.agent, HERE.formats, _NOW)
 """A replica whose leases expire at once."""
 
-TABLES = (*CROWDED, operations, checkpoints, archive, subtask_records, task_log)
+TABLES = (*CROWDED, operations, checkpoints, archive, subtask_records, task_log, timelines)
 
 _FOR_PEOPLE = {
     *("LIST_OPERATIONS", "LIST_AGENT_OPERATIONS", "READ_WAITS"),
@@ -289,7 +292,7 @@ async def _insert_many_operations(url: str) -> None:
                 f"INSERT INTO {table.name} ({names}) SELECT {values} "
                 f"FROM generate_series(1, {_STANDING}) AS g"
             )
-        for statement in _FILL_MAILBOXES:
+        for statement in (*_FILL_MAILBOXES, _FILL_TIMELINES):
             await connection.execute(statement)
         await connection.execute("VACUUM ANALYZE")
     finally:
@@ -308,13 +311,22 @@ _FILL_MAILBOXES = (
 )
 
 
+_FILL_TIMELINES = """
+INSERT INTO agent_task_timelines (logical_task_id, agent_name, at, change, generation)
+SELECT logical_task_id, agent_name, checkpointed_at - 1e6, 'paused', 1 FROM agent_paused_tasks"""
+
+
 @asynccontextmanager
 async def _listening_store(
-    url: str, plans: RecordedPlans, *, fast_path: bool = True
+    url: str,
+    plans: RecordedPlans,
+    *,
+    fast_path: bool = True,
+    timeline: TimelineOptions | None = None,
 ) -> AsyncIterator[SqlStore]:
     """A store whose statements are collected in `plans`."""
     with plans.listening():
-        store = _create_store(url, fast_path=fast_path)
+        store = _create_store(url, fast_path=fast_path, timeline=timeline)
         await store.open()
         try:
             yield store
@@ -322,7 +334,9 @@ async def _listening_store(
             await store.close()
 
 
-def _create_store(url: str, *, fast_path: bool = True) -> SqlStore:
+def _create_store(
+    url: str, *, fast_path: bool = True, timeline: TimelineOptions | None = None
+) -> SqlStore:
     """A store whose unsent messages and tombstones are due at once."""
     return SqlStore(
         url,
@@ -334,6 +348,7 @@ def _create_store(url: str, *, fast_path: bool = True) -> SqlStore:
         checkpoint_archive=True,
         pool_size=1,
         fast_path=fast_path,
+        timeline=timeline,
     )
 
 
@@ -722,12 +737,42 @@ async def test_no_statement_of_a_replica_scans_a_table(
             await StatementRun(
                 store, batch, large_database_url, with_locked_row=with_locked_row
             ).run()
+    await _record_timelines(large_database_url, plans, batch)
     statements = _statements()
     scans = [scan for _, scan in plans.scans()]
     assert not scans, "\n\n".join(scans)
     sent = plans.texts()
     missing = {name for name, text in statements.items() if text not in sent}
     assert missing - _FOR_PEOPLE - _FOR_DAMAGE == set(), "`Life` does not send these statements"
+
+
+async def _record_timelines(url: str, plans: RecordedPlans, batch: int) -> None:
+    """Record, read and delete what every statement of the fast path and a command change."""
+    async with _listening_store(url, plans, timeline=TimelineOptions(HERE.id)) as store:
+        for skips_locked in (False, True):
+            if skips_locked:
+                store._locked_rows.record_timeout()
+            for first, second in (
+                (a_pause, a_pause),
+                (partial(logged_pause, b"a"), partial(logged_pause, b"b", after=1)),
+            ):
+                pauses = [first() for _ in range(batch)]
+                await store.pause(pauses)
+                runs = [(await resumed(store, pause, replica=READER)).run for pause in pauses]
+                pauses = [second(run=run) for run in runs]
+                await store.pause(pauses)
+                runs = [(await resumed(store, pause, replica=READER)).run for pause in pauses]
+                await store.end([an_end(run) for run in runs])
+                for run in runs[:2]:
+                    assert len(await store.timeline(run.task_id)) == 7
+        assert await store.prune_timelines(AGENT, 10) == 10
+        waiting = a_pause()
+        await store.pause([waiting])
+        await store.suspend([waiting.run.task_id])
+    known = TimelineOptions(known_only=True)
+    async with _listening_store(url, plans, timeline=known) as store:
+        await store.unsuspend([waiting.run.task_id])
+        assert len(await store.timeline(waiting.run.task_id)) == 3
 
 
 async def test_only_the_last_claim_reads_the_other_responses(large_database_url: str) -> None:

@@ -423,10 +423,14 @@ class SqlDueWork:
             "age": timeline.retention.total_seconds(),
             "limit": limit,
         }
-        deleted = await self._database.write(
-            lambda tx: tx.fetch(timeline_statements.PRUNE_TIMELINES, **values)
-        )
-        return len(deleted)
+
+        async def prune(tx: Transaction) -> int:
+            rows = await tx.fetch(timeline_statements.PICK_OLD_ENTRIES, **values)
+            if rows:
+                await tx.execute(timeline_statements.DELETE_ENTRIES, ids=[row.id for row in rows])
+            return len(rows)
+
+        return await self._database.write(prune)
 
     async def unsent(self, agent: AgentName, limit: int) -> list[OutboxItem]:
         """Lease due messages of the outbox to the caller."""

@@ -57,13 +57,16 @@ SELECT * FROM agent_task_timelines
  ORDER BY id LIMIT :limit
 """
 
-# Delete the oldest entries of an agent that are older than `:age`.
-PRUNE_TIMELINES = """
-DELETE FROM agent_task_timelines
- WHERE id IN (SELECT id FROM agent_task_timelines
-               WHERE agent_name = :agent AND at < {instant} - :age
-               ORDER BY at LIMIT :limit {for_delete_skip_locked})
-RETURNING id
+# Pick the oldest entries of an agent that are older than `:age`.
+PICK_OLD_ENTRIES = """
+SELECT id FROM agent_task_timelines
+ WHERE agent_name = :agent AND at < {instant} - :age
+ ORDER BY at LIMIT :limit {for_delete_skip_locked}
+"""
+
+# Delete entries.
+DELETE_ENTRIES = """
+DELETE FROM agent_task_timelines WHERE id {one_of:ids}
 """
 
 
@@ -138,21 +141,21 @@ def _end(statement: str) -> str:
 
 _FENCE = "($35::int[])[i.place::int]"
 
-PAUSE_NEW = _pause(batch.PAUSE_NEW, fence="1")
-PAUSE_NEW_WITH_LOG = _pause(batch.PAUSE_NEW_WITH_LOG, fence="1")
-PAUSE_EXISTING = _pause(batch.PAUSE_EXISTING, fence=_FENCE)
-PAUSE_EXISTING_WITH_LOG = _pause(batch.PAUSE_EXISTING_WITH_LOG, fence=_FENCE)
-CLAIM = _claim(batch.CLAIM)
-CLAIM_SKIP_LOCKED = _claim(batch.CLAIM_SKIP_LOCKED)
-END = _end(batch.END)
+RECORDED_PAUSE_NEW = _pause(batch.PAUSE_NEW, fence="1")
+RECORDED_PAUSE_NEW_WITH_LOG = _pause(batch.PAUSE_NEW_WITH_LOG, fence="1")
+RECORDED_PAUSE_EXISTING = _pause(batch.PAUSE_EXISTING, fence=_FENCE)
+RECORDED_PAUSE_EXISTING_WITH_LOG = _pause(batch.PAUSE_EXISTING_WITH_LOG, fence=_FENCE)
+RECORDED_CLAIM = _claim(batch.CLAIM)
+RECORDED_CLAIM_SKIP_LOCKED = _claim(batch.CLAIM_SKIP_LOCKED)
+RECORDED_END = _end(batch.END)
 
 WRITING_ENTRIES = {
-    batch.PAUSE_NEW: PAUSE_NEW,
-    batch.PAUSE_NEW_WITH_LOG: PAUSE_NEW_WITH_LOG,
-    batch.PAUSE_EXISTING: PAUSE_EXISTING,
-    batch.PAUSE_EXISTING_WITH_LOG: PAUSE_EXISTING_WITH_LOG,
-    batch.CLAIM: CLAIM,
-    batch.CLAIM_SKIP_LOCKED: CLAIM_SKIP_LOCKED,
-    batch.END: END,
+    batch.PAUSE_NEW: RECORDED_PAUSE_NEW,
+    batch.PAUSE_NEW_WITH_LOG: RECORDED_PAUSE_NEW_WITH_LOG,
+    batch.PAUSE_EXISTING: RECORDED_PAUSE_EXISTING,
+    batch.PAUSE_EXISTING_WITH_LOG: RECORDED_PAUSE_EXISTING_WITH_LOG,
+    batch.CLAIM: RECORDED_CLAIM,
+    batch.CLAIM_SKIP_LOCKED: RECORDED_CLAIM_SKIP_LOCKED,
+    batch.END: RECORDED_END,
 }
 """The fast path's statements with the ones that also write entries."""
