@@ -16,6 +16,7 @@ from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Ok
 from meshpoint.model.tasks import PlannedCall, Replica, Requester, Resumable, Run, TaskState
+from meshpoint.model.timeline import TimelineOptions
 from meshpoint.model.transitions import (
     Claim,
     ClaimResult,
@@ -51,8 +52,9 @@ class MeshJob:
 class Mesh:
     """Pauses and marks each task separately; claims waiting responses in batches or one by one."""
 
-    def __init__(self, *, claim_together: bool = True) -> None:
+    def __init__(self, *, claim_together: bool = True, timeline: bool = False) -> None:
         self._claim_together = claim_together
+        self._timeline = TimelineOptions(REPLICA.id) if timeline else None
         self._arrived_claims: deque[Claim] = deque()
         self._responses_available = asyncio.Event()
         self._resume_futures: dict[str, asyncio.Future[Resumable]] = {}
@@ -66,6 +68,7 @@ class Mesh:
             dispatch_lease=timedelta(seconds=job.DISPATCH_LEASE),
             tombstone_ttl=timedelta(seconds=job.TOMBSTONE_TTL),
             confirm_linger=timedelta(seconds=job.DISPATCH_LEASE) / 25,
+            timeline=self._timeline,
         )
         await self._store.open()
         self._claim_task = asyncio.create_task(self._serve_arrivals())

@@ -30,8 +30,7 @@ async def mesh(options: Namespace) -> AsyncIterator[driver.Ask]:
         )
         for names in groups:
             agents = tuple(
-                _agent(name, options.agents, options.db_url if name == "root" else None)
-                for name in names
+                _agent(name, options, options.db_url if name == "root" else None) for name in names
             )
             await stack.enter_async_context(_replica(Settings(mesh=settings, agents=agents)))
         client = await stack.enter_async_context(connect_to(settings))
@@ -42,13 +41,9 @@ async def mesh(options: Namespace) -> AsyncIterator[driver.Ask]:
         yield ask
 
 
-def _agent(name: str, module: str, db_url: str | None) -> AgentSettings:
-    durable = (
-        {"stateless_checkpointing": True, "session_service": "sql", "session_db_url": db_url}
-        if db_url
-        else {}
-    )
-    entrypoint = f"{module}:{name}"
+def _agent(name: str, options: Namespace, db_url: str | None) -> AgentSettings:
+    durable = {"database_url": db_url, "timeline": options.timeline} if db_url else {}
+    entrypoint = f"{options.agents}:{name}"
     return AgentSettings.model_validate(
         {"name": name, "entrypoint": entrypoint, "max_concurrency": MAX_CONCURRENCY, **durable}
     )
@@ -82,6 +77,7 @@ def main() -> None:
     parser.add_argument("broker_url")
     parser.add_argument("db_url", nargs="?", help="without it, stateless_checkpointing is false")
     parser.add_argument("--together", action="store_true", help="run root and peer in one process")
+    parser.add_argument("--timeline", action="store_true", help="record timelines")
     parser.add_argument(
         "--agents", default="benchmarks.rivals.mesh_agents", help="module of root and peer"
     )

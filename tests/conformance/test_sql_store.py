@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy.exc import IntegrityError
 
 from meshpoint.adapters.sql import SqlStore
-from meshpoint.model.tasks import TaskState
+from meshpoint.model.tasks import Run, TaskState
 from meshpoint.model.timeline import Change, TimelineOptions
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
@@ -64,6 +64,12 @@ class SqlStoreSuite(CheckpointStoreSuite):
             yield other
 
 
+async def _pause_resume_and_end(store: CheckpointStore, run: Run) -> None:
+    pause = a_pause(run=run)
+    await store.pause([pause])
+    await store.end([an_end((await resumed(store, pause)).run)])
+
+
 class TimelineStoreSuite(TimelineSuite):
     fast_path = True
 
@@ -110,9 +116,7 @@ class TestTimelinesOnPostgres(TimelineStoreSuite):
         )
         await connection.close()
         with pytest.raises((asyncpg.CheckViolationError, IntegrityError)):
-            pause = a_pause(run=run)
-            await store.pause([pause])
-            await store.end([an_end((await resumed(store, pause)).run)])
+            await _pause_resume_and_end(store, run)
         assert (await row(store, run.task_id))[0].state is state
         assert change not in await changes(store, run.task_id)
 

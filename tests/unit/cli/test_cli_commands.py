@@ -224,7 +224,9 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> FakeMesh:
     mesh = FakeMesh()
 
     @asynccontextmanager
-    async def open_store(store: StoreSettings, namespace: str) -> AsyncIterator[object]:
+    async def open_store(
+        store: StoreSettings, namespace: str, timeline: object = None
+    ) -> AsyncIterator[object]:
         mesh.seen.setdefault("databases", []).append((store.url, namespace))
         mesh.opened += 1
         yield SimpleNamespace(

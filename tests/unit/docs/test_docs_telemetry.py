@@ -80,7 +80,7 @@ def test_the_expressions_use_existing_metrics_and_labels() -> None:
 
 
 def test_the_configuration_names_the_ports_of_the_command() -> None:
-    scraping, probes, mesh = (yaml.safe_load(block) for block in code_blocks(GUIDE, "yaml"))
+    scraping, probes, mesh, _ = (yaml.safe_load(block) for block in code_blocks(GUIDE, "yaml"))
     (job,) = scraping["scrape_configs"]
     (targets,) = (each["targets"] for each in job["static_configs"])
     assert targets == [f"127.0.0.1:{9464 + number}" for number in range(3)]

@@ -6,9 +6,12 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from fake_peer import FakePeer
 from meshpoint.model.calls import Call
 from meshpoint.model.events import Step
+from meshpoint.model.ids import AgentName
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Ok
 
@@ -93,3 +96,18 @@ async def test_tombstones_are_purged_faster_than_they_are_created(
     mesh.clock.advance(timedelta(days=2))
     await mesh.advance(61)
     assert await mesh.store.tasks() == []
+
+
+async def test_old_entries_of_timelines_are_pruned_batch_by_batch(
+    mesh: Mesh, client: FakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, pruned = await mesh.replica(asker("asker", "peer")), list[int]()
+    left = [5000, 5000, 17]
+
+    async def prune(agent: AgentName, limit: int) -> int:
+        pruned.append(left.pop(0) if left else 0)
+        return pruned[-1]
+
+    monkeypatch.setattr(replica.store, "prune_timelines", prune, raising=False)
+    await mesh.advance(61)
+    assert pruned == [5000, 5000, 17]

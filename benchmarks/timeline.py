@@ -1,0 +1,137 @@
+"""What recording timelines costs: the store, and the whole mesh, with and without them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from benchmarks.contenders.mesh import Mesh
+from benchmarks.environment import BenchmarkServers
+from benchmarks.measure import Medians, Sample, interleaved
+from benchmarks.report import Cell, Report, Table
+from benchmarks.rivals.rounds import run_sample, start_contender
+from benchmarks.rivals.specs import command_here
+from benchmarks.store import Entrant
+
+OFF, ON = "off", "on"
+_TARGET = 0.95
+_FAN_OUTS = (1, 10, 100)
+_IN_FLIGHT = 64
+
+
+async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
+    """Measure both, round after round."""
+    rounds, seconds = (3, 0.5) if quick else (9, 1.5)
+    measured = {
+        **await _measure_store(stage, rounds, seconds),
+        **await _measure_file(rounds, seconds),
+        **await _measure_mesh(stage, rounds, 2 * seconds),
+    }
+    return Report(
+        name="timeline",
+        about=await stage.describe(),
+        tables=[_table(measured)],
+        figures={name: _figures(medians) for name, medians in measured.items()},
+    )
+
+
+async def _measure_store(
+    stage: BenchmarkServers, rounds: int, seconds: float
+) -> dict[str, Medians]:
+    entrants = [Entrant(OFF, Mesh()), Entrant(ON, Mesh(timeline=True))]
+    for entrant in entrants:
+        await entrant.open(stage)
+    measured = {
+        f"store on PostgreSQL, N={fan_out}": await _compare(entrants, fan_out, rounds, seconds)
+        for fan_out in _FAN_OUTS
+    }
+    for entrant in entrants:
+        await entrant.close()
+    return measured
+
+
+async def _measure_file(rounds: int, seconds: float) -> dict[str, Medians]:
+    measured = {}
+    with tempfile.TemporaryDirectory(prefix="meshpoint-bench-") as folder:
+        entrants = [Entrant(OFF, Mesh()), Entrant(ON, Mesh(timeline=True))]
+        for entrant in entrants:
+            await entrant.open_file(Path(folder) / f"{entrant.name}.db")
+        for fan_out in _FAN_OUTS:
+            name = f"store on SQLite, N={fan_out}"
+            measured[name] = await _compare(entrants, fan_out, rounds, seconds)
+        for entrant in entrants:
+            await entrant.close()
+    return measured
+
+
+async def _compare(
+    entrants: Sequence[Entrant], fan_out: int, rounds: int, seconds: float
+) -> Medians:
+    tasks = min([await entrant.tasks_for(fan_out, seconds) for entrant in entrants])
+
+    def contender(entrant: Entrant) -> Callable[[], Awaitable[Sample]]:
+        return lambda: entrant.round(fan_out, tasks)
+
+    contenders = {entrant.name: contender(entrant) for entrant in entrants}
+    return await interleaved(contenders, rounds, title=f"N={fan_out}")
+
+
+async def _measure_mesh(
+    stage: BenchmarkServers, rounds: int, seconds: float
+) -> dict[str, Medians]:
+    """The whole mesh, with its queues on RabbitMQ, and with PostgreSQL as the only server."""
+    brokers: Mapping[str, str | None] = {
+        "RabbitMQ": (await stage.rabbit()).url,
+        "PostgreSQL": None,
+    }
+    measured = {}
+    for broker, url in brokers.items():
+        async with AsyncExitStack() as stack:
+            contenders = {}
+            for name, options in ((OFF, ()), (ON, ("--timeline",))):
+                database = await stage.database()
+                command = command_here("mesh", url or database, database, *options)
+                contenders[name] = await start_contender(stack, name, command)
+            pids = [each.pid for each in contenders.values()]
+            for fan_out in _FAN_OUTS:
+                samples = {
+                    name: partial(run_sample, contender, None, pids, fan_out, _IN_FLIGHT, seconds)
+                    for name, contender in contenders.items()
+                }
+                title = f"mesh on {broker}, N={fan_out}"
+                measured[title] = await interleaved(samples, rounds, title=title)
+    return measured
+
+
+def _table(measured: Mapping[str, Medians]) -> Table:
+    rows: list[list[Cell]] = []
+    for name, medians in measured.items():
+        ratio = medians.ratio(ON, OFF)
+        rows.append(
+            [
+                name,
+                medians.rate(OFF).median,
+                medians.rate(ON).median,
+                ratio.median,
+                f"{ratio.low:.3g}..{ratio.high:.3g}",
+                "met" if ratio.median >= _TARGET else "missed",
+            ]
+        )
+    return Table(
+        "Tasks per second without and with timelines",
+        ["", OFF, ON, "on ÷ off", "lowest..highest", f"at least {_TARGET}"],
+        rows,
+        f"In flight: {_IN_FLIGHT} tasks. Rounds next to each other are compared.",
+    )
+
+
+def _figures(medians: Medians) -> JsonValue:
+    return {
+        **{name: [sample.rate for sample in samples] for name, samples in medians.samples.items()},
+        "ratio": medians.ratio(ON, OFF).median,
+    }
