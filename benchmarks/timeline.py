@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -12,8 +13,9 @@ from pydantic import JsonValue
 
 from benchmarks.contenders.mesh import Mesh
 from benchmarks.environment import BenchmarkServers
-from benchmarks.measure import Medians, Sample, interleaved
+from benchmarks.measure import Medians, Sample, Spread, interleaved
 from benchmarks.report import Cell, Report, Table
+from benchmarks.rivals.resource_meters import cpu_seconds
 from benchmarks.rivals.rounds import run_sample, start_contender
 from benchmarks.rivals.specs import command_here
 from benchmarks.store import Entrant
@@ -22,6 +24,7 @@ OFF, ON = "off", "on"
 _TARGET = 0.95
 _FAN_OUTS = (1, 10, 100)
 _IN_FLIGHT = 64
+_CPU_RATE = "tasks per cpu s"
 
 
 async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
@@ -75,10 +78,18 @@ async def _compare(
     tasks = min([await entrant.tasks_for(fan_out, seconds) for entrant in entrants])
 
     def contender(entrant: Entrant) -> Callable[[], Awaitable[Sample]]:
-        return lambda: entrant.round(fan_out, tasks)
+        return lambda: _round_with_cpu(entrant, fan_out, tasks)
 
     contenders = {entrant.name: contender(entrant) for entrant in entrants}
     return await interleaved(contenders, rounds, title=f"N={fan_out}")
+
+
+async def _round_with_cpu(entrant: Entrant, fan_out: int, tasks: int) -> Sample:
+    """A round, with the CPU time of this process and of the servers, which it has started."""
+    before = cpu_seconds([os.getpid()])
+    sample = await entrant.round(fan_out, tasks)
+    rate = tasks / (cpu_seconds([os.getpid()]) - before)
+    return Sample(sample.count, sample.seconds, {**sample.extras, _CPU_RATE: rate})
 
 
 async def _measure_mesh(
@@ -111,7 +122,7 @@ async def _measure_mesh(
 def _table(measured: Mapping[str, Medians]) -> Table:
     rows: list[list[Cell]] = []
     for name, medians in measured.items():
-        ratio = medians.ratio(ON, OFF)
+        ratio, cpu_ratio = medians.ratio(ON, OFF), _cpu_ratio(medians)
         rows.append(
             [
                 name,
@@ -120,18 +131,31 @@ def _table(measured: Mapping[str, Medians]) -> Table:
                 ratio.median,
                 f"{ratio.low:.3g}..{ratio.high:.3g}",
                 "met" if ratio.median >= _TARGET else "missed",
+                cpu_ratio.median,
+                f"{cpu_ratio.low:.3g}..{cpu_ratio.high:.3g}",
             ]
         )
     return Table(
         "Tasks per second without and with timelines",
-        ["", OFF, ON, "on ÷ off", "lowest..highest", f"at least {_TARGET}"],
+        [
+            *("", OFF, ON, "on ÷ off", "lowest..highest", f"at least {_TARGET}"),
+            *("on ÷ off per CPU second", "lowest..highest"),
+        ],
         rows,
-        f"In flight: {_IN_FLIGHT} tasks. Rounds next to each other are compared.",
+        f"In flight: {_IN_FLIGHT} tasks. Rounds next to each other are compared. CPU time is that "
+        "of clients and servers, and hardly depends on what else runs on the machine.",
     )
+
+
+def _cpu_ratio(medians: Medians) -> Spread:
+    """Tasks per second of CPU time, compared round by round."""
+    pairs = zip(medians.samples[ON], medians.samples[OFF], strict=True)
+    return Spread.from_values([on.extras[_CPU_RATE] / off.extras[_CPU_RATE] for on, off in pairs])
 
 
 def _figures(medians: Medians) -> JsonValue:
     return {
         **{name: [sample.rate for sample in samples] for name, samples in medians.samples.items()},
         "ratio": medians.ratio(ON, OFF).median,
+        "cpu_ratio": _cpu_ratio(medians).median,
     }
