@@ -22,7 +22,12 @@ def upgrade() -> None:
     give_way()
     op.create_table(
         TIMELINES,
-        sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
+        sa.Column(
+            "id",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            sa.Identity(),
+            nullable=False,
+        ),
         sa.Column("logical_task_id", text_id(), nullable=False),
         sa.Column("agent_name", sa.String(), nullable=False),
         sa.Column("at", sa.Float(), nullable=False),

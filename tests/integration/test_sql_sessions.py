@@ -19,6 +19,7 @@ from meshpoint.adapters.sql import SqlStore, failures, sessions
 from meshpoint.adapters.sql.sessions import DatabaseTime, check_session
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.ids import new_id
+from meshpoint.model.timeline import TimelineOptions
 from meshpoint.model.transitions import BeginCommitted, EndCommitted, JoinCompleted, StillWaiting
 from meshpoint.testing.conformance.build import (
     HERE,
@@ -266,6 +267,23 @@ async def test_a_role_without_write_permission_is_detected_at_the_start(reader_u
             match=r"may not (INSERT|UPDATE|DELETE) in the table agent_.*; run: GRANT",
         ):
             await store.open()
+    finally:
+        await store.close()
+
+
+async def test_rights_to_the_tables_suffice(reader_url: str, postgres_url: str) -> None:
+    """Timelines number their entries: a sequence would need a right of its own."""
+    connection = await asyncpg.connect(postgres_url)
+    await connection.execute(
+        "GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public "
+        f"TO {urlsplit(reader_url).username}"
+    )
+    await connection.close()
+    store = SqlStore(reader_url, namespace="test", timeline=TimelineOptions())
+    try:
+        await store.open()
+        pause = await paused(store)
+        assert len(await store.timeline(pause.run.task_id)) == 1
     finally:
         await store.close()
 

@@ -80,7 +80,7 @@ def format_duration(duration: timedelta) -> str:
 
 
 def describe(entry: TimelineEntry) -> str:
-    """Return what an entry says about calls: their peer, how many are closed, and of how many."""
+    """Return the facts of an entry: the peer or number of its calls, and the join's counters."""
     if entry.change is Change.PAUSED:
         return f"for {quantity(entry.total or 0, 'call')}"
     facts = []

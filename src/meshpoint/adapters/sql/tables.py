@@ -27,6 +27,7 @@ from sqlalchemy import (
     Connection,
     Float,
     ForeignKey,
+    Identity,
     Index,
     Integer,
     LargeBinary,
@@ -298,7 +299,8 @@ timelines = Table(
     "agent_task_timelines",
     metadata,
     # Grows from entry to entry of a task, since its entries are written under the task's lock.
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    # An identity needs no right to a sequence.
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
     Column("logical_task_id", _id(), nullable=False),
     Column("agent_name", String, nullable=False),
     Column("at", Float, nullable=False),
@@ -308,7 +310,7 @@ timelines = Table(
     # Of the run that owns the task; NULL if the entry is about calls.
     Column("fence", Integer),
     Column("attempt", Integer),
-    # Of an entry about calls: how many, and the counters of their join.
+    # Of an entry about calls: their number, and the counters of their join.
     Column("calls", Integer),
     Column("completed", Integer),
     Column("total", Integer),

@@ -19,8 +19,8 @@ def _quoted(values: tuple[str, ...]) -> str:
     return ", ".join(f"'{value}'" for value in values)
 
 
-# Write entries of tasks that the transaction has locked and changed. Their values are those that
-# the transaction leaves behind.
+# Write entries of tasks that the transaction has locked and changed. They have the values at its
+# end.
 INSERT_ENTRIES = f"""
 WITH clock AS MATERIALIZED (SELECT {{clock}} AS now)
 INSERT INTO agent_task_timelines (
@@ -86,7 +86,7 @@ SELECT{result}"""
 
 
 def _returning(statement: str, addition: str, *, after: str) -> str:
-    """`statement`, one of whose steps returns more."""
+    """`statement` with an addition to what a step returns."""
     steps = statement.split(after)
     if len(steps) != 2:
         raise AssertionError(f"{len(steps) - 1} steps return {after!r}")
