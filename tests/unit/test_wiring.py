@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchange
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.agents.function import agent
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.timeline import TimelineOptions
 from meshpoint.settings import AgentSettings, MeshSettings
 from meshpoint.wiring import build_worker, make_isolation
 from recorded_events import RecordedEvents
@@ -53,6 +56,20 @@ async def test_the_session_service_selects_the_database(
     )
     assert (worker.runtime.database is not None) is has_database
     assert worker.runtime.new_task_backend.is_shared is is_durable
+
+
+@pytest.mark.parametrize("records", [True, False])
+async def test_a_replica_records_timelines_under_its_own_id(tmp_path: Path, records: bool) -> None:
+    agent_settings = settings(tmp_path, "sql", checkpointing=True).model_copy(
+        update={"timeline": records, "timeline_retention_seconds": 60}
+    )
+    broker, options = InProcessBroker(InProcessExchange()), agent_settings.options()
+    worker = build_worker(echo, agent_settings, "demo", broker, RecordedEvents(), options)
+    assert worker.runtime.database is not None
+    store = worker.runtime.database.store
+    assert isinstance(store, SqlStore)
+    expected = TimelineOptions(worker.runtime.replica.id, timedelta(minutes=1))
+    assert store._database.options.timeline == (expected if records else None)
 
 
 @pytest.mark.parametrize(
