@@ -42,7 +42,7 @@ async def mesh(options: Namespace) -> AsyncIterator[driver.Ask]:
 
 
 def _agent(name: str, options: Namespace, db_url: str | None) -> AgentSettings:
-    durable = {"database_url": db_url, "timeline": options.timeline} if db_url else {}
+    durable = {"database_url": db_url, "history": options.timeline} if db_url else {}
     entrypoint = f"{options.agents}:{name}"
     return AgentSettings.model_validate(
         {"name": name, "entrypoint": entrypoint, "max_concurrency": MAX_CONCURRENCY, **durable}

@@ -61,7 +61,7 @@ async def test_the_session_service_selects_the_database(
 @pytest.mark.parametrize("records", [True, False])
 async def test_a_replica_records_timelines_under_its_own_id(tmp_path: Path, records: bool) -> None:
     agent_settings = settings(tmp_path, "sql", checkpointing=True).model_copy(
-        update={"timeline": records, "timeline_retention_seconds": 60}
+        update={"history": records, "history_retention_seconds": 60}
     )
     broker, options = InProcessBroker(InProcessExchange()), agent_settings.options()
     worker = build_worker(echo, agent_settings, "demo", broker, RecordedEvents(), options)

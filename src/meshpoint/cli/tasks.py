@@ -768,7 +768,7 @@ async def _find_timeline(
         async for store in stores:
             if entries := await timelines.read(store, id_):
                 return entries
-    hint = "its agent needs timeline: true, and keeps entries for timeline_retention_seconds"
+    hint = "its agent needs history: true, and keeps entries for history_retention_seconds"
     raise OperationNotFound(task_id, f"the database has no timeline of task {task_id}; {hint}")
 
 

@@ -275,12 +275,12 @@ class AgentOptions(Section):
         description="keep the security context of a failed or cancelled operation's last pause, "
         "so that a resume there has it; otherwise it is wiped",
     )
-    timeline: bool = Field(
+    history: bool = Field(
         default=_DEFAULT_TIMINGS.timeline,
-        description="record each change of a task's state in the database, for tasks show "
-        "--timeline and tasks export-spans; needs session_service: sql",
+        description="record each change of a task's state in the database: tasks show --timeline "
+        "prints the changes; needs session_service: sql",
     )
-    timeline_retention_seconds: Seconds = Field(
+    history_retention_seconds: Seconds = Field(
         default=_DEFAULT_TIMINGS.timeline_retention.total_seconds(),
         description="how long entries of timelines are kept, also after the end of their task "
         "(default: 7 days)",
@@ -419,11 +419,11 @@ class AgentOptions(Section):
                 "or remove checkpoint_cache_url"
             )
             raise ConfigurationError("agent.checkpoint_cache_url", problem, fix)
-        if self.timeline and not self.has_database:
+        if self.history and not self.has_database:
             raise ConfigurationError(
-                "agent.timeline",
+                "agent.history",
                 "without session_service: sql there is no database to record changes in",
-                "add session_service: sql, or remove timeline",
+                "add session_service: sql, or remove history",
             )
         if "checkpoint_ttl_seconds" in self.model_fields_set and (
             self.checkpoint_ttl_seconds < self.tombstone_ttl_seconds
@@ -503,8 +503,8 @@ class AgentOptions(Section):
             checkpoint_history=self.checkpoint_history,
             checkpoint_archive=self.checkpoint_archive,
             keep_security_context=self.keep_security_context,
-            timeline=self.timeline,
-            timeline_retention=timedelta(seconds=self.timeline_retention_seconds),
+            timeline=self.history,
+            timeline_retention=timedelta(seconds=self.history_retention_seconds),
         )
         return StoreSettings(self.session_db_url, timings, self.db_pool_size, self.max_join_bytes)
 

@@ -78,7 +78,7 @@ def test_a_task_without_a_timeline_is_not_found(
     task_id, _ = write_task(tmp_path, None)
     result = run_command(command[0], task_id, *command[1:])
     assert result.code == 10
-    assert f"no timeline of task {task_id}; its agent needs timeline: true" in result.err
+    assert f"no timeline of task {task_id}; its agent needs history: true" in result.err
 
 
 def test_spans_need_an_sdk(tmp_path: Path, run_command: Command) -> None:

@@ -650,7 +650,7 @@ SQL: dict[str, Any] = {"stateless_checkpointing": True, "session_service": "sql"
             "checkpoint_ttl_seconds",
         ),
         ({"checkpoint_cache_url": "redis://127.0.0.1/"}, "checkpoint_cache_url"),
-        ({"timeline": True}, "timeline"),
+        ({"history": True}, "history"),
     ],
 )
 def test_a_key_without_effect_is_refused(given: dict[str, Any], key: str) -> None:
