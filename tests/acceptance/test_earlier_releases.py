@@ -173,11 +173,13 @@ class FailedOperation:
 async def operation(
     mesh: Mesh, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[FailedOperation]:
-    """Its peer answers everything."""
+    """Its peer answers everything. An earlier release accepts only queues that it has declared."""
     monkeypatch.syspath_prepend(str(HERE))
     db_url, namespace = mesh.backends.db_url, mesh.backends.namespace
     if db_url.startswith("sqlite"):
         await asyncio.to_thread(migrations.upgrade, db_url)
+    earlier = await EarlierReplica.start(sources, Release().config(mesh))
+    await earlier.stop()
     peer = await mesh.peer()
     await mesh.declare("root")
     async with Operations(db_url, namespace=namespace) as operations:
