@@ -37,9 +37,9 @@ class TestPostgresBroker(BrokerSuite):
         """Declare the connection dead, as another process does when its lease lapses."""
         connection = await asyncpg.connect(self.url.replace("postgresql+asyncpg", "postgresql"))
         try:
+            assert isinstance(broker, PostgresBroker)
             await connection.execute(
-                "DELETE FROM meshpoint_queue_holder"
-                " WHERE id = (SELECT min(id) FROM meshpoint_queue_holder)"
+                "DELETE FROM meshpoint_queue_holder WHERE id = $1", broker.lease_id
             )
             await connection.fetch(FREE, 20)
         finally:

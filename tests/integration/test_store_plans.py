@@ -31,6 +31,7 @@ from bulk_tasks import TABLES as CROWDED
 from bulk_tasks import copy_task, write_waiting_task
 from concurrent_answer import concurrent_answer
 from meshpoint.adapters import sql
+from meshpoint.adapters.postgres_queue import PostgresBroker
 from meshpoint.adapters.sql import SqlStore, fast_path, gauges, owning
 from meshpoint.adapters.sql.dialect import Dialect
 from meshpoint.adapters.sql.tables import (
@@ -43,7 +44,12 @@ from meshpoint.adapters.sql.tables import (
 )
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import AgentName, TaskId, new_id
-from meshpoint.model.messages import Address
+from meshpoint.model.messages import (
+    Address,
+    dead_letter_queue,
+    request_queue,
+    response_queue,
+)
 from meshpoint.model.operations import Adopted, Revived
 from meshpoint.model.questions import QuestionKey
 from meshpoint.model.retry_policy import RetryPolicy
@@ -74,6 +80,7 @@ from meshpoint.model.transitions import (
 )
 from meshpoint.model.usage import Tokens, TokenUsage
 from meshpoint.subtasks.resuming import at_last_pause
+from meshpoint.testing.conformance.broker import Inbox, a_message, send
 from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
@@ -105,6 +112,7 @@ from meshpoint.testing.conformance.build import (
     saved,
     sub,
 )
+from meshpoint.testing.conformance.hand_over import a_handed_over, prepared
 from meshpoint.testing.conformance.store_logs import (
     READER,
     an_append,
@@ -123,6 +131,8 @@ _EXPIRED = Replica(HERE.id, HERE.agent, HERE.formats, _NOW)
 """A replica whose leases expire at once."""
 
 TABLES = (*CROWDED, operations, checkpoints, archive, subtask_records, task_log, timelines)
+_SCANNED = {*(table.name for table in TABLES), "meshpoint_queue_message"}
+"""Tables that no statement may read sequentially."""
 
 _FOR_PEOPLE = {
     *("LIST_OPERATIONS", "LIST_AGENT_OPERATIONS", "READ_WAITS"),
@@ -187,7 +197,7 @@ def _scans(node: dict[str, Any]) -> bool:
     if read > _STANDING / 10:
         return True
     if node["Node Type"] == "Seq Scan":
-        return node["Relation Name"] in {table.name for table in TABLES}
+        return node["Relation Name"] in _SCANNED
     return (
         node["Node Type"] in {"Index Scan", "Index Only Scan", "Bitmap Index Scan"}
         and "Index Cond" not in node
@@ -242,6 +252,14 @@ async def _fill(url: str) -> None:
     await copy_task(url, task_id, _STANDING, period=24 * HOUR)
     await _insert_many_operations(url)
     await store.close()
+    async with _open_broker(url) as broker:
+        await send(broker, _FULL, a_message())
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(_FILL_QUEUE, _STANDING)
+        await connection.execute("VACUUM ANALYZE meshpoint_queue_message")
+    finally:
+        await connection.close()
 
 
 async def _report_plans(url: str) -> None:
@@ -316,6 +334,28 @@ INSERT INTO agent_task_timelines (logical_task_id, agent_name, at, change, gener
 SELECT logical_task_id, agent_name, checkpointed_at - 1e6, 'paused', 1 FROM agent_paused_tasks"""
 
 
+_FULL, _REQUESTS, _RESPONSES = (
+    dead_letter_queue(AGENT),
+    request_queue(AGENT),
+    response_queue(AGENT),
+)
+_FILL_QUEUE = """
+INSERT INTO meshpoint_queue_message (queue, properties, body)
+SELECT queue, properties, body FROM meshpoint_queue_message, generate_series(1, $1::integer)"""
+
+
+@asynccontextmanager
+async def _open_broker(url: str) -> AsyncIterator[PostgresBroker]:
+    """A broker on the same database, with the queues of `AGENT`."""
+    broker = PostgresBroker(url, namespace="test", dead_letters_max_length=None)
+    await broker.open()
+    await broker.declare(AGENT)
+    try:
+        yield broker
+    finally:
+        await broker.close()
+
+
 @asynccontextmanager
 async def _listening_store(
     url: str,
@@ -369,6 +409,8 @@ class StatementRun:
             await self._answer_with_locked_row()
         await self._answer_in_parts()
         await self._append()
+        if self._store._fast_path is not None:
+            await self._hand_over()
         await self._expire()
         await self._retry()
         await self._store_replies()
@@ -497,6 +539,51 @@ class StatementRun:
                 results = await self._store.append(appends)
                 assert results == [SaveCommitted()] * self._batch
         await self._store.end([an_end(run) for run in runs])
+
+    async def _hand_over(self) -> None:
+        """Publish and ack in the commits of pauses with and without logs, claims and ends."""
+        async with _open_broker(self._url) as broker:
+            for logged in (False, True):
+                pauses = [
+                    a_handed_over(
+                        logged_pause(b"a") if logged else a_pause(),
+                        await prepared(broker, [(_REQUESTS, a_message())]),
+                    )
+                    for _ in range(self._batch)
+                ]
+                await self._store.pause(pauses)
+                tasks = await self._claim_acking(broker, pauses)
+                pauses = [
+                    a_handed_over(
+                        logged_pause(b"b", run=task.run, after=1)
+                        if logged
+                        else a_pause(run=task.run),
+                        await prepared(broker, [(_REQUESTS, a_message())]),
+                    )
+                    for task in tasks
+                ]
+                await self._store.pause(pauses)
+                ends = [
+                    replace(
+                        an_end(task.run),
+                        hand_over=await prepared(broker, [(_RESPONSES, a_message())]),
+                    )
+                    for task in await self._claim_acking(broker, pauses)
+                ]
+                assert len(await self._store.end(ends)) == self._batch
+            assert await self._store.finds_lease(broker.lease_id or 0)
+
+    async def _claim_acking(self, broker: PostgresBroker, pauses: list[Pause]) -> list[Resumable]:
+        inbox = Inbox()
+        await send(broker, _RESPONSES, *(a_message() for _ in pauses))
+        subscription = await broker.consume(_RESPONSES, len(pauses), inbox)
+        claims = [
+            replace(a_claim(pause), hand_over=await prepared(broker, [], [delivery]))
+            for pause, delivery in zip(pauses, await inbox.take(len(pauses)), strict=True)
+        ]
+        await subscription.cancel()
+        results = await self._store.claim(claims, READER, self._batch)
+        return [result.task for result in results if isinstance(result, JoinCompleted)]
 
     async def _expire(self) -> None:
         """Time out one call of two, and an only call, whose task is then acquired."""

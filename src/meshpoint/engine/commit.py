@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias, assert_never
 
-from meshpoint.engine import end
+from meshpoint.engine import end, hand_over
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.cancels import cancelled_outcome
 from meshpoint.engine.pause import commit_pause, find_repeated_question, plan_pause
@@ -27,6 +27,7 @@ from meshpoint.engine.runtime import ReplicaRuntime
 from meshpoint.engine.segment import AgentPaused, FinalCheckpoint, Segment, StopReason, Workspace
 from meshpoint.errors import AgentMisbehaved, MemoryLost, MemoryRefused
 from meshpoint.model.events import Step
+from meshpoint.model.hand_over import HandOver
 from meshpoint.model.outcomes import OVERDUE, Failed, FailureKind, Ok, Outcome
 from meshpoint.model.questions import QuestionCall
 from meshpoint.model.secrets import mask_reason, mask_secrets
@@ -53,7 +54,7 @@ _MAX_RERUN_DELAY = timedelta(seconds=30)
 class TaskPaused:
     """The task waits for its calls, or is ready if all of them have an outcome already.
 
-    `questions` are the ones that it asks.
+    `questions` are the ones that it asks. `hand_over` has what its commit may have published.
     """
 
     backend: Backend
@@ -62,6 +63,7 @@ class TaskPaused:
     is_ready: bool
     final_checkpoint: FinalCheckpoint | None
     questions: Sequence[QuestionCall] = ()
+    hand_over: HandOver | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class TaskEnded:
     reply: Reply
     outcome: Outcome
     final_checkpoint: FinalCheckpoint | None
+    hand_over: HandOver | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,9 @@ class Commits:
             final_checkpoint,
             now=self._runtime.clock.now(),
         )
+        runtime = self._runtime
+        target = segment.backend or runtime.new_task_backend
+        pause = await hand_over.prepare_pause(pause, segment, target, runtime)
         try:
             backend, result = await commit_pause(pause, segment.backend, self._runtime)
         except AgentMisbehaved as error:
@@ -216,6 +222,7 @@ class Commits:
                     is_ready,
                     final_checkpoint,
                     () if is_ready else asked,
+                    pause.hand_over,
                 )
             case Fenced():
                 self._runtime.steps.emit(
@@ -268,10 +275,13 @@ class Commits:
             reason,
             None if final_checkpoint is None else final_checkpoint.checkpoint,
             None if workspace is None or workspace.operation is None else sent.usage,
+            hand_over=await hand_over.prepare_end(reply, segment, backend, self._runtime),
         )
         match await end.commit_end(backend, command, self._runtime):
             case EndCommitted(reply=committed_reply):
-                return TaskEnded(backend, committed_reply, sent, final_checkpoint)
+                return TaskEnded(
+                    backend, committed_reply, sent, final_checkpoint, command.hand_over
+                )
             case Fenced():
                 return TaskLost()
 

@@ -22,6 +22,7 @@ from meshpoint.model.envelopes import (
     request_envelope,
 )
 from meshpoint.model.events import Step
+from meshpoint.model.hand_over import HandOver
 from meshpoint.model.ids import AgentName, RunId, TaskId, new_id
 from meshpoint.model.messages import is_agent_name
 from meshpoint.model.outcomes import Failed, FailureKind, peer_missing
@@ -97,6 +98,17 @@ class Dispatcher:
             if await self.replies.store_undelivered(backend, reply, wait_for_store=not overdue)
         ]
         return undeliverable, replied_ids
+
+    def report_handed_over(self, items: Sequence[OutboxItem], hand_over: HandOver) -> None:
+        """Report messages that the commit of their task has published."""
+        with self._runtime.steps.step(
+            _STEP_BY_KIND[type(items[0])],
+            [send.task_id for send in items],
+            partial(describe_envelopes, hand_over.envelopes),
+        ):
+            for address, _ in hand_over.envelopes:
+                self.publisher.backoff.record_success(address)
+            self._runtime.retry.record_broker_recovery()
 
     def _sort_refused_calls(
         self, results: Sequence[tuple[OutboxItem, PublishResult | None]]

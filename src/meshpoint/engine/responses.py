@@ -14,6 +14,7 @@ from meshpoint.engine.attaches import AttachCommand, Attaches
 from meshpoint.engine.backend import Backend
 from meshpoint.engine.cancels import CancelCommand, cancel_tasks
 from meshpoint.engine.completions import Completions
+from meshpoint.engine.hand_over import prepare_ack
 from meshpoint.engine.own_card import OwnCard
 from meshpoint.engine.peer_directory import Directory
 from meshpoint.engine.postponed import PostponedMessages, ReceivedMessage
@@ -305,13 +306,26 @@ class PeerMessages:
             if not responses:
                 return
             results = await self._runner.record_outcomes(
-                attempt.backend, [response_claim for _, response_claim, _ in responses]
+                attempt.backend, await self._with_acks(responses, attempt.backend)
             )
         except StoreUnavailable:
             for delivery, claim, _ in responses:
                 await self._postpone((delivery, claim.id), attempt)
         else:
             await self._settle_responses(responses, results, attempt)
+
+    async def _with_acks(
+        self, responses: Sequence[_ParsedResponse], backend: Backend
+    ) -> list[Claim]:
+        """The claims, with the acks of their responses. Unreadable ones become dead letters."""
+        return [
+            response_claim
+            if unreadable_reason is not None
+            else replace(
+                response_claim, hand_over=await prepare_ack(delivery, backend, self._runtime)
+            )
+            for delivery, response_claim, unreadable_reason in responses
+        ]
 
     async def _settle_responses(
         self,

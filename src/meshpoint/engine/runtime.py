@@ -34,6 +34,7 @@ from meshpoint.model.tasks import Replica, Run
 from meshpoint.ports.agent import DurableAgent, list_versions, readable_formats
 from meshpoint.ports.broker import Broker
 from meshpoint.ports.clock import Clock
+from meshpoint.ports.hand_over import HandOverBroker
 from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.observer import Observer, Steps
 from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
@@ -64,6 +65,8 @@ class ReplicaRuntime:
         backends: The backends that may have tasks, the database first.
         directory: The peers that the agent may discover. `None` until a worker has created it.
         resources: What the lifespan of each version of the agent has yielded, by state format.
+        hand_over_broker: The broker, once it is known that its queues are in the database, which
+            then publishes and acks in its own commits.
         new_task_backend: Where new tasks pause. A task with a row stays where its row is.
         sweep_wakeup: Set to sweep now instead of after the interval.
     """
@@ -85,6 +88,7 @@ class ReplicaRuntime:
     state_format: str
     sweep_wakeup: asyncio.Event = field(default_factory=asyncio.Event)
     directory: PeerDirectory | None = None
+    hand_over_broker: HandOverBroker | None = None
     resources: Mapping[str, Any] = field(default_factory=dict)
     agent: AgentName = field(init=False)
     backends: tuple[Backend, ...] = field(init=False)

@@ -42,6 +42,7 @@ from meshpoint.engine.status_sender import StatusSender
 from meshpoint.engine.unacked import may_run_elsewhere
 from meshpoint.errors import StoreUnavailable, Unavailable
 from meshpoint.model.events import Step
+from meshpoint.model.hand_over import HandOver
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome
 from meshpoint.model.questions import QuestionCall
@@ -100,7 +101,7 @@ class Settlement:
                 # Before a response lets another replica resume the task.
                 await self.attaches.settle_unrecorded(segment, backend, None)
                 await workspace.update_caches(backend, committed.final_checkpoint)
-                await self.send(backend, committed.dispatches)
+                await self._send_committed(backend, committed.dispatches, committed.hand_over)
                 if committed.is_ready:
                     self._tasks.tasks_ready.set()
                 await self.ack(segment)
@@ -108,7 +109,7 @@ class Settlement:
             case TaskEnded(backend=backend, reply=reply, outcome=outcome):
                 self._report_end(segment, outcome)
                 await self._keep_requests(segment, backend)
-                await self.send(backend, [reply])
+                await self._send_committed(backend, [reply], committed.hand_over)
                 if reply.task_id in self._tasks.unacked.by_task:  # its reply waits for its address
                     await self._keep_requests(segment, backend)  # if redelivered meanwhile
                 await self.attaches.settle_unrecorded(segment, None, reply)
@@ -256,6 +257,15 @@ class Settlement:
             await segment.workspace.clear_caches(backend)
         elif final_checkpoint is not None:
             await segment.workspace.update_caches(backend, final_checkpoint)
+
+    async def _send_committed(
+        self, backend: Backend, items: Sequence[OutboxItem], hand_over: HandOver | None
+    ) -> None:
+        """Send the messages of a transition, unless its commit has published them."""
+        if hand_over is not None and hand_over.is_done:
+            self._dispatcher.report_handed_over(items, hand_over)
+        else:
+            await self.send(backend, items)
 
     async def send(
         self, backend: Backend, items: Sequence[OutboxItem], *, overdue: bool = False

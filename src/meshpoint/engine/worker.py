@@ -26,6 +26,7 @@ from meshpoint.engine.background import run_with_timeout, wait_for_first
 from meshpoint.engine.containment import contain_exits
 from meshpoint.engine.database_marker import DatabaseMarker
 from meshpoint.engine.dispatch import Dispatcher
+from meshpoint.engine.hand_over import find_hand_over
 from meshpoint.engine.inbox import Inbox
 from meshpoint.engine.lifespan import Lifespan
 from meshpoint.engine.live_tasks import LiveTasks
@@ -269,6 +270,10 @@ class Worker:
                 self.runtime.agent, shards=self.runtime.options.request_shards
             )
             await self._marker.check_in()
+            if (database := self.runtime.database) is not None:
+                self.runtime.hand_over_broker = await find_hand_over(
+                    self.runtime.broker, database.store
+                )
 
         await self.runtime.retry.for_at_most(open_all, self.runtime.options.startup_timeout)
         self._sweeper.begin_grace_periods()

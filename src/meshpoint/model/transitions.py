@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from typing import TypeAlias
 
 from meshpoint.model.calls import Join
+from meshpoint.model.hand_over import HandOver
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import FailureKind, Outcome
@@ -138,6 +139,8 @@ class Pause:
     `request` is stored if the row is new. For an operation, `children` are the peers' tasks
     created by its calls, and `checkpoint` is written in the same transaction, as by `Save`.
     Without `log`, the task's log is unchanged, and `state_format` must not be a logged one.
+    `hand_over` has the requests of its calls, and acks the requests of its task. The timeouts that
+    these requests name begin at `planned_at`.
     """
 
     run: Run
@@ -154,6 +157,8 @@ class Pause:
     checkpoint: AgentCheckpoint | None = None
     digest: str | None = field(default=None, kw_only=True)  # of the request's input
     log: LogChange | None = field(default=None, kw_only=True)
+    hand_over: HandOver | None = field(default=None, compare=False, kw_only=True)
+    planned_at: datetime | None = field(default=None, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +168,8 @@ class Claim:
     Repeating a claim with the same `id` returns the first result again, but `StillWaiting` for a
     retry.
 
-    `sender` must be the called peer; `None` is the mesh itself (undeliverable).
+    `sender` must be the called peer; `None` is the mesh itself (undeliverable). `hand_over` acks
+    the response.
     """
 
     id: RunId
@@ -176,6 +182,7 @@ class Claim:
     )  # fingerprint of the refused request
     retryable: bool = field(default=True, kw_only=True)  # whether the sender allows a retry
     retry_after: float | None = field(default=None, kw_only=True)  # seconds, if it asks to wait
+    hand_over: HandOver | None = field(default=None, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +193,7 @@ class End:
     complete, `checkpoint` is its last checkpoint, with the reason. Without it, the stored
     checkpoint is repeated with `reason`. `usage` has the tokens of all attempts of an operation;
     its next one starts with them, and the records of `checkpoint` no longer count them.
+    `hand_over` has the reply, and acks the requests of the task.
     """
 
     run: Run
@@ -195,6 +203,7 @@ class End:
     reason: str | None = None
     checkpoint: AgentCheckpoint | None = None
     usage: TokenUsage | None = None
+    hand_over: HandOver | None = field(default=None, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +25,9 @@ from meshpoint.adapters.postgres_queue.session import (
     QueueSession,
     Settlement,
 )
+from meshpoint.adapters.sql.batcher import BATCH_BYTES
 from meshpoint.adapters.sql.engine import engine_for
+from meshpoint.adapters.sql.hand_over import HeldMessage, QueuedMessage, QueueHandOver
 from meshpoint.adapters.stored_messages import (
     MAX_BODY_BYTES,
     QueueLimits,
@@ -32,6 +35,7 @@ from meshpoint.adapters.stored_messages import (
 )
 from meshpoint.errors import BrokerUnavailable, ConfigurationError, PoisonMessage, Unavailable
 from meshpoint.model.error_text import make_storable
+from meshpoint.model.hand_over import HandOver
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.messages import (
     Address,
@@ -44,7 +48,7 @@ from meshpoint.model.messages import (
     response_queue,
     truncate_reason,
 )
-from meshpoint.ports.broker import OnDelivery, PublishResult, RequestSearch
+from meshpoint.ports.broker import Delivery, OnDelivery, PublishResult, RequestSearch
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +60,8 @@ _BEATS_PER_SWEEP = 20
 """Heartbeats between two searches for messages of holders that no longer exist."""
 _OLD_SNAPSHOT = timedelta(minutes=5)
 """Age at which a snapshot of another session is worth a warning."""
+_MAX_HAND_OVER_BYTES = BATCH_BYTES
+"""Messages with more bytes are published apart from the commit of their task."""
 _VACUUM_AFTER = 2000
 """Settled messages after which this process removes dead rows."""
 
@@ -251,6 +257,51 @@ class PostgresBroker:
         self._announce_messages(session, list(entries.values()), published)
         return results
 
+    @property
+    def lease_id(self) -> int | None:
+        """The random id under which this broker holds messages; `None` while it is closed."""
+        return None if self._session is None else self._session.holder
+
+    async def prepare_hand_over(
+        self, envelopes: Sequence[tuple[Address, Message]], deliveries: Sequence[Delivery]
+    ) -> HandOver | None:
+        """Prepare messages and acks for the commit of a store on the same database."""
+        session = self._session
+        if session is None or not session.available:
+            return None
+        entries = [
+            Entry(self._queue_name(address), content)
+            for address, message in envelopes
+            if (content := encode_sendable(message, to_content)) is not None
+        ]
+        if len(entries) < len(envelopes):
+            return None
+        if sum(len(entry.content.body) for entry in entries) > _MAX_HAND_OVER_BYTES:
+            return None
+        queues = await session.reserve(entries) if entries else []
+        if queues is None:
+            return None
+        held = [each for each in deliveries if isinstance(each, PostgresDelivery) and each.is_held]
+        return _PreparedHandOver(
+            envelopes,
+            lease_id=session.holder,
+            messages=[
+                QueuedMessage(queue, *entry.content)
+                for queue, entry in zip(queues, entries, strict=True)
+            ],
+            held=[HeldMessage(*delivery.claim) for delivery in held],
+            broker=self,
+            deliveries=held,
+        )
+
+    def finish_hand_over(self, hand_over: _PreparedHandOver) -> None:
+        """Wake the consumers of messages that a store has published, and forget what it acked."""
+        for delivery in hand_over.deliveries:
+            delivery.forget()
+        queues = frozenset(message.queue for message in hand_over.messages)
+        if queues and self._session is not None:
+            self._announce_queues(queues)
+
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Append `message` to the private queues of `agent` that have room."""
         await self._fan_out(sql.FIND_REPLICAS, self._queue_name(agent), message)
@@ -291,9 +342,12 @@ class PostgresBroker:
             if result is PublishResult.ACCEPTED
         )
         if queues:
-            self._wake(queues)
-            if self._notifier is not None:
-                self._notifier.notify(queues)
+            self._announce_queues(queues)
+
+    def _announce_queues(self, queues: frozenset[int]) -> None:
+        self._wake(queues)
+        if self._notifier is not None:
+            self._notifier.notify(queues)
 
     async def consume(
         self, address: Address, prefetch: int, on_delivery: OnDelivery
@@ -343,17 +397,23 @@ class PostgresBroker:
         if session is None:
             return False
         valid = await session.settle(settlement)
-        consumer.unacked.discard(settlement.claim)
-        if consumer.ended:
-            self._consumers = [each for each in self._consumers if each is not consumer]
-        self._settled_count += 1
+        self.forget(consumer, settlement.claim)
         queue = settlement.claim.queue
         if valid and not settlement.acked:
             self._forget_hint(queue)
             if self._notifier is not None:
                 self._notifier.notify({queue})
-        self._wake(None if settlement.dead else frozenset({queue}))
+        if settlement.dead:
+            self._wake(None)
         return valid
+
+    def forget(self, consumer: Consumer, claim: Claim) -> None:
+        """Make room for the next message after a claim has ended."""
+        consumer.unacked.discard(claim)
+        if consumer.ended:
+            self._consumers = [each for each in self._consumers if each is not consumer]
+        self._settled_count += 1
+        self._wake(frozenset({claim.queue}))
 
     async def resize(self, consumer: Consumer, prefetch: int) -> None:
         """Change the maximum number of unacked messages of `consumer`.
@@ -593,33 +653,58 @@ class PostgresDelivery:
     def __init__(
         self, broker: PostgresBroker, consumer: Consumer, claim: Claim, message: Message
     ) -> None:
-        self._broker, self._consumer, self._claim = broker, consumer, claim
+        self._broker, self._consumer, self.claim = broker, consumer, claim
         self.message, self.address, self.delivery_count = (
             message,
             consumer.address,
             claim.deliveries,
         )
-        self._settled = False
+        self._settled = self._is_forgotten = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the message can still be settled by this process."""
+        return not self._settled and self.claim in self._consumer.unacked
+
+    def forget(self) -> None:
+        """Record that the commit of a store has removed the message."""
+        self._settled = self._is_forgotten = True
+        self._broker.forget(self._consumer, self.claim)
 
     @property
     def lost(self) -> bool:
         """Whether this process's lease has expired, so that another consumer may claim it."""
-        return not self._settled and self._claim not in self._consumer.unacked
+        return not self._settled and self.claim not in self._consumer.unacked
 
     async def ack(self) -> bool:
         """Delete the message. `False` if this process no longer holds it."""
-        return await self._settle(Settlement(self._claim, acked=True))
+        return await self._settle(Settlement(self.claim, acked=True))
 
     async def requeue(self) -> bool:
         """Make the message ready for any consumer; its next delivery has a higher count."""
-        return await self._settle(Settlement(self._claim))
+        return await self._settle(Settlement(self.claim))
 
     async def dead_letter(self, reason: str) -> bool:
         """Move the message to its agent's dead letters, with `reason` cut at 500 characters."""
         return await self._settle(
-            Settlement(self._claim, dead=True, reason=make_storable(truncate_reason(reason)))
+            Settlement(self.claim, dead=True, reason=make_storable(truncate_reason(reason)))
         )
 
     async def _settle(self, settlement: Settlement) -> bool:
+        if self._is_forgotten:
+            return True
         self._settled = True
         return await self._broker.settle(self._consumer, settlement)
+
+
+@dataclass(slots=True, eq=False)
+class _PreparedHandOver(QueueHandOver):
+    """A hand-over to a store. `deliveries` have the messages in `held`."""
+
+    broker: PostgresBroker = field(kw_only=True)
+    deliveries: Sequence[PostgresDelivery] = ()
+
+    def finish(self) -> None:
+        """Wake the consumers of the messages published."""
+        self.is_done = True
+        self.broker.finish_hand_over(self)

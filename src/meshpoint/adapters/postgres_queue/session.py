@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ _MAX_BATCH = 500
 _INLINE_BODY_BYTES = 64 * 1024
 """Larger bodies are read one by one, so that a claim needs little memory."""
 _RETRY_SECONDS = 0.1
+_MAX_HOLDER = 2**63 - 1
 
 
 class Queue(NamedTuple):
@@ -103,8 +105,10 @@ class QueueSession:
             raise BrokerUnavailable(str(error)) from error
 
     async def register(self) -> None:
-        """Become a new holder."""
-        ((self.holder,),) = await self.execute(sql.REGISTER_HOLDER, self._lease)
+        """Become a new holder, with an id that no other database has."""
+        holder = secrets.randbelow(_MAX_HOLDER) + 1
+        await self.execute(sql.REGISTER_HOLDER, holder, self._lease)
+        self.holder = holder
 
     async def extend_lease(self) -> bool:
         """Show that this process lives. `False` if it is too late."""
@@ -155,11 +159,7 @@ class QueueSession:
         return results
 
     async def _append(self, entries: Sequence[Entry]) -> list[PublishResult]:
-        names = {entry.name for entry in entries}
-        if unknown := names.difference(self._queues):
-            await self._find_queues(list(unknown))
-        queues = {name: self._queues[name] for name in names if name in self._queues}
-        await self._count_room(set(queues.values()))
+        queues = await self._find_room(entries)
         results = [PublishResult.UNROUTABLE] * len(entries)
         sent = dict[int, Entry]()
         for place, entry in enumerate(entries):
@@ -184,6 +184,28 @@ class QueueSession:
             if queues[entry.name].id in accepted:
                 results[place] = PublishResult.ACCEPTED
         return results
+
+    async def reserve(self, entries: Sequence[Entry]) -> list[int] | None:
+        """The queues of messages that another statement is to append.
+
+        Returns `None` if a queue does not exist or has no room.
+        """
+        try:
+            queues = await self._find_room(entries)
+        except StoreUnavailable as error:
+            raise BrokerUnavailable(str(error)) from error
+        targets = [queues.get(entry.name) for entry in entries]
+        found = [queue.id for queue in targets if queue is not None and self._takes_room(queue)]
+        return found if len(found) == len(entries) else None
+
+    async def _find_room(self, entries: Sequence[Entry]) -> dict[str, Queue]:
+        """The queues of `entries` that exist, by name, with their room counted."""
+        names = {entry.name for entry in entries}
+        if unknown := names.difference(self._queues):
+            await self._find_queues(list(unknown))
+        queues = {name: self._queues[name] for name in names if name in self._queues}
+        await self._count_room(set(queues.values()))
+        return queues
 
     async def _count_room(self, queues: Iterable[Queue]) -> None:
         """Count the messages of queues whose counted room is used up.

@@ -34,7 +34,9 @@ SELECT name, privilege
  WHERE NOT has_table_privilege(name, privilege)"""
 
 REGISTER_HOLDER = """
-INSERT INTO meshpoint_queue_holder (until) VALUES (clock_timestamp() + $1) RETURNING id"""
+INSERT INTO meshpoint_queue_holder (id, until) OVERRIDING SYSTEM VALUE
+VALUES ($1, clock_timestamp() + $2) ON CONFLICT (id) DO UPDATE SET until = excluded.until"""
+"""The id is random. If the answer is lost, the statement is repeated with the same one."""
 
 HEARTBEAT = """
 UPDATE meshpoint_queue_holder SET until = clock_timestamp() + $2

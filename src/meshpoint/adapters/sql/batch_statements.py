@@ -28,8 +28,11 @@ statement is its name in the database's statistics.
 
 from __future__ import annotations
 
+from functools import partial
+
 from meshpoint.adapters.sql import columns
 from meshpoint.adapters.sql.columns import APPENDED, CONTEXT_TYPES, comma_separated, emptied
+from meshpoint.adapters.sql.hand_over import ACK_RECORDED, hand_over
 from meshpoint.adapters.sql.operation_statements import (
     ON_CONFLICT_REPLACE,
     ON_CONFLICT_REPLACE_RECORD,
@@ -136,28 +139,50 @@ def _wake_at(deadline: str) -> str:
 # The calls of a task rarely differ in peer, headers and timeouts, so each distinct combination of
 # these terms is passed once, and each call has the number of its combination.
 _NEW_CALL = comma_separated(name for name in columns.NEW_CALL if name != "outcome")
-_INSERT_CALLS_AND_JOINS = f"""
+
+
+def _insert_calls_and_joins(*, hands_over: bool) -> str:
+    """Insert the calls and joins, and return the tasks. Requests handed over are sent already."""
+    due_at, sent_at, begin, source, result = "w.now + $2::double precision", "", "w.now", "", ""
+    if hands_over:
+        begin = "coalesce(h.planned_at, w.now)"
+        due_at = f"CASE WHEN h.number IS NULL THEN {due_at} END"
+        sent_at = ", CASE WHEN h.number IS NOT NULL THEN w.now END"
+        source = " LEFT JOIN handed_over AS h ON h.task_id = w.logical_task_id"
+        result = """,
+       EXISTS (SELECT FROM handed_over WHERE task_id = logical_task_id) AS is_handed_over"""
+    return f"""
 calls AS (
   INSERT INTO agent_peer_sub_tasks (
     {_NEW_CALL})
   SELECT w.logical_task_id, c.sub_task_id, w.agent_name, w.generation, c.place - terms.first,
          c.call_id, terms.peer, terms.headers, c.request, 'pending', 1, terms.idle_timeout,
-         LEAST(w.now + terms.timeout, w.now + terms.idle_timeout, w.task_deadline),
-         coalesce(LEAST(w.now + terms.timeout, w.task_deadline), {NO_DEADLINE.timestamp()}), w.now
+         LEAST({begin} + terms.timeout, w.now + terms.idle_timeout, w.task_deadline),
+         coalesce(LEAST({begin} + terms.timeout, w.task_deadline), {NO_DEADLINE.timestamp()}),
+         w.now
     FROM unnest($3::text::text[], $4::text::text[], $5::bytea[], $6::text::int[])
          WITH ORDINALITY AS c(sub_task_id, call_id, request, terms, place)
     JOIN unnest($7::text::text[], $8::text::int[], $9::text::text[], $10::text[],
                  $11::double precision[], $12::double precision[])
          WITH ORDINALITY AS terms(task_id, first, peer, headers, timeout, idle_timeout, number)
       ON terms.number = c.terms
-    JOIN written AS w ON w.logical_task_id = terms.task_id),
+    JOIN written AS w ON w.logical_task_id = terms.task_id{source}),
 joins AS (
   INSERT INTO agent_parallel_invocations (
-    {comma_separated(columns.NEW_JOIN)})
+    {comma_separated(columns.NEW_JOIN)}{", dispatched_at" if hands_over else ""})
   SELECT w.logical_task_id, w.generation, {PAUSED["total"]}, 0, 0, {PAUSED["needed"]},
-         w.now + {PAUSED["join_timeout"]}, w.agent_name, w.now + $2::double precision, 1
-    FROM given AS i JOIN written AS w ON w.logical_task_id = i.task_id)
-SELECT logical_task_id, now, task_deadline FROM written"""
+         w.now + {PAUSED["join_timeout"]}, w.agent_name, {due_at}, 1{sent_at}
+    FROM given AS i JOIN written AS w ON w.logical_task_id = i.task_id{source})
+SELECT logical_task_id, now, task_deadline{result} FROM written"""
+
+
+def _hand_over_requests(first: int | None) -> str:
+    """Publish the requests of the pauses in `written`. They name the deadlines of their calls."""
+    if first is None:
+        return ""
+    guard = """w.task_deadline IS NOT DISTINCT FROM o.expected::double precision
+     AND (o.planned_at IS NULL OR abs(w.now - o.planned_at) < 1)"""
+    return hand_over(first, moved="written", guard=guard)
 
 
 def _append_entries(first: int) -> str:
@@ -176,7 +201,13 @@ logged AS (
 
 
 def _pause_new(
-    name: str, *, column: str = "", value: str = "", returned: str = "", logged: str = ""
+    name: str,
+    *,
+    column: str = "",
+    value: str = "",
+    returned: str = "",
+    logged: str = "",
+    hand_over_at: int | None = None,
 ) -> str:
     deadline = PAUSED["task_deadline"]
     requester, context = (
@@ -200,21 +231,26 @@ written AS (
     FROM given AS i, clock
   ON CONFLICT DO NOTHING
   RETURNING logical_task_id, agent_name, generation, task_deadline, checkpointed_at AS now
-            {returned}),{logged}
-{_INSERT_CALLS_AND_JOINS}
+            {returned}),{_hand_over_requests(hand_over_at)}{logged}
+{_insert_calls_and_joins(hands_over=hand_over_at is not None)}
 """
 
 
 # Insert tasks that have no row, with their first checkpoints.
 PAUSE_NEW = _pause_new("pause")
+PAUSE_NEW_HANDING_OVER = _pause_new("pause handing over", hand_over_at=45)
 
 # The same, with the first entries of their logs.
-PAUSE_NEW_WITH_LOG = _pause_new(
-    "pause with log",
+_pause_new_with_log = partial(
+    _pause_new,
     column=" log_seq,",
     value=" ($45::int[])[i.place::int],",
     returned=", run_id, log_seq, log_seq AS new_entries",
     logged=_append_entries(46),
+)
+PAUSE_NEW_WITH_LOG = _pause_new_with_log("pause with log")
+PAUSE_NEW_WITH_LOG_HANDING_OVER = _pause_new_with_log(
+    "pause with log handing over", hand_over_at=49
 )
 
 
@@ -226,6 +262,7 @@ def _pause_existing(
     state: str = PAUSED["state"],
     returned: str = "",
     logged: str = "",
+    hand_over_at: int | None = None,
 ) -> str:
     context = ", ".join((PAUSED | {"state": state})[name] for name in columns.CONTEXT)
     return f"""/* commits: {name} */
@@ -252,21 +289,22 @@ written AS (
 {_DELETE_DONE_CALLS.format(moved="written")},
 met_joins AS (
   DELETE FROM agent_parallel_invocations AS j USING written
-   WHERE j.logical_task_id = written.logical_task_id),{logged}
-{_INSERT_CALLS_AND_JOINS}
+   WHERE j.logical_task_id = written.logical_task_id),{_hand_over_requests(hand_over_at)}{logged}
+{_insert_calls_and_joins(hands_over=hand_over_at is not None)}
 """
 
 
 # Write the checkpoints of tasks that have a row, and delete the done calls and the joins of their
 # earlier pauses.
 PAUSE_EXISTING = _pause_existing("pause existing")
+PAUSE_EXISTING_HANDING_OVER = _pause_existing("pause existing handing over", hand_over_at=37)
 
 # The same, with changes of their logs. `$37` has the last entry that each run has read, NULL for a
 # pause that leaves the log as it is. A row with another last entry, or with entries after it, is
 # left to the general transaction.
 _LOG = _items(37, after="int", replaces="boolean", keeps_state="boolean", new_entries="int")
-PAUSE_EXISTING_WITH_LOG = _pause_existing(
-    "pause existing with log",
+_pause_existing_with_log = partial(
+    _pause_existing,
     guard=f"""
      AND ({_LOG["after"]} IS NULL OR t.log_seq = {_LOG["after"]}
           AND NOT EXISTS (SELECT 1 FROM agent_task_log AS l
@@ -281,6 +319,10 @@ replaced AS (
   DELETE FROM agent_task_log AS l
    WHERE l.logical_task_id = ANY(ARRAY(SELECT logical_task_id FROM written WHERE replaces))),
 {_append_entries(41)}""",
+)
+PAUSE_EXISTING_WITH_LOG = _pause_existing_with_log("pause existing with log")
+PAUSE_EXISTING_WITH_LOG_HANDING_OVER = _pause_existing_with_log(
+    "pause existing with log handing over", hand_over_at=44
 )
 
 # Append entries to the logs of running tasks, if the logs are as their runs have read them. The
@@ -305,6 +347,7 @@ written AS (
 SELECT written.logical_task_id FROM written, clock
 """
 
+
 # Record outcomes of calls whose join needs an outcome of every call. Tasks whose join is met are
 # assigned to the replica `$2`, or made ready. Suspended tasks, and failures of calls that may be
 # retried, are left to the general transaction.
@@ -321,7 +364,8 @@ SELECT written.logical_task_id FROM written, clock
 #
 # The statement finds each row by its whole key, regardless of the planner's statistics: calls are
 # joined to `given` only, and `|| ''` prevents the use of an index on the agent's name.
-CLAIM = f"""/* commits: claim */
+def _claim(name: str, *, acked: str = "", returned: str = "") -> str:
+    return f"""/* commits: {name} */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id, t.generation, t.state_format
     FROM agent_paused_tasks AS t
@@ -347,7 +391,7 @@ recorded AS (
      AND c.invocation_id = g.generation AND (g.sender IS NULL OR g.sender = c.peer_agent)
      AND (g.ok OR c.retry IS NULL)
   RETURNING c.logical_task_id, g.generation, g.state_format, g.place::int, g.ok, g.claim_id,
-            c.call_id, c.peer_agent, c.seq),
+            c.call_id, c.peer_agent, c.seq),{acked}
 counted AS MATERIALIZED (
   SELECT logical_task_id, generation, state_format, count(*) AS outcomes,
          count(*) FILTER (WHERE ok) AS results,
@@ -394,7 +438,7 @@ logs AS MATERIALIZED (
 SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*, logs.*,
        CASE WHEN met.acquired THEN counted.seqs END AS seqs,
        CASE WHEN met.acquired THEN counted.call_ids END AS call_ids,
-       CASE WHEN met.acquired THEN counted.peers END AS peers
+       CASE WHEN met.acquired THEN counted.peers END AS peers{returned}
   FROM counted
   LEFT JOIN met ON met.logical_task_id = counted.logical_task_id
   LEFT JOIN owned ON owned.logical_task_id = met.logical_task_id AND met.acquired
@@ -411,10 +455,27 @@ SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*, logs
   LEFT JOIN logs ON logs.task_id = owned.logical_task_id
 """
 
-# The same, but tasks that other sessions hold are skipped and left to the general transaction.
-CLAIM_SKIP_LOCKED = CLAIM.replace("commits: claim", "commits: claim skip locked").replace(
-    "FOR NO KEY UPDATE OF t)", "FOR NO KEY UPDATE OF t SKIP LOCKED)"
+
+CLAIM = _claim("claim")
+
+# The same, and ack the messages that the outcomes recorded came in.
+CLAIM_ACKING = _claim(
+    "claim acking",
+    acked=ACK_RECORDED,
+    returned=""",
+       (SELECT array_agg(acked.place) FROM acked
+         WHERE acked.logical_task_id = counted.logical_task_id) AS acked""",
 )
+
+
+def skip_locked(claim: str) -> str:
+    """The same claim, but tasks that other sessions hold are left to the general transaction."""
+    return claim.replace("commits: claim", "commits: claim skip locked").replace(
+        "FOR NO KEY UPDATE OF t)", "FOR NO KEY UPDATE OF t SKIP LOCKED)"
+    )
+
+
+CLAIM_SKIP_LOCKED, CLAIM_ACKING_SKIP_LOCKED = skip_locked(CLAIM), skip_locked(CLAIM_ACKING)
 
 # Read tasks that exactly these runs of this replica own, with the outcomes of their pause in call
 # order, unless those have more than `$4` bytes.
@@ -442,6 +503,10 @@ SELECT seq, entry, CASE WHEN seq = $2::int OR seq = $3::int THEN run_id END AS r
  WHERE logical_task_id = $1::text AND seq <= $2::int AND seq >= $3::int ORDER BY seq
 """
 
+# The reply goes to one address, and is addressed as the row says.
+_REPLIES_AS_EXPECTED = """w.further_reply_to IS NULL
+     AND concat(w.reply_to, chr(10), w.parent_task_id) = o.expected"""
+
 _ENDED = _items(
     4,
     task_id="text",
@@ -452,30 +517,42 @@ _ENDED = _items(
     dead_reason="text",
 )
 
+
 # Turn tasks into tombstones: wipe their context and state, and make their replies due. Operations
 # are left to the general transaction, which also handles their checkpoints.
-END = f"""/* commits: end */
+def _end(name: str, *, hands_over: bool = False) -> str:
+    expires_at = """GREATEST(
+      GREATEST(clock.now, t.task_deadline) + $3::double precision, clock.now + t.result_ttl)"""
+    wake_at, is_sent = "clock.now + $2::double precision", "false"
+    requester = published = source = result = ""
+    if hands_over:
+        requester = ", t.reply_to, t.parent_task_id, t.further_reply_to"
+        published = hand_over(10, moved="locked", guard=_REPLIES_AS_EXPECTED)
+        source = " LEFT JOIN handed_over AS h ON h.task_id = i.logical_task_id"
+        wake_at = f"CASE WHEN h.number IS NULL THEN {wake_at} ELSE {expires_at} END"
+        is_sent = "h.number IS NOT NULL"
+        result = ", t.reply_sent AS is_handed_over"
+    return f"""/* commits: {name} */
 WITH locked AS MATERIALIZED (
-  SELECT t.logical_task_id, i.place
+  SELECT t.logical_task_id, i.place{requester}
     FROM agent_paused_tasks AS t
     JOIN unnest($4::text[]) WITH ORDINALITY AS i(task_id, place) ON i.task_id = t.logical_task_id
    WHERE t.logical_task_id = ANY($4::text[]) AND t.fence = {_ENDED["fence"]}
      AND t.status = 'running' AND t.checkpoint_seq IS NULL
-   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},
+   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},{published}
 ended AS (
   UPDATE agent_paused_tasks AS t SET
     status = {_ENDED["status"]}, run_id = {_ENDED["run_id"]}, owner = NULL,
-    wake_at = clock.now + $2::double precision,
-    keep_alive_at = NULL, reply = {_ENDED["reply"]}, reply_sent = false, reply_attempts = 1,
+    wake_at = {wake_at},
+    keep_alive_at = NULL, reply = {_ENDED["reply"]}, reply_sent = {is_sent}, reply_attempts = 1,
     dead_reason = {_ENDED["dead_reason"]},
     request = CASE WHEN {_ENDED["dead_reason"]} IS NOT NULL THEN t.request END,
-    ended_at = clock.now, expires_at = GREATEST(
-      GREATEST(clock.now, t.task_deadline) + $3::double precision, clock.now + t.result_ttl),
+    ended_at = clock.now, expires_at = {expires_at},
     suspended_at = NULL,
     {emptied(columns.WIPED_AT_END)}
-    FROM locked AS i, clock WHERE t.logical_task_id = i.logical_task_id
+    FROM locked AS i{source}, clock WHERE t.logical_task_id = i.logical_task_id
   RETURNING t.logical_task_id, t.agent_name, {comma_separated(columns.REQUESTER, "t.")},
-            t.log_seq),
+            t.log_seq{result}),
 {_DELETE_DONE_CALLS.format(moved="ended")},
 met_joins AS (
   DELETE FROM agent_parallel_invocations AS j USING ended
@@ -485,6 +562,12 @@ log_entries AS (
    WHERE l.logical_task_id = ANY(ARRAY(SELECT logical_task_id FROM ended WHERE log_seq > 0)))
 SELECT * FROM ended
 """
+
+
+END = _end("end")
+
+# The same, and publish the replies.
+END_HANDING_OVER = _end("end handing over", hands_over=True)
 
 _TIME_COLUMNS = {"checkpoint_time", "created_at"}
 _SAVED_TYPES = {"progress_pct": "double precision", "retry_count": "int", "l1_snapshot": "bytea"}

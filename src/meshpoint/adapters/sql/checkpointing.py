@@ -17,6 +17,7 @@ from meshpoint.adapters.sql.appending import tasks_with_unknown_entries, write_l
 from meshpoint.adapters.sql.batcher import PART_BYTES, split_by_size
 from meshpoint.adapters.sql.codec import Packed, pack, pack_all, pack_entries
 from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.hand_over import size_of
 from meshpoint.adapters.sql.locking import LockedTasks, run_in_rounds
 from meshpoint.adapters.sql.records import (
     CheckpointRows,
@@ -298,6 +299,7 @@ def _size(pause: Pause, values: Iterable[Packed], checkpoint: CheckpointRows | N
     return (
         1024
         + len(pause.state)
+        + size_of(pause.hand_over)
         + 512 * len(pause.calls)
         + sum(map(len, filter(None, values)))
         + (0 if checkpoint is None else checkpoint.size)

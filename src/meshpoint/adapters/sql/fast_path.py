@@ -6,11 +6,12 @@ store passes the others to the general transaction.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import accumulate
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -24,6 +25,15 @@ from meshpoint.adapters.sql.codec import Packed
 from meshpoint.adapters.sql.columns import CONTEXT
 from meshpoint.adapters.sql.database import LockedRows, StoreOptions
 from meshpoint.adapters.sql.engine import FAST_PATH_CONNECTIONS
+from meshpoint.adapters.sql.failures import driver_errors, summarize
+from meshpoint.adapters.sql.hand_over import (
+    FIND_LEASE,
+    FIND_TABLES,
+    Offer,
+    QueueHandOver,
+    hand_over_arrays,
+    held_arrays,
+)
 from meshpoint.adapters.sql.log_cache import MIN_LOG_BYTES, LogCache, read_log
 from meshpoint.adapters.sql.owning import OwnedTask, OwnedTasks, complete_log, keep_log
 from meshpoint.adapters.sql.prepared import PreparedConnection
@@ -38,6 +48,7 @@ from meshpoint.adapters.sql.sessions import DatabaseTime
 from meshpoint.adapters.sql.timeline_statements import WRITING_ENTRIES
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.ids import TaskId
+from meshpoint.model.messages import Header
 from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.model.subtasks import SaveCommitted
 from meshpoint.model.tasks import KEEP_ALIVES_PER_TIMEOUT, Dispatch, Replica, Reply
@@ -47,6 +58,7 @@ from meshpoint.model.transitions import (
     End,
     EndCommitted,
     EndResult,
+    Pause,
     PauseResult,
     Save,
     SaveResult,
@@ -57,6 +69,29 @@ from meshpoint.ports.clock import Clock
 
 INLINE_LOG_BYTES = MIN_LOG_BYTES
 """Larger logs are not part of a claim's result row."""
+
+
+_log = logging.getLogger("meshpoint.store")
+
+
+class _Statements(NamedTuple):
+    """A plain statement, and its variant that also publishes and acks."""
+
+    plain: str
+    handing_over: str
+
+
+_PAUSE_NEW = (
+    _Statements(sql.PAUSE_NEW, sql.PAUSE_NEW_HANDING_OVER),
+    _Statements(sql.PAUSE_NEW_WITH_LOG, sql.PAUSE_NEW_WITH_LOG_HANDING_OVER),
+)
+_PAUSE_EXISTING = (
+    _Statements(sql.PAUSE_EXISTING, sql.PAUSE_EXISTING_HANDING_OVER),
+    _Statements(sql.PAUSE_EXISTING_WITH_LOG, sql.PAUSE_EXISTING_WITH_LOG_HANDING_OVER),
+)
+_CLAIM = _Statements(sql.CLAIM, sql.CLAIM_ACKING)
+_CLAIM_SKIP_LOCKED = _Statements(sql.CLAIM_SKIP_LOCKED, sql.CLAIM_ACKING_SKIP_LOCKED)
+_END = _Statements(sql.END, sql.END_HANDING_OVER)
 
 
 class FastPath:
@@ -96,7 +131,36 @@ class FastPath:
         return None if self._clock is None else self._clock.now().timestamp()
 
     async def _write(
-        self, connection: PreparedConnection, statement: str, *values: Any
+        self,
+        connection: PreparedConnection,
+        statements: _Statements,
+        values: Sequence[Any],
+        handed_over: Sequence[Any],
+    ) -> tuple[Sequence[Any], bool]:
+        """Run a statement that also writes what is `handed_over`, or the plain one.
+
+        If the former fails although the database is available, the plain one follows, so that no
+        task depends on queues that the store's login may no longer write, or on its neighbor's
+        message.
+
+        Returns the rows, and whether the plain statement has returned them.
+        """
+        failure: Exception | None = None
+        if handed_over:
+            given = (*values, *handed_over)
+            try:
+                return await self._record(connection, statements.handing_over, given), False
+            except CommitInDoubt:
+                raise
+            except driver_errors(StoreUnavailable) as error:
+                failure = error
+        rows = await self._record(connection, statements.plain, values)
+        if failure is not None:
+            _log.warning("cannot publish in the commit of a task: %s", summarize(failure))
+        return rows, True
+
+    async def _record(
+        self, connection: PreparedConnection, statement: str, values: Sequence[Any]
     ) -> Sequence[Any]:
         """Execute a statement, which also writes to the timelines of the tasks that it changes."""
         timeline = self._options.timeline
@@ -123,20 +187,16 @@ class FastPath:
         known = [pauses[place] for place in places.values() if pauses[place].pause.run.fence]
         fences: list[Sequence[Any] | None] = [[packed.pause.run.fence for packed in known]]
         for statements, each, more, logs in (
-            (
-                (sql.PAUSE_NEW, sql.PAUSE_NEW_WITH_LOG),
-                fresh,
-                self._new_task_arrays(fresh),
-                _new_log_arrays,
-            ),
-            ((sql.PAUSE_EXISTING, sql.PAUSE_EXISTING_WITH_LOG), known, fences, _log_arrays),
+            (_PAUSE_NEW, fresh, self._new_task_arrays(fresh), _new_log_arrays),
+            (_PAUSE_EXISTING, known, fences, _log_arrays),
         ):
             with_log = any(packed.pause.log is not None for packed in each)
             if each:
                 try:
-                    rows = await self._write(
+                    rows = await self._hand_over(
                         self._pauses,
                         statements[with_log],
+                        [_offered_requests(packed.pause) for packed in each],
                         self._now,
                         self._options.backoff(1),
                         *_call_arrays(each),
@@ -149,13 +209,36 @@ class FastPath:
                     if not written:
                         raise
                     break
-                written.update({task_id: (now, deadline) for task_id, now, deadline in rows})
+                written.update({task_id: (now, deadline) for task_id, now, deadline, *_ in rows})
         return {
             place: committed_pause(pauses[place].with_deadline(deadline), now)
             for task_id, place in places.items()
             if task_id in written
             for now, deadline in [written[task_id]]
         }
+
+    async def _hand_over(
+        self,
+        connection: PreparedConnection,
+        statements: _Statements,
+        offers: Iterable[Offer | None],
+        *values: Any,
+    ) -> Sequence[Any]:
+        """Run a statement that also publishes and acks what the tasks hand over."""
+        given = [offer for offer in offers if offer is not None]
+        handed_over = hand_over_arrays(given) if given else []
+        rows, is_plain = await self._write(connection, statements, values, handed_over)
+        if not is_plain:
+            done = {row.logical_task_id for row in rows if row.is_handed_over}
+            for offer in given:
+                if offer.task_id in done:
+                    offer.hand_over.finish()
+        return rows
+
+    async def finds_lease(self, lease_id: int) -> bool:
+        """Whether the queues that have this lease are in the database, and can be written."""
+        ((are_writable,),) = await self._reads.read(FIND_TABLES)
+        return are_writable and bool(await self._reads.read(FIND_LEASE, lease_id))
 
     async def append(self, appends: Sequence[PackedAppend]) -> dict[int, SaveResult]:
         """Append to the logs of tasks if their rows and logs are as their runs expect.
@@ -217,9 +300,13 @@ class FastPath:
             (command.task_id, isinstance(command.outcome, Ok), command.sender)
             for command, _ in commands
         )
-        rows = await self._write(
-            self._claims,
-            sql.CLAIM_SKIP_LOCKED if locked_rows.skip_locked else sql.CLAIM,
+        held = [
+            (number, *message)
+            for number, (command, _) in enumerate(commands, 1)
+            if isinstance(command.hand_over, QueueHandOver)
+            for message in command.hand_over.held
+        ]
+        values = (
             self._now,
             replica.id,
             sorted({task_id for task_id, _, _ in terms}),
@@ -237,6 +324,9 @@ class FastPath:
             PART_BYTES,
             INLINE_LOG_BYTES,
         )
+        statements = _CLAIM_SKIP_LOCKED if locked_rows.skip_locked else _CLAIM
+        acks = held_arrays(held) if held else []
+        rows, is_plain = await self._write(self._claims, statements, values, acks)
         positions = [0, *places.values()]  # SQL arrays start at 1
         results: dict[int, ClaimResult] = {}
         owned, unseen = dict[str, OwnedTask](), list[Claim]()
@@ -245,6 +335,9 @@ class FastPath:
             for place in recorded:
                 command, _ = claims[place]
                 results[place] = StillWaiting(command.task_id, command.sub_task_id)
+            for number in (not is_plain and row["acked"]) or ():
+                if (hand_over := claims[positions[number]][0].hand_over) is not None:
+                    hand_over.finish()
             if (acquired := row["acquired"]) is None:
                 continue
             command, _ = claims[max(recorded)]
@@ -307,9 +400,10 @@ class FastPath:
         """Turn tasks into tombstones if their runs own them and they are not operations."""
         places = _first_positions(command.run.task_id for command, _ in ends)
         commands = [ends[place] for place in places.values()]
-        rows = await self._write(
+        rows = await self._hand_over(
             self._ends,
-            sql.END,
+            _END,
+            [_offered_reply(command) for command, _ in commands],
             self._now,
             self._options.backoff(1),
             self._options.tombstone_ttl,
@@ -390,6 +484,28 @@ class FastPath:
             await self._confirms.write(
                 sql.CONFIRM_REPLIED, *map(list, zip(*in_order, strict=True))
             )
+
+
+def _offered_requests(pause: Pause) -> Offer | None:
+    """The hand-over of a pause, whose requests name the deadline of its task."""
+    if not isinstance(pause.hand_over, QueueHandOver):
+        return None
+    deadline = epoch_seconds(pause.requester.deadline)
+    return Offer(
+        pause.run.task_id,
+        None if deadline is None else repr(deadline),
+        epoch_seconds(pause.planned_at),
+        pause.hand_over,
+    )
+
+
+def _offered_reply(end: End) -> Offer | None:
+    """The hand-over of an end, whose reply names its address and the requester's task."""
+    if not isinstance(end.hand_over, QueueHandOver):
+        return None
+    ((address, message),) = end.hand_over.envelopes
+    parent = message.headers.get(Header.PARENT_TASK.value, "")
+    return Offer(end.run.task_id, f"{address}\n{parent}", None, end.hand_over)
 
 
 def _attributes(row: Any) -> Any:

@@ -33,6 +33,7 @@ from meshpoint.adapters.sql.due import SqlDueWork
 from meshpoint.adapters.sql.engine import FAST_PATH_CONNECTIONS, LOCK_TIMEOUT
 from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors
 from meshpoint.adapters.sql.fleet import SqlFleet
+from meshpoint.adapters.sql.hand_over import size_of
 from meshpoint.adapters.sql.operations import SqlOperations
 from meshpoint.adapters.sql.owning import OwnedTask, OwnedTasks
 from meshpoint.adapters.sql.rows import (
@@ -278,7 +279,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
             self._fast_path.end if self._fast_path else None,
             ending.end,
             lambda packed: packed[0].run.task_id,
-            lambda packed: len(packed[1] or b""),
+            lambda packed: len(packed[1] or b"") + size_of(packed[0].hand_over),
         )
         self._defer_confirms = confirm_linger > timedelta()
         self._confirm_batcher: Batcher[OutboxItem, None] = Batcher(
@@ -328,6 +329,10 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
             problem = f"the database's tables are at revision {revision or 'none'}"
             fix = "run: meshpoint db upgrade --db URL (or --config FILE)"
             raise ConfigurationError("database", problem, fix)
+
+    async def finds_lease(self, lease_id: int) -> bool:
+        """Whether the queues that have this lease are in this database, and can be written."""
+        return self._fast_path is not None and await self._fast_path.finds_lease(lease_id)
 
     async def close(self) -> None:
         """Write the pending confirms for up to two seconds, then release every connection."""

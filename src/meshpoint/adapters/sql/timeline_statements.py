@@ -141,21 +141,34 @@ def _end(statement: str) -> str:
 
 _FENCE = "($35::int[])[i.place::int]"
 
-RECORDED_PAUSE_NEW = _pause(batch.PAUSE_NEW, fence="1")
-RECORDED_PAUSE_NEW_WITH_LOG = _pause(batch.PAUSE_NEW_WITH_LOG, fence="1")
-RECORDED_PAUSE_EXISTING = _pause(batch.PAUSE_EXISTING, fence=_FENCE)
-RECORDED_PAUSE_EXISTING_WITH_LOG = _pause(batch.PAUSE_EXISTING_WITH_LOG, fence=_FENCE)
-RECORDED_CLAIM = _claim(batch.CLAIM)
-RECORDED_CLAIM_SKIP_LOCKED = _claim(batch.CLAIM_SKIP_LOCKED)
-RECORDED_END = _end(batch.END)
-
 WRITING_ENTRIES = {
-    batch.PAUSE_NEW: RECORDED_PAUSE_NEW,
-    batch.PAUSE_NEW_WITH_LOG: RECORDED_PAUSE_NEW_WITH_LOG,
-    batch.PAUSE_EXISTING: RECORDED_PAUSE_EXISTING,
-    batch.PAUSE_EXISTING_WITH_LOG: RECORDED_PAUSE_EXISTING_WITH_LOG,
-    batch.CLAIM: RECORDED_CLAIM,
-    batch.CLAIM_SKIP_LOCKED: RECORDED_CLAIM_SKIP_LOCKED,
-    batch.END: RECORDED_END,
+    **{
+        statement: _pause(statement, fence="1")
+        for statement in (
+            batch.PAUSE_NEW,
+            batch.PAUSE_NEW_HANDING_OVER,
+            batch.PAUSE_NEW_WITH_LOG,
+            batch.PAUSE_NEW_WITH_LOG_HANDING_OVER,
+        )
+    },
+    **{
+        statement: _pause(statement, fence=_FENCE)
+        for statement in (
+            batch.PAUSE_EXISTING,
+            batch.PAUSE_EXISTING_HANDING_OVER,
+            batch.PAUSE_EXISTING_WITH_LOG,
+            batch.PAUSE_EXISTING_WITH_LOG_HANDING_OVER,
+        )
+    },
+    **{
+        statement: _claim(statement)
+        for statement in (
+            batch.CLAIM,
+            batch.CLAIM_SKIP_LOCKED,
+            batch.CLAIM_ACKING,
+            batch.CLAIM_ACKING_SKIP_LOCKED,
+        )
+    },
+    **{statement: _end(statement) for statement in (batch.END, batch.END_HANDING_OVER)},
 }
 """The fast path's statements with the ones that also write entries."""

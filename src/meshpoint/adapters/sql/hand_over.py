@@ -1,0 +1,177 @@
+"""Publishing and acking in the statements of the fast path, where the queues are in the database.
+
+The tables of the queues belong to `adapters.postgres_queue`, which prepares each hand-over. A
+statement applies one only to a task that it moves, and only if it finds the broker's lease: its
+random number proves that these are the tables that the broker reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from meshpoint.adapters.sql.array_literals import int_array, text_array
+from meshpoint.model.hand_over import HandOver
+from meshpoint.model.ids import TaskId
+
+
+class QueuedMessage(NamedTuple):
+    """A message as its queue stores it."""
+
+    queue: int
+    request: str | None
+    properties: str
+    body: bytes
+
+
+class HeldMessage(NamedTuple):
+    """A delivery to ack: one claim of one message."""
+
+    queue: int
+    id: int
+    deliveries: int
+    holder: int
+
+
+@dataclass(slots=True, eq=False)
+class QueueHandOver(HandOver):
+    """A hand-over to tables of queues.
+
+    Attributes:
+        lease_id: Of the broker that has prepared it.
+        messages: To append to their queues.
+        held: To remove from their queues.
+    """
+
+    lease_id: int = 0
+    messages: Sequence[QueuedMessage] = ()
+    held: Sequence[HeldMessage] = ()
+
+    @property
+    def size(self) -> int:
+        """Approximate bytes that it adds to a statement."""
+        return sum(len(each.body) + len(each.properties) for each in self.messages)
+
+
+def size_of(hand_over: HandOver | None) -> int:
+    """Approximate bytes that `hand_over` adds to a statement."""
+    return hand_over.size if isinstance(hand_over, QueueHandOver) else 0
+
+
+FIND_TABLES = """/* reads: queues */
+SELECT bool_and(coalesce(has_table_privilege(to_regclass(name), privilege), false)) AS are_writable
+  FROM (VALUES ('meshpoint_queue', 'SELECT'), ('meshpoint_queue_holder', 'SELECT'),
+               ('meshpoint_queue_message', 'SELECT'), ('meshpoint_queue_message', 'INSERT'),
+               ('meshpoint_queue_message', 'DELETE')) AS needed(name, privilege)
+"""
+
+FIND_LEASE = """/* reads: lease */
+SELECT 1 FROM meshpoint_queue_holder WHERE id = $1::bigint
+"""
+
+
+def hand_over(first: int, *, moved: str, guard: str) -> str:
+    """SQL that publishes and acks for the tasks in `moved`, and lists them as `handed_over`.
+
+    Its parameters start at `$first`. `guard` compares the row of a task, `w`, with the text
+    `o.expected` that the messages were prepared for.
+    """
+    offers, messages, held = (
+        [f"${number}" for number in range(begin, end)]
+        for begin, end in (
+            (first, first + 5),
+            (first + 5, first + 10),
+            (first + 10, first + 15),
+        )
+    )
+    return f"""
+offered AS MATERIALIZED (
+  SELECT o.task_id, o.number, o.messages, o.planned_at
+    FROM unnest({offers[0]}::text::text[], {offers[1]}::text::bigint[], {offers[2]}::text::int[],
+                {offers[3]}::text::text[], {offers[4]}::double precision[])
+         WITH ORDINALITY AS o(task_id, lease_id, messages, expected, planned_at, number)
+    JOIN {moved} AS w ON w.logical_task_id = o.task_id
+   WHERE {guard}
+     AND (SELECT h.id FROM meshpoint_queue_holder AS h WHERE h.id = o.lease_id) IS NOT NULL),
+routed AS MATERIALIZED (
+  SELECT m.number, m.place
+    FROM unnest({messages[0]}::text::int[], {messages[1]}::text::int[])
+         WITH ORDINALITY AS m(number, queue, place)
+   WHERE (SELECT q.id FROM meshpoint_queue AS q WHERE q.id = m.queue) IS NOT NULL),
+handed_over AS MATERIALIZED (
+  SELECT o.task_id, o.number, o.planned_at FROM offered AS o
+   WHERE o.messages = (SELECT count(*) FROM routed WHERE routed.number = o.number)),
+published AS (
+  INSERT INTO meshpoint_queue_message (queue, request, properties, body)
+  SELECT m.queue, m.request, m.properties, m.body
+    FROM unnest({messages[0]}::text::int[], {messages[1]}::text::int[], {messages[2]}::text[],
+                {messages[3]}::text[], {messages[4]}::bytea[])
+         WITH ORDINALITY AS m(number, queue, request, properties, body, place)
+    JOIN handed_over ON handed_over.number = m.number
+   ORDER BY m.place),
+acked AS (
+  DELETE FROM meshpoint_queue_message AS m
+   USING unnest({held[0]}::text::int[], {held[1]}::text::int[], {held[2]}::text::bigint[],
+                {held[3]}::text::int[], {held[4]}::text::bigint[])
+         AS a(number, queue, id, deliveries, holder)
+    JOIN handed_over ON handed_over.number = a.number
+   WHERE m.queue = a.queue AND m.id = a.id AND m.deliveries = a.deliveries
+     AND m.holder = a.holder),"""
+
+
+class Offer(NamedTuple):
+    """A hand-over of one task.
+
+    `expected` is compared with the row of the task. `planned_at` is when the timeouts of its calls
+    begin, if any has one.
+    """
+
+    task_id: TaskId
+    expected: str | None
+    planned_at: float | None
+    hand_over: QueueHandOver
+
+
+def hand_over_arrays(offers: Sequence[Offer]) -> list[Any]:
+    """The parameters of `hand_over`."""
+    messages = [
+        (number, message)
+        for number, offer in enumerate(offers, 1)
+        for message in offer.hand_over.messages
+    ]
+    held = [
+        (number, *message)
+        for number, offer in enumerate(offers, 1)
+        for message in offer.hand_over.held
+    ]
+    return [
+        text_array([offer.task_id for offer in offers]),
+        int_array(offer.hand_over.lease_id for offer in offers),
+        int_array(len(offer.hand_over.messages) for offer in offers),
+        text_array([offer.expected for offer in offers]),
+        [offer.planned_at for offer in offers],
+        int_array(number for number, _ in messages),
+        int_array(message.queue for _, message in messages),
+        [message.request for _, message in messages],
+        [message.properties for _, message in messages],
+        [message.body for _, message in messages],
+        *held_arrays(held),
+    ]
+
+
+def held_arrays(held: Sequence[tuple[int, int, int, int, int]]) -> list[str]:
+    """Deliveries to ack as arrays: a number, the queue, the id, the deliveries and the holder."""
+    return [int_array(column) for column in zip(*held, strict=True)] if held else ["{}"] * 5
+
+
+# Ack the claimed messages whose outcomes a claim has recorded.
+ACK_RECORDED = """
+acked AS (
+  DELETE FROM meshpoint_queue_message AS m
+   USING unnest($17::text::int[], $18::text::int[], $19::text::bigint[], $20::text::int[],
+                $21::text::bigint[]) AS a(place, queue, id, deliveries, holder)
+    JOIN recorded ON recorded.place = a.place
+   WHERE m.queue = a.queue AND m.id = a.id AND m.deliveries = a.deliveries
+     AND m.holder = a.holder
+  RETURNING recorded.logical_task_id, a.place),"""

@@ -1,0 +1,53 @@
+"""The SQL store and the PostgreSQL broker pass the suite of hand-overs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from meshpoint.adapters.postgres_queue import PostgresBroker
+from meshpoint.adapters.sql import SqlStore
+from meshpoint.model.ids import new_id
+from meshpoint.ports.broker import Broker
+from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.clock import FakeClock
+from meshpoint.testing.conformance.build import TIMINGS
+from meshpoint.testing.conformance.hand_over import HandOverSuite
+
+pytestmark = pytest.mark.servers
+
+
+class TestOnPostgres(HandOverSuite):
+    @pytest.fixture
+    def namespace(self) -> str:
+        return new_id()
+
+    @pytest.fixture
+    async def store(
+        self, clock: FakeClock, module_postgres_url: str, namespace: str
+    ) -> AsyncIterator[CheckpointStore]:
+        store = SqlStore(
+            module_postgres_url,
+            namespace=namespace,
+            dispatch_lease=TIMINGS.dispatch_lease,
+            tombstone_ttl=TIMINGS.tombstone_ttl,
+            clock=clock,
+        )
+        await store.open()
+        yield store
+        await store.close()
+
+    @pytest.fixture
+    async def broker(self, module_postgres_url: str, namespace: str) -> AsyncIterator[Broker]:
+        broker = PostgresBroker(module_postgres_url, namespace=namespace)
+        await broker.open()
+        yield broker
+        await broker.close()
+
+    @pytest.fixture
+    async def elsewhere(self, empty_postgres_url: str, namespace: str) -> AsyncIterator[Broker]:
+        broker = PostgresBroker(empty_postgres_url, namespace=namespace)
+        await broker.open()
+        yield broker
+        await broker.close()
