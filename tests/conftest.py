@@ -283,6 +283,14 @@ def module_postgres_url(
     _run(drop_database(postgres_server.url, name))
 
 
+@pytest.fixture(scope="module")
+def module_queues_url(postgres_server: NamedServer | PostgresServer) -> Iterator[str]:
+    """Another database for all tests of a module, without tables."""
+    name = _run(create_database(postgres_server.url))
+    yield url_on(postgres_server.url, name)
+    _run(drop_database(postgres_server.url, name))
+
+
 def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine in a fixture that several tests share.
 

@@ -32,7 +32,7 @@ def selected_parameters(request: pytest.FixtureRequest) -> list[Mapping[str, Any
 
 def server_urls(
     request: pytest.FixtureRequest, backends: Collection[str]
-) -> Mapping[str, tuple[str, str]]:
+) -> dict[str, tuple[str, str]]:
     """URLs of broker and database, for each name in `backends` that means servers.
 
     All cases share them, each in its own namespace.

@@ -159,6 +159,14 @@ class CrashCase:
     label: str
     skip: int = 0
 
+    def needs_unsent_messages(self, step: Step) -> bool:
+        """Whether messages must be sent after the commit, as with queues in another database."""
+        return step is Step.CONFIRM_SENT or self.scenario in {
+            unsent,
+            unanswered,
+            expired_tombstone,
+        }
+
 
 CASES_BY_STEP: Mapping[Step, Sequence[CrashCase]] = {
     Step.RECEIVE: [CrashCase(two_pauses, "request")],

@@ -36,6 +36,9 @@ BACKENDS = [
     pytest.param("postgresql", marks=pytest.mark.servers),
 ]
 
+_APART = {"postgresql": "postgresql with separate databases"}
+"""Backends with the queues in another database, so that no commit publishes messages."""
+
 
 @pytest.fixture(scope="module")
 def selected(request: pytest.FixtureRequest) -> list[Case]:
@@ -45,8 +48,12 @@ def selected(request: pytest.FixtureRequest) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def urls(request: pytest.FixtureRequest, selected: list[Case]) -> Mapping[str, tuple[str, str]]:
-    return server_urls(request, {backends_name for backends_name, *_ in selected})
+def urls(request: pytest.FixtureRequest, selected: list[Case]) -> dict[str, tuple[str, str]]:
+    urls = server_urls(request, {backends_name for backends_name, *_ in selected})
+    if "postgresql" in urls:
+        queues: str = request.getfixturevalue("module_queues_url")
+        urls[_APART["postgresql"]] = queues, urls["postgresql"][1]
+    return urls
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -58,7 +65,10 @@ async def cases(
 ) -> AsyncIterator[ConcurrentCases[Case, None]]:
     async def run(case: Case) -> None:
         folder = tmp_path_factory.mktemp("case")
-        backends = make_backends(urls.get(case[0]), folder)
+        backends_name, step, _, way = case
+        if way is not None and way.needs_unsent_messages(step):
+            backends_name = _APART.get(backends_name, backends_name)
+        backends = make_backends(urls.get(backends_name), folder)
         await _run_case(Mesh(backends, fork_server), *case[1:])
 
     concurrent_cases = ConcurrentCases(selected, run)
