@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from meshpoint.model.hand_over import HandOver
-from meshpoint.model.messages import Address, Message, request_queue, response_queue
+from meshpoint.model.messages import (
+    Address,
+    Header,
+    HeaderValue,
+    Message,
+    request_queue,
+    response_queue,
+)
 from meshpoint.model.tasks import Reply, TaskState
 from meshpoint.model.transitions import (
     Attach,
@@ -211,20 +218,23 @@ class HandOverSuite:
         assert await store.unsent(AGENT, 10) == []
         assert (await store.lookup([runs[0].task_id]))[runs[0].task_id].is_reply_discarded is False
 
-    async def test_a_reply_to_a_further_address_stays_due(
-        self, store: CheckpointStore, broker: Broker, clock: FakeClock
+    @pytest.mark.parametrize("parent", [None, "parent"])
+    async def test_replies_to_several_addresses_stay_due(
+        self, parent: str | None, store: CheckpointStore, broker: Broker, clock: FakeClock
     ) -> None:
-        requester = a_requester(reply_to=_REPLY_TO, parent_task_id=None)
+        """The task of a peer call keeps its first address as the first, and others do not."""
+        requester = a_requester(reply_to=_REPLY_TO, parent_task_id=parent)
         task = await resumed(store, await paused(store, requester=requester))
         await store.attach([Attach(task.run.task_id, AGENT, REQUESTER, Address("client.other"))])
-        hand_over = await prepared(broker, [(_REPLY_TO, a_message())])
+        headers: dict[str, HeaderValue] = {Header.PARENT_TASK.value: parent} if parent else {}
+        hand_over = await prepared(broker, [(_REPLY_TO, replace(a_message(), headers=headers))])
         await store.end([replace(an_end(task.run), hand_over=hand_over)])
         assert not hand_over.is_done
         assert await broker.depth(_REPLY_TO) == 0
         clock.advance(LEASED)
         (reply,) = await store.unsent(AGENT, 10)
         assert isinstance(reply, Reply)
-        assert reply.requester.reply_to == "client.other"
+        assert reply.requester.reply_to == (_REPLY_TO if parent else "client.other")
 
     async def test_messages_without_a_queue_are_not_prepared(self, broker: Broker) -> None:
         assert isinstance(broker, HandOverBroker)
