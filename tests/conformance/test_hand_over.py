@@ -9,6 +9,7 @@ import pytest
 from meshpoint.adapters.postgres_queue import PostgresBroker
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.ids import new_id
+from meshpoint.model.timeline import TimelineOptions
 from meshpoint.ports.broker import Broker
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
@@ -23,9 +24,13 @@ class TestOnPostgres(HandOverSuite):
     def namespace(self) -> str:
         return new_id()
 
-    @pytest.fixture
+    @pytest.fixture(params=[None, TimelineOptions()], ids=["plain", "with timelines"])
     async def store(
-        self, clock: FakeClock, module_postgres_url: str, namespace: str
+        self,
+        request: pytest.FixtureRequest,
+        clock: FakeClock,
+        module_postgres_url: str,
+        namespace: str,
     ) -> AsyncIterator[CheckpointStore]:
         store = SqlStore(
             module_postgres_url,
@@ -33,6 +38,7 @@ class TestOnPostgres(HandOverSuite):
             dispatch_lease=TIMINGS.dispatch_lease,
             tombstone_ttl=TIMINGS.tombstone_ttl,
             clock=clock,
+            timeline=request.param,
         )
         await store.open()
         yield store
