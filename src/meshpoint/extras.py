@@ -66,6 +66,11 @@ TELEMETRY = Feature(
     "telemetry",
     {"opentelemetry.metrics": "opentelemetry-api", "prometheus_client": "prometheus-client"},
 )
+DASHBOARD = Feature(
+    "the dashboard",
+    "dashboard",
+    {"jinja2": "jinja2", "starlette": "starlette", "uvicorn": "uvicorn"},
+)
 COMMAND_LINE = Feature(
     "the command line", "cli", {"typer": "typer", "rich": "rich", "yaml": "pyyaml"}
 )

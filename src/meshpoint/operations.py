@@ -22,6 +22,7 @@ from meshpoint.model.tasks import EVERY_TASK, ListPosition, TaskFilter, TaskStat
 from meshpoint.model.timeline import TimelineOptions
 from meshpoint.model.transitions import SuspendResult
 from meshpoint.ports.agent import ResumeFrom
+from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.settings import StoreSettings
 from meshpoint.subtasks.resuming import parse_operation_id, resume_operation
 from meshpoint.wiring import make_store
@@ -56,6 +57,13 @@ class Operations:
         self._store = make_store(
             StoreSettings.at(db_url, key="db_url"), namespace, TimelineOptions(known_only=True)
         )
+
+    @classmethod
+    def _on(cls, store: CheckpointStore) -> Self:
+        """The operations in a store that another object opens and closes."""
+        operations = cls.__new__(cls)
+        operations._store = store
+        return operations
 
     async def __aenter__(self) -> Self:
         try:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO, TypeVar
 from urllib.parse import urlsplit
 
 from meshpoint.adapters import logging_observer
@@ -42,6 +42,7 @@ from meshpoint.ports.dead_letters import DeadLetters
 from meshpoint.ports.inspection import BrokerInspection, CacheInspection, DatabaseInspection
 from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.observer import Observer, Observers
+from meshpoint.ports.operator_store import OperatorStore
 from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentOptions, AgentSettings, MeshSettings, Settings, StoreSettings
@@ -49,11 +50,13 @@ from meshpoint.settings.urls import redact_url
 
 if TYPE_CHECKING:
     from meshpoint.adapters.rabbitmq.topology import Topology
+    from meshpoint.adapters.sql import SqlStore
     from meshpoint.adapters.sql.migrations import DowngradePlan
     from meshpoint.adapters.telemetry.exporter import Source
     from meshpoint.adapters.telemetry.metrics import Meter
     from meshpoint.adapters.telemetry.prometheus_meter import PrometheusMeter
 
+_SqlStore = TypeVar("_SqlStore", bound="SqlStore")
 _CLOCK = SystemClock()
 _MESSAGING_SYSTEMS = {"amqp": "rabbitmq", "amqps": "rabbitmq"}
 """Names of brokers in the attributes of spans, by the scheme of their URLs, where they differ."""
@@ -120,8 +123,19 @@ def make_store(
     """
     from meshpoint.adapters.sql import SqlStore
 
+    return _make_sql_store(SqlStore, store, namespace)
+
+
+def make_operator_store(store: StoreSettings, namespace: str) -> OperatorStore:
+    """Create the store in a database for operators; `await store.open()` connects."""
+    from meshpoint.adapters.sql.operator_store import SqlOperatorStore
+
+    return _make_sql_store(SqlOperatorStore, store, namespace)
+
+
+def _make_sql_store(kind: type[_SqlStore], store: StoreSettings, namespace: str) -> _SqlStore:
     timings = store.timings
-    return SqlStore(
+    return kind(
         store.url,
         namespace=namespace,
         dispatch_lease=timings.dispatch_lease,

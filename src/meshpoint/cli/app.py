@@ -14,6 +14,7 @@ from meshpoint._version import __version__
 from meshpoint.cli import (
     agents,
     checkpoints,
+    dashboard,
     db,
     dead,
     doctor,
@@ -53,6 +54,7 @@ app.add_typer(dead.app, name="dead")
 app.add_typer(db.app, name="db")
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("metrics", epilog=metrics.EXAMPLES)(metrics.metrics)
+app.command("dashboard", epilog=dashboard.EXAMPLES)(dashboard.dashboard)
 app.command("sweep", epilog=run.SWEEP_EXAMPLES)(run.sweep)
 
 _DEMO_EXAMPLES = """\b

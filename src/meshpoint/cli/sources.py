@@ -123,11 +123,11 @@ def load_databases(config: Path | None, database: str | None) -> list[StoreSetti
     Raises:
         ConfigurationError: Neither names a database.
     """
-    from meshpoint.settings import StoreSettings
+    from meshpoint.settings import StoreSettings, choosing
 
     if database is not None:
         return [StoreSettings.at(database, key="--db")]
-    return _stores_of(_load_named(config)) or _raise_without_database(config)
+    return choosing.stores_of(_load_named(config)) or _raise_without_database(config)
 
 
 def load_schemas(config: Path | None, database: str | None) -> list[tuple[StoreSettings, Tables]]:
@@ -136,13 +136,13 @@ def load_schemas(config: Path | None, database: str | None) -> list[tuple[StoreS
     Raises:
         ConfigurationError: Neither names a database.
     """
-    from meshpoint.settings import StoreSettings
+    from meshpoint.settings import StoreSettings, choosing
     from meshpoint.wiring import Tables
 
     if database is not None:
         return [(StoreSettings.at(database, key="--db"), Tables.TASKS)]
     settings = _load_named(config)
-    schemas = [(store, Tables.TASKS) for store in _stores_of(settings)]
+    schemas = [(store, Tables.TASKS) for store in choosing.stores_of(settings)]
     if (url := settings.mesh.broker_url).startswith("postgresql"):
         schemas.append((StoreSettings.at(url, key="mesh.broker_url"), Tables.QUEUES))
     return schemas or _raise_without_database(config)
@@ -161,17 +161,6 @@ def _load_named(config: Path | None) -> Settings:
 def _raise_without_database(config: Path | None) -> NoReturn:
     fix = "add session_service: sql to an agent, or use --db URL"
     raise ConfigurationError(str(config), "no agent in it stores its tasks in a database", fix)
-
-
-def _stores_of(settings: Settings) -> list[StoreSettings]:
-    """The store of each database of the agents or, without agents, of the mesh."""
-    from meshpoint.settings import StoreSettings
-
-    agents, mesh_url = settings.agents, settings.mesh.database_url
-    if not agents and mesh_url is not None:
-        return [StoreSettings.at(mesh_url, key="mesh.database_url")]
-    by_url = {agent.session_db_url: agent for agent in reversed(agents) if agent.has_database}
-    return [agent.store_settings() for agent in by_url.values()]
 
 
 def database_options(config: Path | None, namespace: str | None) -> str:

@@ -388,8 +388,8 @@ def complete_question(
 
     A replica of its agent resumes the task within seconds.
     """
-    from meshpoint.cli.completing import answer
     from meshpoint.cli.send import parse_input
+    from meshpoint.interventions import answer
     from meshpoint.model.ids import TaskId
 
     if (value is None) == (reject is None):
@@ -432,8 +432,8 @@ def signal_task(
     A task can receive signals once it has a row in the database, usually from its first pause,
     step or subtask on.
     """
-    from meshpoint.cli.completing import signal
     from meshpoint.cli.send import parse_input
+    from meshpoint.interventions import signal
     from meshpoint.model.ids import TaskId, new_id
     from meshpoint.model.messages import is_agent_name, is_valid_name
 
@@ -593,11 +593,12 @@ def _resume_one(
     as_json: bool,
 ) -> None:
     """Resume a task, offer it again or continue it, and print what happened."""
+    from meshpoint import interventions
     from meshpoint.cli import parked, suspended
     from meshpoint.cli.send import print_outcome
 
     async def resume(operations: Operations) -> tuple[str, Revived | None, Outcome | None]:
-        status, revived = await _resume_in(operations, task_id, place)
+        status, revived = await interventions.resume(operations, task_id, place)
         if wait and not as_json:
             attempt = "" if revived is None else f" for attempt {revived.retry_count + 1}"
             verb = "continues" if status == "continued" else f"is ready{attempt}"
@@ -615,20 +616,6 @@ def _resume_one(
         parked.print_offered([task_id], as_json=as_json)
     else:
         suspended.print_continued(task_id, as_json=as_json)
-
-
-async def _resume_in(
-    operations: Operations, task_id: str, place: ResumeFrom | None
-) -> tuple[str, Revived | None]:
-    """Offer, continue or revive a task, and return which of them.
-
-    Only a new attempt has a place to begin from.
-    """
-    if place is None and await operations.unpark([task_id]):
-        return "offered", None
-    if place is None and await operations.unsuspend([task_id]):
-        return "continued", None
-    return "resumed", await operations.resume(task_id, resume_from=place)
 
 
 def _print_revived(task_id: str, revived: Revived, *, as_json: bool) -> None:
@@ -654,9 +641,6 @@ def _split_states(names: list[str] | None) -> tuple[list[str] | None, bool | Non
     if set(names) != {_SUSPENDED}:
         raise typer.BadParameter("--state suspended excludes other states")
     return None, True
-
-
-_PAST_TENSE = {"completed": "completed", "failed": "failed", "cancelled": "been cancelled"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -814,25 +798,14 @@ def _read_input(request: bytes | None) -> JsonValue:
 async def _cancel_in_database(
     config: Path | None, database: str | None, namespace: str | None, task_id: str
 ) -> str:
-    """End a task as cancelled, or mark it for the replica that runs it, and return its agent.
+    """Cancel a task in the first database that has it, and return its agent."""
+    from meshpoint import interventions
+    from meshpoint.model.ids import TaskId
 
-    Replicas send its reply.
-    """
-    from meshpoint.engine.cancels import CANCELLED
-    from meshpoint.model.envelopes import encode_reply
-    from meshpoint.model.ids import RunId, TaskId, new_id
-    from meshpoint.model.transitions import Cancel
-
-    id_ = TaskId(task_id)
     async with _open_stores(config, database, namespace) as stores:
         async for store in stores:
-            if found := await store.task(id_):
-                task, _ = found
-                if task.state.is_final:
-                    raise MeshpointError(f"task {id_} has already {_PAST_TENSE[task.state]}")
-                reply = encode_reply(id_, None, CANCELLED)
-                await store.cancel([Cancel(id_, task.agent, RunId(new_id()), reply)])
-                return task.agent
+            if agent := await interventions.cancel(store, TaskId(task_id)):
+                return agent
     raise _no_such_task(task_id)
 
 

@@ -10,14 +10,14 @@ from typing import Final
 
 from meshpoint.adapters.sql.columns import GENERATION
 
-_SUMMARY = """t.logical_task_id, t.agent_name, t.status, t.generation, t.fence, t.attempt,
+summary_columns = """t.logical_task_id, t.agent_name, t.status, t.generation, t.fence, t.attempt,
        t.owner, t.wake_at, t.checkpointed_at, t.ended_at, t.dead_reason, t.rescues,
        t.requester_app_id, t.parent_task_id, t.user_id, t.effective_session_id, t.task_deadline,
        t.state_format, t.app_version, t.retry_count, t.incompatible_since, t.parked_reason,
        t.tried_versions, t.suspended_at, t.cancel_requested, j.completed_count, j.total_expected,
        j.needed, j.join_deadline, o.subject"""
 
-_TABLES = """agent_paused_tasks AS t LEFT JOIN agent_parallel_invocations AS j
+summary_tables = """agent_paused_tasks AS t LEFT JOIN agent_parallel_invocations AS j
     ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation
   LEFT JOIN agent_operations AS o
     ON o.operation_id = t.logical_task_id AND t.checkpoint_seq IS NOT NULL"""
@@ -58,13 +58,13 @@ def list_tasks(parameters: Collection[str]) -> str:
 
     With a subject, it starts from the operations, which are indexed by subject.
     """
-    conditions, tables = _CONDITIONS, _TABLES
+    conditions, tables = _CONDITIONS, summary_tables
     if "subject" in parameters:
         conditions = _CONDITIONS | {"agent": "o.agent_name = :agent"}
-        tables = _TABLES.replace("LEFT JOIN agent_operations", "JOIN agent_operations")
+        tables = summary_tables.replace("LEFT JOIN agent_operations", "JOIN agent_operations")
     chosen = [text for name, text in conditions.items() if name in parameters]
     return f"""
-SELECT {_SUMMARY}
+SELECT {summary_columns}
   FROM {tables}
  WHERE {" AND ".join(chosen)}
  ORDER BY t.checkpointed_at DESC, t.logical_task_id DESC LIMIT :limit
@@ -105,8 +105,8 @@ SELECT c.logical_task_id, c.peer_agent
 
 # Show one task.
 SHOW_TASK = f"""
-SELECT {_SUMMARY}, t.token_usage
-  FROM {_TABLES} WHERE t.logical_task_id = :task_id
+SELECT {summary_columns}, t.token_usage
+  FROM {summary_tables} WHERE t.logical_task_id = :task_id
 """
 
 # Read the request of a task.

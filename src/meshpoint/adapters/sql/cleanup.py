@@ -75,6 +75,8 @@ def delete_namespace(file: Path, namespace: str) -> None:
                     db.execute(
                         f"DELETE FROM {table} WHERE {_HAS_PREFIX.format(column=column)}", prefix
                     )
+            if "agent_operator_actions" in existing:
+                db.execute("DELETE FROM agent_operator_actions WHERE namespace = ?", (namespace,))
             db.execute("COMMIT")
     except sqlite3.DatabaseError as error:
         raise StoreUnavailable(f"{file}: {error}") from error

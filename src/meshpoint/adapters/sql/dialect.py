@@ -87,6 +87,7 @@ _POSTGRES = {
     "record_list": "CAST(json_agg(CAST(record AS json)) AS text)",
     "result_object": "CAST(json_object_agg(name, result) AS text)",
     "as_jsonb": _ParameterFragment("CAST({} AS jsonb)"),
+    "bytewise": '"C"',
     "first_line": _ParameterFragment("split_part({0}, chr(10), 1)"),
     "other_lines": _ParameterFragment(
         "nullif(substr({0}, length(split_part({0}, chr(10), 1)) + 2), '')"
@@ -117,6 +118,7 @@ _SQLITE = {
     "record_list": "json_group_array(json(record))",
     "result_object": "json_group_object(name, result)",
     "as_jsonb": _ParameterFragment("{}"),
+    "bytewise": "BINARY",
     "first_line": _ParameterFragment("substr({0}, 1, instr({0} || char(10), char(10)) - 1)"),
     "other_lines": _ParameterFragment(
         "nullif(substr({0}, instr({0} || char(10), char(10)) + 1), '')"

@@ -45,7 +45,7 @@ from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
 from meshpoint.errors import ConfigurationError
 
-REVISION = "0016"
+REVISION = "0018"
 """The newest migration of this release, which it requires. It also works with a later one."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -328,6 +328,23 @@ secrets = Table(
     Column("copy_key", LargeBinary, nullable=False),
 )
 
+# What operators have done, in the order of `action_id`. A row is written before its action and
+# completed after it. `ended_at` stays NULL if the process died in between.
+operator_actions = Table(
+    "agent_operator_actions",
+    metadata,
+    Column("namespace", _id(), primary_key=True),
+    Column("action_id", _id(), primary_key=True),
+    Column("actor", String, nullable=False),
+    Column("action", String, nullable=False),
+    Column("target", _id(), nullable=False),  # a task's id, or what a bulk action selects
+    Column("details", Text, nullable=False),  # JSON, without secrets
+    Column("started_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("succeeded", Boolean),
+    Column("result", Text),
+)
+
 
 def _checkpoint_columns() -> list[Column[Any]]:
     return [
@@ -397,6 +414,12 @@ def _partial_index(
 
 
 Index("ix_agent_task_signals_id", signals.c.logical_task_id, signals.c.signal_id, unique=True)
+Index(
+    "ix_agent_operator_actions_target",
+    operator_actions.c.namespace,
+    operator_actions.c.target,
+    operator_actions.c.action_id,
+)
 Index("ix_agent_operations_newest", operations.c.agent_name, operations.c.created_at)
 _partial_index(
     "ix_agent_operations_subject",

@@ -1,15 +1,22 @@
-"""`meshpoint tasks complete` and `tasks signal`, in the database of the task."""
+"""What people do to tasks: answer, signal, cancel and resume them, in their database.
+
+The command line and the dashboard share these functions. They need no running replica: replicas
+find in the database what changed.
+"""
 
 from __future__ import annotations
 
 import getpass
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 
-from meshpoint.errors import AnswerRefused, QuestionNotOpen, SignalRefused
-from meshpoint.model.ids import RunId, TaskId, new_id
+from meshpoint.engine.cancels import CANCELLED
+from meshpoint.errors import AnswerRefused, MeshpointError, QuestionNotOpen, SignalRefused
+from meshpoint.model.envelopes import encode_reply
+from meshpoint.model.ids import AgentName, RunId, TaskId, new_id
 from meshpoint.model.mailbox import (
     MAX_SIGNAL_BYTES,
     MailAccepted,
@@ -21,13 +28,63 @@ from meshpoint.model.messages import truncate_reason
 from meshpoint.model.outcomes import Outcome
 from meshpoint.model.questions import AskedQuestion, QuestionKey
 from meshpoint.model.tasks import CallState, CallSummary, TaskSummary
-from meshpoint.model.transitions import TaskLocked
+from meshpoint.model.transitions import Cancel, TaskLocked
 from meshpoint.model.waits import QUESTION_PREFIX, display_name, is_question
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+    from meshpoint.model.operations import Revived
+    from meshpoint.operations import Operations
+    from meshpoint.ports.agent import ResumeFrom
     from meshpoint.ports.task_store import CheckpointStore
+
+_PAST_TENSE = {"completed": "completed", "failed": "failed", "cancelled": "been cancelled"}
+
+
+async def cancel(store: CheckpointStore, task_id: TaskId) -> AgentName | None:
+    """End a task as cancelled, or mark it for the replica that runs it, and return its agent.
+
+    Replicas send its reply, and the cancels of its open calls. `None` if there is no such task.
+
+    Raises:
+        MeshpointError: It has already ended.
+    """
+    found = await store.task(task_id)
+    if found is None:
+        return None
+    task, _ = found
+    if task.state.is_final:
+        raise MeshpointError(f"task {task_id} has already {_PAST_TENSE[task.state]}")
+    await cancel_all(store, [(task_id, task.agent)])
+    return task.agent
+
+
+async def cancel_all(store: CheckpointStore, tasks: Sequence[tuple[TaskId, AgentName]]) -> None:
+    """Like `cancel`, for tasks of known agents. Those that have ended stay as they are."""
+    await store.cancel(
+        [
+            Cancel(task_id, agent, RunId(new_id()), encode_reply(task_id, None, CANCELLED))
+            for task_id, agent in tasks
+        ]
+    )
+
+
+async def resume(
+    operations: Operations, task_id: str, place: ResumeFrom | None
+) -> tuple[str, Revived | None]:
+    """Offer, continue or revive a task, and return which of them.
+
+    Only a new attempt has a place to begin from.
+
+    Raises:
+        ResumeRefused: The task cannot be resumed; the subclass gives the reason.
+    """
+    if place is None and await operations.unpark([task_id]):
+        return "offered", None
+    if place is None and await operations.unsuspend([task_id]):
+        return "continued", None
+    return "resumed", await operations.resume(task_id, resume_from=place)
 
 
 async def answer(
@@ -38,11 +95,13 @@ async def answer(
     value: JsonValue,
     *,
     rejection: str | None = None,
+    by: str | None = None,
 ) -> QuestionKey:
     """Answer the only open question of `task` with this name, or with this id.
 
     With a reason in `rejection`, reject the question instead. A replica of the agent resumes the
-    task in its next sweep.
+    task in its next sweep. The answer is recorded as given `by` this person, by default the user
+    of this process.
 
     Raises:
         QuestionNotOpen: No such question is open, or more than one is.
@@ -50,11 +109,11 @@ async def answer(
     """
     key = await _find_key(store, task, calls, name)
     asked = await _find(store, key, name)
-    by, now = _user(), datetime.now(UTC)
+    who, now = by or current_user(), datetime.now(UTC)
     outcome: Outcome = (
-        asked.check(value, by, now)
+        asked.check(value, who, now)
         if rejection is None
-        else asked.reject(truncate_reason(rejection), by, now)
+        else asked.reject(truncate_reason(rejection), who, now)
     )
     (result,) = await store.answer([RecordAnswer(RunId(new_id()), key, outcome)])
     match result:
@@ -82,7 +141,7 @@ async def signal(
             f"the value has {len(encoded)} bytes; {MAX_SIGNAL_BYTES} is the maximum"
         )
     command = SendSignal(
-        task.task_id, task.agent, signal_id, name, encoded, _user(), is_trusted=True
+        task.task_id, task.agent, signal_id, name, encoded, current_user(), is_trusted=True
     )
     (result,) = await store.signal([command])
     match result:
@@ -96,7 +155,8 @@ async def signal(
             raise SignalRefused(f"task {task.task_id} no longer exists")
 
 
-def _user() -> str:
+def current_user() -> str:
+    """The user of this process."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):  # a container may run under an id without a name
