@@ -15,7 +15,15 @@ from meshpoint import interventions
 from meshpoint.dashboard.sources import Source
 from meshpoint.dashboard.trees import grow, unended
 from meshpoint.dashboard.views import Query, agent_in, read_groups, select_letters
-from meshpoint.errors import MeshpointError, OperationNotFound, ResumeRefused
+from meshpoint.errors import (
+    MeshpointError,
+    NoCheckpoint,
+    OperationCompleted,
+    OperationConflict,
+    OperationNotFound,
+    OperationRunning,
+    ResumeRefused,
+)
 from meshpoint.model.dead_letters import LetterResult
 from meshpoint.model.error_text import describe_exception, quantity
 from meshpoint.model.ids import AgentName, TaskId
@@ -213,6 +221,15 @@ async def _resume(source: Source, query: Query) -> Plan:
     )
 
 
+_REFUSALS: Mapping[type[ResumeRefused], str] = {
+    NoCheckpoint: "without a checkpoint",
+    OperationCompleted: "completed",
+    OperationConflict: "whose agent is busy with another",
+    OperationNotFound: "gone",
+    OperationRunning: "active again",
+}
+
+
 async def _known_task(source: Source, query: Query) -> TaskId:
     task_id = TaskId(query.get("id", ""))
     if await (await source.open()).task(task_id) is None:
@@ -249,14 +266,14 @@ async def _resume_group(source: Source, query: Query, state: TaskState) -> Plan:
             try:
                 await operations.resume(task_id)
             except ResumeRefused as error:
-                refused[type(error).__name__] += 1
+                refused[_REFUSALS.get(type(error), "refused")] += 1
             except MeshpointError as error:
                 raise MeshpointError(
                     f"resumed {done - refused.total()} before: {error}"
                 ) from error
         resumed = f"resumed {quantity(len(ids) - refused.total(), 'task')}"
         reasons = ", ".join(f"{count} {name}" for name, count in refused.items())
-        return resumed + (f"; refused: {reasons}" if refused else "")
+        return resumed + (f"; left as they are: {reasons}" if refused else "")
 
     effect = (
         "Every version of the agent tries them again."

@@ -62,8 +62,8 @@ class _View:
 _VIEWS: Mapping[str, _View] = {
     "waiting": _View("Waiting", views.waiting),
     "questions": _View("Waiting on you", views.questions),
-    "failures": _View("Failed and parked", views.failures),
-    "agents": _View("Agents", views.agents),
+    "failures": _View("Failed and dead", views.failures),
+    "agents": _View("Agents and replicas", views.agents),
     "audit": _View("Audit", views.audit),
     "tasks": _View("Tasks", views.tasks, in_menu=False),
     "task": _View("Task", views.task, in_menu=False),
