@@ -200,7 +200,7 @@ async def _write_questions(store: SqlOperatorStore) -> None:
             "approval", f"Book the night train to {city}?", {"type": "boolean"}, 2 * HOUR
         )
         await wait(store, "travel", question, value={"city": city, "number": number})
-    reviewers = {"type": "array", "items": {"enum": ["legal", "finance", "risk"]}}
+    reviewers: JsonValue = {"type": "array", "items": {"enum": ["legal", "finance", "risk"]}}
     question = ask("reviewers", "Who must review the invoice of 12,400 EUR?", reviewers, 4 * HOUR)
     await wait(store, "billing", question, value={"invoice": 17})
 

@@ -32,12 +32,14 @@ from bulk_tasks import copy_task, write_waiting_task
 from concurrent_answer import concurrent_answer
 from meshpoint.adapters import sql
 from meshpoint.adapters.postgres_queue import PostgresBroker
-from meshpoint.adapters.sql import SqlStore, fast_path, gauges, owning
+from meshpoint.adapters.sql import SqlStore, fast_path, gauges, operator_statements, owning
 from meshpoint.adapters.sql.dialect import Dialect
+from meshpoint.adapters.sql.operator_store import SqlOperatorStore
 from meshpoint.adapters.sql.tables import (
     archive,
     checkpoints,
     operations,
+    operator_actions,
     subtask_records,
     task_log,
     timelines,
@@ -51,6 +53,7 @@ from meshpoint.model.messages import (
     response_queue,
 )
 from meshpoint.model.operations import Adopted, Revived
+from meshpoint.model.operator_views import DuePosition
 from meshpoint.model.questions import QuestionKey
 from meshpoint.model.retry_policy import RetryPolicy
 from meshpoint.model.subtasks import Child, SaveCommitted
@@ -130,7 +133,10 @@ _STANDING = 50_000
 _EXPIRED = Replica(HERE.id, HERE.agent, HERE.formats, _NOW)
 """A replica whose leases expire at once."""
 
-TABLES = (*CROWDED, operations, checkpoints, archive, subtask_records, task_log, timelines)
+TABLES = (
+    *(*CROWDED, operations, checkpoints, archive, subtask_records, task_log, timelines),
+    operator_actions,
+)
 _SCANNED = {*(table.name for table in TABLES), "meshpoint_queue_message"}
 """Tables that no statement may read sequentially."""
 
@@ -140,6 +146,7 @@ _FOR_PEOPLE = {
     *("COUNT_TASKS", "COUNT_WAITS", "COUNT_DEAD", "COUNT_PARKED", "COUNT_SUSPENDED"),
     *("COUNT_OPERATIONS", "READ_OWNERS"),
     *("READ_TASK_GAUGES", "COUNT_UNACQUIRED"),
+    *(name for name in vars(operator_statements) if name.isupper()),
 }
 """Statements for people, some of which read and sort many rows."""
 _FOR_DAMAGE = {"POSTPONE_TASK", "POSTPONE_KEEP_ALIVE", "UPDATE_UNANSWERABLE"}
@@ -919,3 +926,36 @@ async def test_a_listing_by_subject_or_user_reads_an_index(
             assert len(await store.tasks(limit=20, after=first[-1].position, **filters)) == 20
     scans = [scan for _, scan in plans.scans()]
     assert not scans, "\n\n".join(scans)
+
+
+async def test_no_page_of_operators_scans_a_table(large_database_url: str) -> None:
+    plans = RecordedPlans()
+    with plans.listening():
+        store = SqlOperatorStore(large_database_url, namespace="test")
+        await store.open()
+        roots = await store.waiting_roots(limit=25)
+        assert len(roots.items) == 25
+        assert roots.next is not None
+        after = DuePosition(float(roots.next[0]), roots.next[1])
+        await store.waiting_roots(after=after, limit=25)
+        assert len(await store.trees(roots.items, limit=500)) == 50
+        await store.open_questions(limit=25)
+        for state in (TaskState.WAITING, TaskState.FAILED):
+            for position in (None, after):
+                await store.due_tasks(state, after=position, limit=25)
+        (agent,) = await store.agents()
+        await store.sample(agent)
+        action = await store.record_action("ada", "cancel", "t", None)
+        await store.complete_action(action, succeeded=True, result="done")
+        await store.actions(limit=25)
+        await store.actions(target="t", limit=25)
+        await store.action(action)
+        await store.close()
+    by_people = {
+        _without_alias(Dialect("postgresql").prepare(text, {})[0].text): name
+        for name, text in vars(operator_statements).items()
+        if name.isupper() and not name.startswith("_")
+    }
+    scans = [scan for text, scan in plans.scans() if text in by_people]
+    assert not scans, "\n\n".join(scans)
+    assert by_people.keys() <= plans.texts(), "the test does not read every page"

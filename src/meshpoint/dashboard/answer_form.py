@@ -176,6 +176,8 @@ def _read(found: Input, form: Form) -> Any:
     given = [each.replace("\r\n", "\n") for each in form.get(found.name, ())]
     text = given[0] if given else ""
     match found.kind:
+        case "group" if not found.is_required and _is_blank(found, form):
+            return _MISSING
         case "group":
             read = {each.name.rpartition(".")[2]: _read(each, form) for each in found.inputs}
             return {key: value for key, value in read.items() if value is not _MISSING}
@@ -195,6 +197,14 @@ def _read(found: Input, form: Form) -> Any:
         except ValueError as error:
             raise AnswerRefused(f"{found.label}: {text[:40]!r} is not a number") from error
     return text
+
+
+def _is_blank(found: Input, form: Form) -> bool:
+    """Whether nothing below an input was filled in."""
+    prefix = f"{found.name}."
+    return not any(
+        text.strip() for name, given in form.items() if name.startswith(prefix) for text in given
+    )
 
 
 def _empty(found: Input) -> Any:

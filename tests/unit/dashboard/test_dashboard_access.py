@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import time
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_a_session_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens().identify(connection) is not None, "another process with the same tokens"
     assert TokenAccess.from_text(f"ada operate {BOB}").identify(connection) is None
     assert tokens(read_only=True).identify(connection) is None, "the role has changed"
-    now = access.time()
+    now = time()
     monkeypatch.setattr(access, "time", lambda: now + access.SESSION_SECONDS + 1)
     assert known.identify(connection) is None
 

@@ -9,8 +9,9 @@ import pytest
 
 from dashboard.client import Browser
 from dashboard.scene import NAMESPACE, Scene, call, respond, wait
+from meshpoint import interventions
 from meshpoint.adapters.sql.operator_store import SqlOperatorStore
-from meshpoint.dashboard import LocalAccess, actions
+from meshpoint.dashboard import LocalAccess
 from meshpoint.dashboard.access import Role
 from meshpoint.errors import StoreUnavailable
 from meshpoint.model.ids import TaskId
@@ -222,7 +223,7 @@ async def test_an_action_is_recorded_before_it_begins(
         seen.append(await last_action(store))
         raise RuntimeError("token=hunter2-key")
 
-    monkeypatch.setattr(actions.interventions, "cancel_all", crash)
+    monkeypatch.setattr(interventions, "cancel_all", crash)
     with pytest.raises(RuntimeError):
         await browser.submit(f"{MESH}/do/cancel", id=scene.root)
     assert (seen[0].action, seen[0].ended_at, seen[0].succeeded) == ("cancel", None, None)

@@ -68,23 +68,19 @@ LIST_DUE_AFTER = _DUE.format(after=_AFTER, direction="ASC")
 LIST_ENDED = _DUE.format(after="", direction="DESC")
 LIST_ENDED_AFTER = _DUE.format(after=_BEFORE, direction="DESC")
 
-_QUESTIONS = f"""
+# List the questions without an answer after one of them, in the order of their tasks.
+LIST_OPEN_QUESTIONS = f"""
 SELECT q.logical_task_id, q.sub_task_id, t.agent_name, c.created_at, c.timeout_deadline,
        coalesce(t.status = 'waiting' AND c.status = 'pending' AND c.invocation_id = t.generation,
                 false) AS is_open
   FROM (SELECT logical_task_id, sub_task_id FROM agent_task_questions
-         WHERE answer IS NULL{{after}}
+         WHERE answer IS NULL AND (logical_task_id, sub_task_id) > (:after_task, :after_question)
          ORDER BY logical_task_id, sub_task_id LIMIT :limit) AS q
   LEFT JOIN agent_paused_tasks AS t ON t.logical_task_id = q.logical_task_id AND {_IN_NAMESPACE}
   LEFT JOIN agent_peer_sub_tasks AS c
     ON c.logical_task_id = q.logical_task_id AND c.sub_task_id = q.sub_task_id
  ORDER BY q.logical_task_id, q.sub_task_id
 """
-_AFTER_QUESTION = """
-           AND (logical_task_id, sub_task_id) > (:after_task, :after_question)"""
-# List the questions without an answer, in the order of their tasks.
-LIST_OPEN_QUESTIONS = _QUESTIONS.replace("{after}", "")
-LIST_OPEN_QUESTIONS_AFTER = _QUESTIONS.replace("{after}", _AFTER_QUESTION)
 
 # Count the first tasks of an agent in a state, by format and version.
 SAMPLE_TASKS = """

@@ -139,17 +139,14 @@ class SqlOperatorStore(SqlStore):
         self, *, after: QuestionPosition | None = None, limit: int
     ) -> Page[OpenQuestion]:
         """Questions that tasks wait for. A page may be short before the end."""
-        place = (
-            {}
-            if after is None
-            else {"after_task": after.task_id, "after_question": after.sub_task_id}
-        )
+        place = after or QuestionPosition("", "")
         names = self._database.options.names
         rows = await self._database.fetch(
-            sql.LIST_OPEN_QUESTIONS if after is None else sql.LIST_OPEN_QUESTIONS_AFTER,
+            sql.LIST_OPEN_QUESTIONS,
             prefix=names.prefix,
+            after_task=place.task_id,
+            after_question=place.sub_task_id,
             limit=_SCANNED,
-            **place,
         )
         is_open = [row for row in rows if row.is_open]
         last = rows[-1] if len(rows) == _SCANNED else None
