@@ -8,6 +8,7 @@
 #   make chaos   every fault at random, for MINUTES=20, and a ledger that must balance; the suite has a short form
 #   make application   kills the services and replicas of examples/incident_analyst for MINUTES=2 on each backend
 #   make fuzz    mutated messages on live replicas for MINUTES=10, with honest traffic next to them; the suite has a minute
+#   make dashboard-check   the dashboard in Chromium: pictures, every action, axe-core, 100,000 tasks; needs chromium and npm
 #   make model   the store's model at length, with new seeds; MESHPOINT_MODEL_EXAMPLES=1000 says how long
 #   make simulation SEEDS=2000   the whole worker on a simulated loop, broker and store; SEED=17 replays one
 #   make check   formatting, lint, types, layers
@@ -35,7 +36,7 @@ MINUTES ?= 20
 # The tests start many interpreters. Without bytecode files, each would recompile every module.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lowest coverage acceptance outages deploys frameworks simulation chaos application fuzz bench since model docs manifests check fmt dist install-check clean
+.PHONY: demo test lowest coverage acceptance outages deploys frameworks simulation chaos application dashboard-check fuzz bench since model docs manifests check fmt dist install-check clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -85,6 +86,9 @@ application: $(STAMPS)/dev
 fuzz: MINUTES = 10
 fuzz: $(STAMPS)/dev
 	@PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
+
+dashboard-check: $(STAMPS)/browser
+	@PYTHONPATH=tests $(BIN)/python -m dashboard --axe $(VENV)/axe/package/axe.min.js $(ARGS)
 
 model: $(STAMPS)/dev
 	@MESHPOINT_MODEL_EXAMPLES=$${MESHPOINT_MODEL_EXAMPLES:-1000} $(BIN)/python -m pytest tests/machines --timeout=0 $(ARGS)
@@ -144,6 +148,13 @@ $(STAMPS)/dev $(STAMPS)/test $(STAMPS)/docs $(STAMPS)/manifests: $(STAMPS)/runti
 $(STAMPS)/benchmarks: $(STAMPS)/dev
 	@echo "installing what the benchmarks compare with into $(VENV)"
 	@$(PIP) install --constraint $(CONSTRAINTS) --group benchmarks
+	@touch $@
+
+AXE := 4.14.1
+$(STAMPS)/browser: $(STAMPS)/dev
+	@echo "installing what checks the dashboard into $(VENV)"
+	@$(PIP) install --constraint $(CONSTRAINTS) --group browser
+	@mkdir -p $(VENV)/axe && cd $(VENV)/axe && npm pack --silent axe-core@$(AXE) >/dev/null && tar xzf axe-core-$(AXE).tgz
 	@touch $@
 
 $(STAMPS)/release: $(STAMPS)/dev

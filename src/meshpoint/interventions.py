@@ -28,7 +28,7 @@ from meshpoint.model.messages import truncate_reason
 from meshpoint.model.outcomes import Outcome
 from meshpoint.model.questions import AskedQuestion, QuestionKey
 from meshpoint.model.tasks import CallState, CallSummary, TaskSummary
-from meshpoint.model.transitions import Cancel, TaskLocked
+from meshpoint.model.transitions import Cancel, CancelCommitted, CancelRequested, TaskLocked
 from meshpoint.model.waits import QUESTION_PREFIX, display_name, is_question
 
 if TYPE_CHECKING:
@@ -60,14 +60,18 @@ async def cancel(store: CheckpointStore, task_id: TaskId) -> AgentName | None:
     return task.agent
 
 
-async def cancel_all(store: CheckpointStore, tasks: Sequence[tuple[TaskId, AgentName]]) -> None:
-    """Like `cancel`, for tasks of known agents. Those that have ended stay as they are."""
-    await store.cancel(
+async def cancel_all(store: CheckpointStore, tasks: Sequence[tuple[TaskId, AgentName]]) -> int:
+    """Like `cancel`, for tasks of known agents. Those that have ended stay as they are.
+
+    Returns the number of tasks that were cancelled or marked.
+    """
+    results = await store.cancel(
         [
             Cancel(task_id, agent, RunId(new_id()), encode_reply(task_id, None, CANCELLED))
             for task_id, agent in tasks
         ]
     )
+    return sum(isinstance(each, CancelCommitted | CancelRequested) for each in results)
 
 
 async def resume(

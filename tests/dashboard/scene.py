@@ -159,8 +159,8 @@ async def respond(store: SqlOperatorStore, pause: Pause, *call_ids: str, slots: 
     return run
 
 
-async def write_scene(store: SqlOperatorStore) -> Scene:
-    """Write tasks in every state."""
+async def write_scene(store: SqlOperatorStore, *, with_attack: bool = True) -> Scene:
+    """Write tasks in every state, and one whose every text is an attack."""
     flights, hotels = call("flights"), replace(call("hotels"), call_id="hotels, 2 rooms")
     approval = ask(
         "approval", "Book the flight to Rome for 412 EUR?\nIt leaves at 09:40.", DECISION
@@ -182,6 +182,12 @@ async def write_scene(store: SqlOperatorStore) -> Scene:
     await wait(store, "hotels", call("billing"), parent=root_id, task_id=hotels.sub_task_id)
     await _write_questions(store)
     failures = await _write_failures(store)
+    question = QuestionKey(AgentName("travel"), root_id, approval.sub_task_id)
+    hostile_id = await _write_attack(store) if with_attack else root_id
+    return Scene(root_id, flights.sub_task_id, question, *failures, hostile_id)
+
+
+async def _write_attack(store: SqlOperatorStore) -> TaskId:
     hostile = "<script>alert(1)</script>"
     pause = await wait(
         store,
@@ -190,8 +196,7 @@ async def write_scene(store: SqlOperatorStore) -> Scene:
         task_id=TaskId(f"{hostile}../../etc/passwd?x=1#y"),
         value={"name": hostile, "password": "swordfish"},
     )
-    question = QuestionKey(AgentName("travel"), root_id, approval.sub_task_id)
-    return Scene(root_id, flights.sub_task_id, question, *failures, pause.run.task_id)
+    return pause.run.task_id
 
 
 async def _write_questions(store: SqlOperatorStore) -> None:

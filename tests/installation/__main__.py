@@ -15,6 +15,7 @@ from meshpoint.extras import (
     AGENT_FRAMEWORK,
     COMMAND_LINE,
     CONFORMANCE,
+    DASHBOARD,
     GOOGLE_ADK,
     LANGGRAPH,
     POSTGRESQL,
@@ -38,6 +39,7 @@ FEATURES = (
     TELEMETRY,
     COMMAND_LINE,
     YAML,
+    DASHBOARD,
     CONFORMANCE,
     PYDANTIC_AI,
     GOOGLE_ADK,
@@ -52,13 +54,14 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "redis": (REDIS,),
     "telemetry": (TELEMETRY,),
     "cli": (COMMAND_LINE, YAML),
+    "dashboard": (DASHBOARD,),
     "testing": (CONFORMANCE,),
     "pydantic-ai": (PYDANTIC_AI,),
     "google-adk": (GOOGLE_ADK, YAML),
     "langgraph": (LANGGRAPH,),
     "agent-framework": (AGENT_FRAMEWORK, YAML),
     "strands": (STRANDS, YAML),
-    "all": (RABBITMQ, POSTGRESQL, REDIS, TELEMETRY, COMMAND_LINE, YAML),
+    "all": (RABBITMQ, POSTGRESQL, REDIS, TELEMETRY, COMMAND_LINE, YAML, DASHBOARD),
 }
 """Features that each extra makes usable."""
 

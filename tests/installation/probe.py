@@ -57,6 +57,25 @@ def telemetry() -> str:
     return f"{len(METRICS)} metrics, {meter.render().count(b'# TYPE')} shown"
 
 
+def dashboard() -> str:
+    from importlib.resources import files
+
+    from meshpoint.dashboard import Role, TokenAccess, User
+    from meshpoint.dashboard.showing import make_environment
+
+    TokenAccess({"probe-probe-probe-probe": User("ada", Role.VIEW)})
+    static = files("meshpoint.dashboard").joinpath("static")
+    names = [each.name for each in static.iterdir()]
+    pages = make_environment().list_templates()
+    return f"{len(pages)} templates, {sum(name.endswith('.LICENSE') for name in names)} licences"
+
+
+def dashboard_import() -> str:
+    import meshpoint.dashboard
+
+    return meshpoint.dashboard.__name__
+
+
 def yaml() -> str:
     from meshpoint.settings import load
 
@@ -218,6 +237,7 @@ USES: dict[str, Callable[[], str]] = {
     "telemetry": telemetry,
     "a YAML file": yaml,
     "the command line": command_line,
+    "the dashboard": dashboard,
     "a conformance suite": conformance,
     "Pydantic AI": pydantic_ai,
     "Google ADK": google_adk,
@@ -228,6 +248,7 @@ USES: dict[str, Callable[[], str]] = {
 MISSING_EXTRA_CHECKS: dict[str, Callable[[], str]] = {
     **{name: lambda use=use: error_of(use) for name, use in USES.items()},  # type: ignore[misc]  # the default of a lambda
     "the command line": command_error,
+    "the dashboard": lambda: error_of(dashboard_import),
     "a conformance suite": lambda: error_of(conformance_import),
     "Pydantic AI": lambda: error_of(pydantic_ai_import),
     "Google ADK": lambda: error_of(google_adk_import),

@@ -223,7 +223,7 @@ async def test_the_printed_statements_do_the_same(empty_url: str) -> None:
     await execute(
         empty_url, *(part for part in statements if part.split()[0] not in {"BEGIN", "COMMIT"})
     )
-    assert await revision_of(empty_url) == EARLIER[-1]
+    assert await revision_of(empty_url) == PREVIOUS
     await upgrade(empty_url)
     assert await differences(empty_url) == []
 

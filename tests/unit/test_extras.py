@@ -96,6 +96,7 @@ NEEDS: list[tuple[Feature, str, str]] = [
         "from meshpoint.extras import TELEMETRY; TELEMETRY.require('--metrics-port')",
         "--metrics-port",
     ),
+    (extras.DASHBOARD, "import meshpoint.dashboard", "meshpoint.dashboard"),
     (extras.YAML, "from meshpoint.settings import load; load(['mesh.yaml'])", "mesh.yaml"),
     (
         extras.CONFORMANCE,
@@ -180,6 +181,11 @@ def test_a_missing_library_is_named_when_it_is_needed(
             extras.TELEMETRY,
             ["run", "config/travel.yaml", "--metrics-port", "9464"],
             "--metrics-port: telemetry needs the package opentelemetry-api; {telemetry}",
+        ),
+        (
+            extras.DASHBOARD,
+            ["dashboard", "config/travel.yaml"],
+            "meshpoint dashboard: the dashboard needs the package jinja2; {dashboard}",
         ),
         (
             extras.POSTGRESQL,

@@ -66,6 +66,10 @@ class Access(Protocol):
         """The user with this token and the value of the session's cookie, or `None`."""
 
 
+_FORWARDING = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+"""Headers of requests that a proxy on this host passes on from elsewhere."""
+
+
 class LocalAccess:
     """Everybody on this host has the same role. Requests from elsewhere are refused."""
 
@@ -78,7 +82,10 @@ class LocalAccess:
     def identify(self, connection: HTTPConnection) -> User | None:
         """The user, if the client is on this host."""
         client = connection.client
-        return self._user if client is not None and is_loopback(client.host) else None
+        if client is None or not is_loopback(client.host):
+            return None
+        is_forwarded = any(name in connection.headers for name in _FORWARDING)
+        return None if is_forwarded else self._user
 
     def log_in(self, token: str) -> None:
         """No one logs in."""

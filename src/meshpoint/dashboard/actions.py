@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -14,7 +15,13 @@ from pydantic import JsonValue
 from meshpoint import interventions
 from meshpoint.dashboard.sources import Source
 from meshpoint.dashboard.trees import grow, unended
-from meshpoint.dashboard.views import Query, agent_in, read_groups, select_letters
+from meshpoint.dashboard.views import (
+    Query,
+    agent_in,
+    letter_group_id,
+    read_groups,
+    select_letters,
+)
 from meshpoint.errors import (
     MeshpointError,
     NoCheckpoint,
@@ -24,7 +31,7 @@ from meshpoint.errors import (
     OperationRunning,
     ResumeRefused,
 )
-from meshpoint.model.dead_letters import LetterResult
+from meshpoint.model.dead_letters import DeadLetter, LetterFilter, LetterResult
 from meshpoint.model.error_text import describe_exception, quantity
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.secrets import mask_reason
@@ -33,13 +40,14 @@ from meshpoint.model.transitions import SuspendRefused
 
 if TYPE_CHECKING:
     from meshpoint.ports.agent import ResumeFrom
+    from meshpoint.ports.dead_letters import DeadLetters
 
 log = logging.getLogger(__name__)
 
 _BATCH = 100
 _MAX_LISTED = 20
-Form: TypeAlias = Mapping[str, Sequence[str]]
-Run: TypeAlias = Callable[[Form], Awaitable[str]]
+_MAX_TARGET = 500
+Run: TypeAlias = Callable[[str | None], Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,7 @@ class Plan:
         items: what it would change, at most `_MAX_LISTED`.
         choices: labels of a choice that the person has, by value; the first is the default.
         back: the page to return to, with its query.
-        run: performs it with the posted form, and returns what it changed.
+        run: performs it with the chosen value, if any, and returns what it changed.
     """
 
     name: str
@@ -81,18 +89,21 @@ async def plan(source: Source, name: str, query: Query) -> Plan:
     return await make(source, query)
 
 
-async def perform(source: Source, plan: Plan, actor: str, form: Form) -> str:
-    """Perform an action, and return the id of its record.
+async def perform(source: Source, plan: Plan, actor: str, given: str = "") -> str:
+    """Perform an action with a given choice, and return the id of its record.
+
+    An unknown choice stands for the default.
 
     Raises:
         MeshpointError: It failed, and its record says so; or it could not be recorded, and was not
             begun.
     """
     store = await source.open()
-    details = {"choice": _choice(plan, form), "of": plan.details}
+    choice = given if given in plan.choices else next(iter(plan.choices), None)
+    details = {"choice": choice, "of": plan.details}
     action_id = await store.record_action(actor, plan.name, plan.target, details)
     try:
-        result = await plan.run(form)
+        result = await plan.run(choice)
     except BaseException as error:
         shown = str(error) if isinstance(error, MeshpointError) else describe_exception(error)
         reason = mask_reason(shown, source.secret_keys)
@@ -101,14 +112,6 @@ async def perform(source: Source, plan: Plan, actor: str, form: Form) -> str:
         raise
     await asyncio.shield(store.complete_action(action_id, succeeded=True, result=result))
     return action_id
-
-
-def _choice(plan: Plan, form: Form) -> str | None:
-    """The chosen value. An unknown one stands for the default."""
-    if not plan.choices:
-        return None
-    given = next(iter(form.get("choice", ())), "")
-    return given if given in plan.choices else next(iter(plan.choices))
 
 
 async def _cancel(source: Source, query: Query) -> Plan:
@@ -125,10 +128,8 @@ async def _cancel(source: Source, query: Query) -> Plan:
     else:
         choices["one"] = "Only this task; its agent tells its peers, which may finish first"
 
-    async def run(form: Form) -> str:
-        chosen = tree if _chosen(form, "tree") == "tree" else tree[:1]
-        note = await _cancel_all(chosen)
-        return f"cancelled {quantity(len(chosen), 'task')}{note}"
+    async def run(choice: str | None) -> str:
+        return await _cancel_all(tree[:1] if choice == "one" else tree)
 
     return Plan(
         name="cancel",
@@ -149,25 +150,26 @@ async def _cancel(source: Source, query: Query) -> Plan:
 
 
 async def _cancel_all(tasks: Sequence[tuple[Source, TaskId, AgentName]]) -> str:
-    """Cancel tasks from the top of a tree, and return a note on what did not work."""
+    """Cancel tasks from the top of a tree, and return what changed."""
     notes: dict[str, None] = {}
+    count = 0
     by_source: dict[Source, list[tuple[TaskId, AgentName]]] = {}
     for source, task_id, agent in tasks:
         by_source.setdefault(source, []).append((task_id, agent))
     for source, chosen in by_source.items():
         store = await source.open()
         for first in range(0, len(chosen), _BATCH):
-            await interventions.cancel_all(store, chosen[first : first + _BATCH])
+            count += await interventions.cancel_all(store, chosen[first : first + _BATCH])
     for source, chosen in by_source.items():
         if note := await source.notify_cancelled(chosen):
             notes[note] = None
-    return "".join(f"; {note}" for note in notes)
+    return "; ".join([f"cancelled {quantity(count, 'task')}", *notes])
 
 
 async def _suspend(source: Source, query: Query) -> Plan:
     task_id = await _known_task(source, query)
 
-    async def run(form: Form) -> str:
+    async def run(choice: str | None) -> str:
         (result,) = await (await source.operations()).suspend([task_id])
         if isinstance(result, SuspendRefused):
             raise MeshpointError(f"task {task_id} cannot be suspended in its state")
@@ -201,10 +203,9 @@ async def _resume(source: Source, query: Query) -> Plan:
     found = await (await source.open()).task(task_id)
     has_ended = found is not None and found[0].state.is_final
 
-    async def run(form: Form) -> str:
-        place = _chosen(form, "default") if has_ended else "default"
-        chosen = None if place not in {"start", "last-pause"} else cast("ResumeFrom", place)
-        status, revived = await interventions.resume(await source.operations(), task_id, chosen)
+    async def run(choice: str | None) -> str:
+        place = None if choice in {None, "default"} else cast("ResumeFrom", choice)
+        status, revived = await interventions.resume(await source.operations(), task_id, place)
         if revived is not None:
             return f"ready for attempt {revived.retry_count + 1}"
         return "offered to every version again" if status == "offered" else "continued"
@@ -246,18 +247,14 @@ async def _resume_parked(source: Source, query: Query) -> Plan:
 
 
 async def _resume_group(source: Source, query: Query, state: TaskState) -> Plan:
-    agent, key = agent_in(query), query.get("reason", "")
-    groups, _ = await read_groups(source, state, agent)
-    ids = [
-        each.task_id
-        for group in groups
-        if group.agent == agent and group.key == key
-        for each in group.tasks
-    ]
-    if not ids:
-        raise OperationNotFound("", f"no {state.value} task of {agent} has this reason any more")
+    groups, _ = await read_groups(source, state, agent_in(query))
+    group = next((each for each in groups if each.id == query.get("group")), None)
+    if group is None:
+        raise OperationNotFound("", f"no {state.value} task has this reason any more")
+    ids = [each.task_id for each in group.tasks]
+    reason = mask_reason(group.example, source.secret_keys)
 
-    async def run(form: Form) -> str:
+    async def run(choice: str | None) -> str:
         operations = await source.operations()
         if state is TaskState.PARKED:
             return f"offered {quantity(len(await operations.unpark(ids)), 'task')} again"
@@ -285,7 +282,7 @@ async def _resume_group(source: Source, query: Query, state: TaskState) -> Plan:
         name=f"resume-{state.value}",
         title=f"Resume {quantity(len(ids), f'{state.value} task')}",
         button=f"Resume {quantity(len(ids), 'task')}",
-        target=f"{agent}: {key}"[:500],
+        target=f"{group.agent}: {reason}"[:_MAX_TARGET],
         effects=[effect],
         items=ids[:_MAX_LISTED],
         details={"tasks": [*ids[:_BATCH]], "count": len(ids)},
@@ -295,7 +292,7 @@ async def _resume_group(source: Source, query: Query, state: TaskState) -> Plan:
 
 
 async def _replay(source: Source, query: Query) -> Plan:
-    return _plan_letters(
+    return await _plan_letters(
         source,
         query,
         "replay",
@@ -305,30 +302,31 @@ async def _replay(source: Source, query: Query) -> Plan:
 
 
 async def _drop(source: Source, query: Query) -> Plan:
-    return _plan_letters(
+    return await _plan_letters(
         source, query, "drop", "Drop", "They are deleted. Nothing else has a copy of them."
     )
 
 
-def _plan_letters(source: Source, query: Query, name: str, verb: str, effect: str) -> Plan:
-    where = select_letters(query)
-    target = query.get("id") or f"{where.agent}: {where.reason}"
+async def _plan_letters(source: Source, query: Query, name: str, verb: str, effect: str) -> Plan:
+    where, group = select_letters(query), query.get("group")
+    pages = _chosen_letters(source, where, group)
+    async with aclosing(pages):
+        first = [letter async for _, page in pages for letter in page[:1]][:1]
+    if not first:
+        raise OperationNotFound("", "there are no such dead letters any more")
+    reason = mask_reason(first[0].reason, source.secret_keys)
+    target = query.get("id") or f"{first[0].agent}: {reason}"
 
-    async def run(form: Form) -> str:
+    async def run(choice: str | None) -> str:
         results: Counter[LetterResult] = Counter()
-        async with source.dead_letters([]) as access:
-            if access is None:
-                raise MeshpointError("the dead letters live in the replicas")
-            pages = access.read(where)
-            try:
-                async for page in pages:
+        try:
+            async with aclosing(_chosen_letters(source, where, group)) as pages:
+                async for access, page in pages:
                     change = access.replay if name == "replay" else access.drop
                     results.update(await change(page))
-            except MeshpointError as error:
-                done = _describe_letters(results, name)
-                raise MeshpointError(f"{done} before: {error}") from error
-            finally:
-                await pages.aclose()
+        except MeshpointError as error:
+            done = _describe_letters(results, name)
+            raise MeshpointError(f"{done} before: {error}") from error
         if not results:
             raise MeshpointError("there are no such dead letters any more")
         return _describe_letters(results, name)
@@ -337,14 +335,28 @@ def _plan_letters(source: Source, query: Query, name: str, verb: str, effect: st
         name=name,
         title=f"{verb} dead letters",
         button=verb,
-        target=target[:500],
+        target=target[:_MAX_TARGET],
         effects=[effect],
-        items=[f"from {where.sender}"] if where.sender else [],
-        details={"agent": where.agent, "reason": where.reason, "sender": where.sender},
+        items=[f"from {first[0].sender or '(unreadable)'}"],
+        details={"agent": first[0].agent, "reason": reason, "sender": first[0].sender},
         run=run,
         back=("failures", {}),
         is_dangerous=name == "drop",
     )
+
+
+async def _chosen_letters(
+    source: Source, where: LetterFilter, group: str | None
+) -> AsyncGenerator[tuple[DeadLetters, list[DeadLetter]], None]:
+    """Yield pages of the letters of a group, or of all that match, with the access to them."""
+    async with source.dead_letters([]) as access:
+        if access is None:
+            raise MeshpointError("with a memory:// broker, dead letters live in the replicas")
+        async with aclosing(access.read(where)) as pages:
+            async for page in pages:
+                chosen = [each for each in page if group in (None, letter_group_id(each))]
+                if chosen:
+                    yield access, chosen
 
 
 _LETTER_RESULTS = {
@@ -360,10 +372,6 @@ def _describe_letters(results: Counter[LetterResult], name: str) -> str:
     past = "replayed" if name == "replay" else "dropped"
     others = [f"{results[each]} {text}" for each, text in _LETTER_RESULTS.items() if results[each]]
     return ", ".join([f"{past} {quantity(done, 'letter')}", *others])
-
-
-def _chosen(form: Form, default: str) -> str:
-    return next(iter(form.get("choice", ())), default)
 
 
 _PLANS: Mapping[str, Callable[[Source, Query], Awaitable[Plan]]] = {

@@ -48,7 +48,6 @@ from meshpoint.model.secrets import remove_secrets
 log = logging.getLogger(__name__)
 
 _STATIC = Path(__file__).with_name("static")
-_CACHE = "public, max-age=31536000, immutable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +239,10 @@ class Dashboard:
         if request.method == "POST":
             try:
                 done = await actions.perform(
-                    source, plan, request.state.user.name, request.state.form
+                    source,
+                    plan,
+                    request.state.user.name,
+                    request.state.form.get("choice", [""])[0],
                 )
             except Unavailable:
                 raise
@@ -311,7 +313,7 @@ class Dashboard:
             value = answer_form.read_answer(answer_form.make_input(schema), form)
         question_id = asked.key.to_id()
 
-        async def run(_: actions.Form) -> str:
+        async def run(_: str | None) -> str:
             store = await source.open()
             found = await store.task(asked.key.task_id)
             if found is None:
@@ -335,7 +337,7 @@ class Dashboard:
                 "reason": rejection,
             },
         )
-        return await actions.perform(source, plan, user.name, form)
+        return await actions.perform(source, plan, user.name)
 
     async def _login(self, request: Request) -> Response:
         """Ask for a token, or begin a session."""

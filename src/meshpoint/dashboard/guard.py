@@ -145,10 +145,11 @@ class Guard:
     def _add_headers(self, headers: MutableHeaders, nonce: str | None, scope: Scope) -> None:
         for name, value in _HEADERS.items():
             headers[name] = value
-        headers.setdefault("Cache-Control", "no-store")
+        is_static = _path(scope).startswith("/static/")
+        headers.setdefault("Cache-Control", "no-cache" if is_static else "no-store")
         if self._secure:
             headers["Strict-Transport-Security"] = "max-age=31536000"
-        if nonce is not None and not _path(scope).startswith("/static/"):
+        if nonce is not None and not is_static:
             root = scope.get("root_path", "") or "/"
             secure = "; Secure" if self._secure else ""
             headers.append(

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -54,9 +55,14 @@ class Masks:
         return self.text(reason or "unknown", _MAX_REASON).replace("\n", " ")
 
 
-def group_key(reason: str | None) -> str:
+def common_part(reason: str) -> str:
     """What reasons have in common that differ in ids and numbers."""
-    return _CHANGING.sub("#", (reason or "unknown").partition("\n")[0])[:_MAX_REASON]
+    return _CHANGING.sub("#", reason.partition("\n")[0])[:_MAX_REASON]
+
+
+def group_id(*values: str | None) -> str:
+    """A name for what has these values in common, which does not show them."""
+    return sha256(json.dumps(values).encode()).hexdigest()[:32]
 
 
 def make_environment() -> Environment:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from meshpoint.dashboard.showing import Masks, group_key
+from meshpoint.dashboard.showing import Masks, common_part, group_id
 from meshpoint.dashboard.sources import AgentQueues, Source
 from meshpoint.dashboard.trees import grow
 from meshpoint.engine.open_questions import read_open_questions
@@ -119,11 +119,11 @@ async def _show_question(
 class ReasonGroup:
     """Tasks of one agent that failed or were parked for the same reason.
 
-    `key` has ids and numbers replaced, and `example` is a whole reason.
+    `id` names the group in addresses, which must not contain secrets. `example` is a whole reason.
     """
 
+    id: str
     agent: AgentName
-    key: str
     example: str
     tasks: list[TaskSummary] = field(default_factory=list)
 
@@ -161,13 +161,11 @@ async def read_groups(
     store = await source.open()
     page = await store.due_tasks(state, agent, limit=_MAX_GROUPED)
     reasons = await _reasons(store, state, page.items)
-    groups: dict[tuple[str, str], ReasonGroup] = {}
+    groups: dict[str, ReasonGroup] = {}
     for each in page.items:
         reason = reasons.get(each.task.task_id) or "unknown"
-        key = group_key(reason)
-        group = groups.setdefault(
-            (each.task.agent, key), ReasonGroup(each.task.agent, key, reason)
-        )
+        key = group_id(each.task.agent, common_part(reason))
+        group = groups.setdefault(key, ReasonGroup(key, each.task.agent, reason))
         group.tasks.append(each.task)
     largest = sorted(groups.values(), key=lambda group: (-len(group.tasks), group.agent))
     return largest, page.next is not None
@@ -189,8 +187,9 @@ async def _reasons(
 
 @dataclass(slots=True)
 class LetterGroup:
-    """Dead letters of one agent with the same reason and sender."""
+    """Dead letters of one agent with the same reason and sender. `id` is for addresses."""
 
+    id: str
     agent: AgentName
     reason: str
     sender: str | None
@@ -201,7 +200,7 @@ class LetterGroup:
 async def letters(source: Source, query: Query) -> Context:
     """Dead letters by reason."""
     warnings: list[str] = []
-    groups: dict[tuple[str, str, str | None], LetterGroup] = {}
+    groups: dict[str, LetterGroup] = {}
     count, is_cut = 0, False
     async with source.dead_letters(warnings) as access:
         if access is None:
@@ -211,8 +210,10 @@ async def letters(source: Source, query: Query) -> Context:
             try:
                 async for page in pages:
                     for letter in page:
-                        key = (letter.agent, letter.reason, letter.sender)
-                        group = groups.setdefault(key, LetterGroup(*key))
+                        key = letter_group_id(letter)
+                        group = groups.setdefault(
+                            key, LetterGroup(key, letter.agent, letter.reason, letter.sender)
+                        )
                         group.count, group.newest = group.count + 1, letter
                     count += len(page)
                     if count >= _MAX_GROUPED:
@@ -251,21 +252,26 @@ async def letter(source: Source, query: Query) -> Context:
     )
 
 
+def letter_group_id(letter: DeadLetter) -> str:
+    """The id of the group of a dead letter."""
+    return group_id(letter.agent, letter.reason, letter.sender)
+
+
 def select_letters(query: Query) -> LetterFilter:
-    """The dead letters that a query selects: one, or a group.
+    """The dead letters among which a query selects: one, or those of an agent.
 
     Raises:
-        ConfigurationError: It selects all, or its id is not the id of a letter.
+        ConfigurationError: It names neither.
     """
     from meshpoint.model.dead_letters import agent_of
 
     if letter_id := query.get("id"):
         agent_of(letter_id)
         return LetterFilter(frozenset({letter_id}))
-    agent, reason = agent_in(query), query.get("reason", "")
-    if agent is None or not reason:
+    agent = agent_in(query)
+    if agent is None or not query.get("group"):
         raise ConfigurationError("letters", "no group is named", "choose one on the page")
-    return LetterFilter(agent=agent, reason=reason, sender=query.get("sender") or None)
+    return LetterFilter(agent=agent)
 
 
 def _show_body(masks: Masks, body: bytes | None) -> str:

@@ -223,6 +223,14 @@ async def test_without_authentication_only_this_host_has_access(make_browser: An
     assert (await browser.get(f"{MESH}/waiting")).status_code == 403
 
 
+@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip", "via"])
+async def test_without_authentication_a_proxy_on_this_host_opens_it_to_nobody(
+    browser: Browser, header: str
+) -> None:
+    page = await browser.http.get(f"{MESH}/waiting", headers={header: "203.0.113.7"})
+    assert page.status_code == 403
+
+
 @pytest.mark.parametrize(
     ("client", "names", "role"),
     [

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import sqlite3
+from contextlib import closing
+from html import unescape
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dashboard import scene as scenes
 from dashboard.client import Browser
 from dashboard.scene import NAMESPACE, Scene, call, respond, wait
 from meshpoint import interventions
@@ -26,6 +32,14 @@ async def state_of(store: SqlOperatorStore, task_id: TaskId) -> TaskState:
     found = await store.task(task_id)
     assert found is not None
     return found[0].state
+
+
+async def link_to(browser: Browser, page: str, text: str) -> str:
+    """The address of the first link on a page whose text begins like this."""
+    shown = (await browser.get(f"{MESH}/{page}")).text
+    found = re.search(rf'href="([^"]+)">{text}', shown)
+    assert found, f"{page} has no link {text!r}"
+    return unescape(found[1])
 
 
 async def last_action(store: SqlOperatorStore) -> OperatorAction:
@@ -98,35 +112,33 @@ async def test_a_refused_action_is_recorded_as_failed(
 async def test_all_tasks_that_were_parked_for_one_reason_are_offered_again(
     browser: Browser, scene: Scene, store: SqlOperatorStore
 ) -> None:
-    where = {"agent": "travel", "reason": "call #: expected flights, recorded weather"}
-    page = await browser.get(f"{MESH}/do/resume-parked", **where)
-    assert "Resume 3 parked tasks" in page.text
-    await browser.submit(f"{MESH}/do/resume-parked", **where)
+    link = await link_to(browser, "failures", "Offer again 3")
+    assert "Resume 3 parked tasks" in (await browser.get(link)).text
+    await browser.submit(link)
     assert await state_of(store, scene.parked) is TaskState.READY
-    assert (await last_action(store)).result == "offered 3 tasks again"
-    gone = await browser.get(f"{MESH}/do/resume-parked", **where)
-    assert gone.status_code == 404
+    action = await last_action(store)
+    assert action.target == "travel: call 3: expected flights, recorded weather"
+    assert action.result == "offered 3 tasks again"
+    assert (await browser.get(link)).status_code == 404
 
 
 async def test_failed_tasks_of_one_reason_are_resumed_together(
     browser: Browser, scene: Scene, store: SqlOperatorStore
 ) -> None:
-    where = {"agent": "travel", "reason": "unknown"}  # the operation's reply has no reason
-    await browser.submit(f"{MESH}/do/resume-failed", **where)
+    resume_one = await link_to(browser, "failures", "Resume 1")  # its reply has no reason
+    others = await link_to(browser, "failures", "Resume 4")
+    await browser.submit(resume_one)
     assert await state_of(store, scene.operation) is TaskState.READY
     assert (await last_action(store)).result == "resumed 1 task"
-    others = {"agent": "travel", "reason": "error: peer 'flights': no seat on flight #"}
-    await browser.submit(f"{MESH}/do/resume-failed", **others)
-    assert (
-        await last_action(store)
-    ).result == "resumed 0 tasks; left as they are: 4 without a checkpoint"
+    await browser.submit(others)
+    result = (await last_action(store)).result
+    assert result == "resumed 0 tasks; left as they are: 4 without a checkpoint"
 
 
 async def test_dead_letters_are_replayed_and_dropped(
     browser: Browser, scene: Scene, store: SqlOperatorStore
 ) -> None:
-    where = {"agent": "travel", "reason": "not JSON", "sender": "planner"}
-    await browser.submit(f"{MESH}/do/replay", **where)
+    await browser.submit(await link_to(browser, "letters", "Replay"))
     assert (await last_action(store)).result == "replayed 2 letters"
     await browser.submit(f"{MESH}/do/drop", id="travel:3")
     action = await last_action(store)
@@ -134,8 +146,23 @@ async def test_dead_letters_are_replayed_and_dropped(
     assert action.result == "dropped 1 letter"
     assert "No dead letter." in (await browser.get(f"{MESH}/letters")).text
     gone = await browser.submit(f"{MESH}/do/drop", id="travel:3")
-    assert gone.status_code == 409
-    assert (await last_action(store)).succeeded is False
+    assert gone.status_code == 404
+
+
+async def test_an_action_on_a_group_leaves_similar_letters_alone(
+    browser: Browser, scene: Scene, store: SqlOperatorStore, config: Path
+) -> None:
+    file = config.parent / "mesh-queues.db"
+    await scenes.write_letters(file, ["it is not JSON, token=hunter2-key"])
+    with closing(sqlite3.connect(file)) as db:
+        db.execute("UPDATE meshpoint_queue_content SET app_id = X'ff' WHERE id = 2")
+        db.commit()
+    link = await link_to(browser, "letters", "Drop")
+    await browser.submit(link)
+    assert (await last_action(store)).result == "dropped 1 letter"
+    shown = (await browser.get(f"{MESH}/letters")).text
+    assert shown.count('class="number">1<') == 3
+    assert "hunter" not in shown, "neither on the page nor in an address"
 
 
 async def test_a_question_is_answered_with_its_form(

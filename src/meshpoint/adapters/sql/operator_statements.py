@@ -68,18 +68,23 @@ LIST_DUE_AFTER = _DUE.format(after=_AFTER, direction="ASC")
 LIST_ENDED = _DUE.format(after="", direction="DESC")
 LIST_ENDED_AFTER = _DUE.format(after=_BEFORE, direction="DESC")
 
-# List the questions without an answer after one of them, in the order of their tasks.
-LIST_OPEN_QUESTIONS = f"""
-SELECT q.logical_task_id, q.sub_task_id, t.agent_name, c.created_at, c.timeout_deadline,
-       coalesce(t.status = 'waiting' AND c.status = 'pending' AND c.invocation_id = t.generation,
-                false) AS is_open
-  FROM (SELECT logical_task_id, sub_task_id FROM agent_task_questions
-         WHERE answer IS NULL AND (logical_task_id, sub_task_id) > (:after_task, :after_question)
-         ORDER BY logical_task_id, sub_task_id LIMIT :limit) AS q
-  LEFT JOIN agent_paused_tasks AS t ON t.logical_task_id = q.logical_task_id AND {_IN_NAMESPACE}
-  LEFT JOIN agent_peer_sub_tasks AS c
-    ON c.logical_task_id = q.logical_task_id AND c.sub_task_id = q.sub_task_id
- ORDER BY q.logical_task_id, q.sub_task_id
+# Read the questions without an answer after one of them, in the order of their tasks.
+READ_UNANSWERED = """
+SELECT logical_task_id, sub_task_id FROM agent_task_questions
+ WHERE answer IS NULL AND (logical_task_id, sub_task_id) > (:after_task, :after_question)
+ ORDER BY logical_task_id, sub_task_id LIMIT :limit
+"""
+
+# Read which questions their tasks wait for. A join with the statement above would be planned as if
+# that had no limit.
+READ_WAITING_FOR = f"""
+SELECT c.logical_task_id, c.sub_task_id, t.agent_name, c.created_at, c.timeout_deadline
+  FROM {{pairs}}
+  JOIN agent_paused_tasks AS t ON t.logical_task_id = pair.task_id
+  JOIN agent_peer_sub_tasks AS c
+    ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
+ WHERE {_IN_NAMESPACE} AND t.status = 'waiting' AND c.status = 'pending'
+   AND c.invocation_id = t.generation
 """
 
 # Count the first tasks of an agent in a state, by format and version.

@@ -140,30 +140,31 @@ class SqlOperatorStore(SqlStore):
     ) -> Page[OpenQuestion]:
         """Questions that tasks wait for. A page may be short before the end."""
         place = after or QuestionPosition("", "")
-        names = self._database.options.names
-        rows = await self._database.fetch(
-            sql.LIST_OPEN_QUESTIONS,
-            prefix=names.prefix,
+        unanswered = await self._database.fetch(
+            sql.READ_UNANSWERED,
             after_task=place.task_id,
             after_question=place.sub_task_id,
             limit=_SCANNED,
         )
-        is_open = [row for row in rows if row.is_open]
-        last = rows[-1] if len(rows) == _SCANNED else None
-        if len(is_open) > limit:
-            last = is_open[limit - 1]
-        return Page(
-            [
-                OpenQuestion(
-                    TaskId(row.logical_task_id),
-                    TaskId(row.sub_task_id),
-                    names.plain(row.agent_name),
-                    instant(row.created_at),
-                    _limit(row.timeout_deadline),
-                )
-                for row in is_open[:limit]
-            ],
-            None if last is None else QuestionPosition(last.logical_task_id, last.sub_task_id),
+        keys = [QuestionPosition(row.logical_task_id, row.sub_task_id) for row in unanswered]
+        rows = await self._database.fetch(
+            sql.READ_WAITING_FOR,
+            pairs=json.dumps(keys),
+            prefix=self._database.options.names.prefix,
+        )
+        found = sorted(map(self._question, rows), key=_question_position)
+        end = keys[-1] if len(keys) == _SCANNED else None
+        if len(found) > limit:
+            end = _question_position(found[limit - 1])
+        return Page(found[:limit], end)
+
+    def _question(self, row: Row[Any]) -> OpenQuestion:
+        return OpenQuestion(
+            TaskId(row.logical_task_id),
+            TaskId(row.sub_task_id),
+            self._database.options.names.plain(row.agent_name),
+            instant(row.created_at),
+            _limit(row.timeout_deadline),
         )
 
     async def sample(self, agent: AgentName) -> list[SampledTasks]:
@@ -245,6 +246,10 @@ def _after(position: DuePosition | None) -> dict[str, Any]:
 
 def _position(row: Row[Any]) -> DuePosition:
     return DuePosition(row.wake_at, row.logical_task_id)
+
+
+def _question_position(question: OpenQuestion) -> QuestionPosition:
+    return QuestionPosition(question.task_id, question.sub_task_id)
 
 
 def _limit(seconds: float | None) -> datetime | None:
