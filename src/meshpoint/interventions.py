@@ -61,7 +61,7 @@ async def cancel(store: CheckpointStore, task_id: TaskId) -> AgentName | None:
 
 
 async def cancel_all(store: CheckpointStore, tasks: Sequence[tuple[TaskId, AgentName]]) -> int:
-    """Like `cancel`, for tasks of known agents. Those that have ended stay as they are.
+    """Like `cancel`, for tasks of known agents. Ended tasks stay as they are.
 
     Returns the number of tasks that were cancelled or marked.
     """

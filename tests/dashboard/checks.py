@@ -42,7 +42,7 @@ def addresses(scene: Scene) -> dict[str, str]:
 
 @contextmanager
 def opened(browser: Browser, problems: list[str], **options: Any) -> Iterator[Page]:
-    """A page of a new profile. Its errors, also those of its policy, are problems."""
+    """A page of a new profile. Errors in its scripts and violations of its policy are problems."""
     context = browser.new_context(**options)
     page = context.new_page()
     page.on("pageerror", lambda error: problems.append(f"{page.url}: {error}"))
@@ -61,15 +61,13 @@ def opened(browser: Browser, problems: list[str], **options: Any) -> Iterator[Pa
 
 
 def visit(page: Page, url: str) -> None:
-    """Load a page, and wait until its scripts have set the times and loaded what comes later."""
+    """Load a page, and wait until its scripts have run."""
     page.goto(url)
-    page.wait_for_function(
-        "!document.querySelector('#live-state') || "
-        "document.querySelector('#live-state').textContent === 'live'"
-    )
-    page.wait_for_function(
-        "![...document.querySelectorAll('time')].some(t => /UTC/.test(t.textContent))"
-    )
+    if page.locator("#live-state").count():
+        page.wait_for_selector("#live-state[data-state=live]")
+    page.locator("time", has_text="UTC").first.wait_for(state="detached")
+    if page.locator("#letters").count():
+        page.wait_for_selector("#letters .card, #letters .empty")
 
 
 def take_pictures(browser: Browser, address: str, scene: Scene, folder: Path) -> None:
@@ -211,7 +209,6 @@ def check_actions(browser: Browser, address: str, scene: Scene) -> list[str]:
             ("Resume 4", "left as they are: 4 without a checkpoint"),
         ):
             visit(page, f"{address}{MESH}/failures")
-            page.wait_for_selector("#letters .card, #letters .empty")
             page.click(f"main a:has-text('{link}') >> nth=0")
             page.click("main form button[type=submit]")
             expect(page, result)

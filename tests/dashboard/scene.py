@@ -160,7 +160,7 @@ async def respond(store: SqlOperatorStore, pause: Pause, *call_ids: str, slots: 
 
 
 async def write_scene(store: SqlOperatorStore, *, with_attack: bool = True) -> Scene:
-    """Write tasks in every state, and one whose every text is an attack."""
+    """Write tasks in every state, and a task full of attacks."""
     flights, hotels = call("flights"), replace(call("hotels"), call_id="hotels, 2 rooms")
     approval = ask(
         "approval", "Book the flight to Rome for 412 EUR?\nIt leaves at 09:40.", DECISION

@@ -35,7 +35,7 @@ def follow(address: str, path: str) -> str:
 
 
 def measure(address: str, count: int) -> list[str]:
-    """Measure each page, and return those that take too long."""
+    """Measure each page, and return the slow pages."""
     mesh = f"/m/{NAMESPACE}"
     listed = read(f"{address}{mesh}/waiting")
     ids = [unescape(each) for each in re.findall(r'class="id" [^>]*title="([^"]+)"', listed)]

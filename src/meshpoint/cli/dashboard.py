@@ -68,7 +68,7 @@ def dashboard(
         ),
     ] = None,
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="Nobody may change anything.")
+        bool, typer.Option("--read-only", help="All users may only view.")
     ] = False,
     allow_host: Annotated[
         list[str] | None,
@@ -96,7 +96,7 @@ def dashboard(
 ) -> None:
     """Serve pages that show what tasks wait for, and let people act on them.
 
-    Without --tokens and --user-header, everybody on this host may use it, and nobody else.
+    Without --tokens and --user-header, only users of this host may use it, and all of them may.
     """
     from meshpoint.extras import DASHBOARD
 
@@ -154,7 +154,7 @@ def _choose_access(
     """Who may do what.
 
     Raises:
-        ConfigurationError: Nobody would authenticate people on the network, or two would.
+        ConfigurationError: People on the network would not be authenticated, or options conflict.
     """
     from meshpoint.dashboard import LocalAccess, ProxyAccess, Role, TokenAccess
     from meshpoint.dashboard.access import is_loopback

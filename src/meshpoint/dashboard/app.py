@@ -158,7 +158,7 @@ class Dashboard:
         return PlainTextResponse("ok\n")
 
     async def _find(self, request: Request) -> Response:
-        """Go to the task with an id, in whatever database it is."""
+        """Find the database that has a task, and go to its page."""
         task_id = request.query_params.get("id", "").strip()
         for source in self._sources.values():
             if task_id and await (await source.open()).task(TaskId(task_id)):
@@ -449,7 +449,7 @@ def _query(request: Request) -> dict[str, str]:
 
 
 def _next_page(request: Request) -> str:
-    """Where to go after a login: a page of the dashboard, whatever the query says."""
+    """The page of the dashboard to show after a login. The query cannot name another site."""
     path = request.query_params.get("next", "/")
     is_own = path.startswith("/") and not path.startswith("//") and path.isprintable()
     return path if is_own and "\\" not in path else "/"

@@ -61,7 +61,7 @@ def common_part(reason: str) -> str:
 
 
 def group_id(*values: str | None) -> str:
-    """A name for what has these values in common, which does not show them."""
+    """An opaque name of a group whose members share these values."""
     return sha256(json.dumps(values).encode()).hexdigest()[:32]
 
 

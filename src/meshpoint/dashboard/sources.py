@@ -42,7 +42,7 @@ _QUEUE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class AgentQueues:
-    """The queues of an agent; `None` for one that does not exist."""
+    """The queues of an agent; `None` if a queue does not exist."""
 
     requests: QueueFacts | None
     nested: QueueFacts | None
@@ -161,9 +161,10 @@ class Source:
             await inspection.close()
 
     async def notify_cancelled(self, tasks: Sequence[tuple[TaskId, AgentName]]) -> str | None:
-        """Tell the replicas that run these tasks that they are cancelled.
+        """Notify the replicas that run these tasks of their cancellation.
 
-        Without it they find out at their next pause. Returns why they were not told, or `None`.
+        Without a notice, a segment stops at its next pause. Returns why a notice could not be
+        sent, or `None`.
         """
         from meshpoint.client.transport import Transport
 
@@ -177,7 +178,7 @@ class Source:
                 for task_id, agent in tasks:
                     await transport.cancel(agent, task_id)
         except (MeshpointError, OSError, TimeoutError) as error:
-            log.warning("the replicas were not told of a cancel: %s", error)
+            log.warning("replicas could not be notified of a cancel: %s", error)
             return "the broker does not answer, so running segments stop at their next pause"
         return None
 

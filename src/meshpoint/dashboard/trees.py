@@ -107,7 +107,7 @@ def _assemble(source: Source, nodes: Sequence[TreeNode]) -> list[Branch]:
 
 
 def unended(branch: Branch) -> list[tuple[Source, TaskId, AgentName]]:
-    """The tasks of a tree that have not ended, each before those that it waits for."""
+    """The tasks of a tree that have not ended, each before the tasks that it waits for."""
     return [
         (each.source, each.node.task_id, each.task.agent)
         for each in branch.walk()

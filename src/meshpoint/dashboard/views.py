@@ -23,7 +23,6 @@ from meshpoint.model.messages import Header, is_agent_name, readable_traceparent
 from meshpoint.model.operator_views import (
     DuePosition,
     DueTask,
-    OpenQuestion,
     QuestionPosition,
     SampledTasks,
 )
@@ -99,20 +98,31 @@ async def questions(source: Source, query: Query) -> Context:
     if query.get("after_task"):
         after = QuestionPosition(query["after_task"], query.get("after_question", ""))
     page = await store.open_questions(after=after, limit=_LIST_PAGE)
-    shown = [await _show_question(store, masks, each) for each in page.items]
+    keys = [QuestionKey(each.agent, each.task_id, each.sub_task_id) for each in page.items]
+    found = zip(page.items, keys, await _find_questions(store, keys), strict=True)
+    shown = [
+        ShownQuestion(
+            key,
+            each.since,
+            each.deadline,
+            asked,
+            "This question cannot be read." if asked is None else masks.text(asked.prompt),
+        )
+        for each, key, asked in found
+    ]
     return {"questions": shown, "next": page.next}
 
 
-async def _show_question(
-    store: CheckpointStore, masks: Masks, found: OpenQuestion
-) -> ShownQuestion:
-    key = QuestionKey(found.agent, found.task_id, found.sub_task_id)
+async def _find_questions(
+    store: CheckpointStore, keys: Sequence[QuestionKey]
+) -> list[AskedQuestion | None]:
+    """The questions with these keys. A damaged one is `None`, and does not hide the others."""
     try:
-        (asked,) = await store.find_questions([key])
-        prompt = masks.text(asked.prompt if asked else None)
-    except ValueError:  # a damaged row
-        asked, prompt = None, "This question cannot be read."
-    return ShownQuestion(key, found.since, found.deadline, asked, prompt)
+        return await store.find_questions(keys)
+    except ValueError:
+        if len(keys) == 1:
+            return [None]
+        return [each for key in keys for each in await _find_questions(store, [key])]
 
 
 @dataclass(slots=True)
@@ -258,7 +268,7 @@ def letter_group_id(letter: DeadLetter) -> str:
 
 
 def select_letters(query: Query) -> LetterFilter:
-    """The dead letters among which a query selects: one, or those of an agent.
+    """The filter for a query: one dead letter, or all of an agent.
 
     Raises:
         ConfigurationError: It names neither.

@@ -44,7 +44,7 @@ class TreeTask:
     Attributes:
         completed, expected: calls with an outcome, of all calls of the pause.
         needed: results that complete the join; `None` if it needs the outcomes of all calls.
-        limit: when it resumes or fails, whatever its calls do; `None` without a deadline.
+        limit: when it resumes or fails even if no call ends; `None` without a deadline.
         is_cancelled: its cancel was requested.
     """
 

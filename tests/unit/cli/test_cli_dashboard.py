@@ -24,7 +24,7 @@ class Server:
         Server.config = config
 
     def run(self) -> None:
-        """Serve nobody."""
+        """Return at once."""
 
 
 @pytest.fixture

@@ -83,5 +83,5 @@ async def make_browser(config: Path) -> AsyncIterator[Any]:
 
 @pytest.fixture
 def browser(make_browser: Any) -> Any:
-    """A browser of somebody who may operate."""
+    """A browser of an operator."""
     return make_browser()

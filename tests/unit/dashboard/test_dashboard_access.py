@@ -1,4 +1,4 @@
-"""Nobody does what they may not: tokens, roles, forms, hosts and sites."""
+"""What is refused: wrong tokens, roles, forms, hosts and sites."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_token_begins_a_session(make_browser: Any, scene: Scene) -> None
     assert ADA not in cookie
     page = await browser.get(f"{MESH}/waiting")
     assert "Log out" in page.text
-    await browser.submit(f"{MESH}/waiting")  # the only form on it is that of /logout
+    await browser.submit(f"{MESH}/waiting")  # its only form is the one for /logout
     left = await browser.http.post("/logout", data={TOKEN_FIELD: "x"})
     assert left.status_code == 403
 

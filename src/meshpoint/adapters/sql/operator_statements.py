@@ -68,7 +68,7 @@ LIST_DUE_AFTER = _DUE.format(after=_AFTER, direction="ASC")
 LIST_ENDED = _DUE.format(after="", direction="DESC")
 LIST_ENDED_AFTER = _DUE.format(after=_BEFORE, direction="DESC")
 
-# Read the questions without an answer after one of them, in the order of their tasks.
+# Read the questions without an answer that follow a given one, in the order of their tasks.
 READ_UNANSWERED = """
 SELECT logical_task_id, sub_task_id FROM agent_task_questions
  WHERE answer IS NULL AND (logical_task_id, sub_task_id) > (:after_task, :after_question)
