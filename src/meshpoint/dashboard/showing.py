@@ -14,8 +14,10 @@ from markupsafe import Markup
 from pydantic import JsonValue
 
 from meshpoint.model.error_text import escape_unprintable, quantity
+from meshpoint.model.ids import AgentName
+from meshpoint.model.operator_views import TreeNode
+from meshpoint.model.questions import QuestionKey
 from meshpoint.model.secrets import mask_secrets, remove_secrets
-from meshpoint.model.tasks import TaskState
 from meshpoint.model.waits import display_name, wait_kind
 
 _MAX_TEXT = 20_000
@@ -83,8 +85,14 @@ def make_environment() -> Environment:
         "kind": wait_kind,
         "quantity": quantity,
     }
-    environment.globals |= {"State": TaskState}
+    environment.globals |= {"question_id": _question_id}
     return environment
+
+
+def _question_id(agent: AgentName, call: TreeNode) -> str:
+    """The id of a question in a tree, which its task of `agent` waits for."""
+    assert call.parent_id is not None
+    return QuestionKey(agent, call.parent_id, call.task_id).to_id()
 
 
 def _time(at: datetime | None, kind: str) -> Markup | str:

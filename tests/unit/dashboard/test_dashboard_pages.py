@@ -34,6 +34,7 @@ async def test_the_first_page_shows_who_waits_for_whom(browser: Browser, scene: 
     assert place == sorted(place)
     assert page.text.count(f'title="{scene.child}"') == 1, "a child is no root"
     assert "question approval" in text
+    assert f"/question?id={scene.question.to_id()}" in page.text
     assert 'data-kind="left"' in page.text
 
 

@@ -129,6 +129,9 @@
     else found.focus();
   });
 
+  const current = document.querySelector(".menu [aria-current]");
+  if (current) current.scrollIntoView({ block: "nearest", inline: "center" });
+
   for (const name of ["htmx:afterSwap", "htmx:sseMessage"]) {
     document.addEventListener(name, showTimes);
   }
