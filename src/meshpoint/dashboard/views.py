@@ -43,7 +43,7 @@ Context: TypeAlias = dict[str, Any]
 
 _PAGE = 25
 _LIST_PAGE = 50
-_MAX_GROUPED = 500
+_MAX_GROUPED = 250
 """Tasks in one state, and dead letters, that a page groups by reason."""
 _MAX_NAMED = 5
 """Tasks of a group that a page names."""
