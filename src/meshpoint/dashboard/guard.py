@@ -68,9 +68,16 @@ class Guard:
         is_new = not nonce
         nonce = nonce or secrets.token_urlsafe(16)
 
+        # Routers change the scope before there is a response.
+        root, is_static = scope.get("root_path", ""), _path(scope).startswith("/static/")
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._add_headers(MutableHeaders(scope=message), nonce if is_new else None, scope)
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("Cache-Control", "no-cache" if is_static else "no-store")
+                self._add_headers(headers)
+                if is_new and not is_static:
+                    self._set_nonce(headers, nonce, root or "/")
             await send(message)
 
         response = await self._check(request, nonce)
@@ -142,20 +149,16 @@ class Guard:
             return False
         return True
 
-    def _add_headers(self, headers: MutableHeaders, nonce: str | None, scope: Scope) -> None:
+    def _add_headers(self, headers: MutableHeaders) -> None:
         for name, value in _HEADERS.items():
             headers[name] = value
-        is_static = _path(scope).startswith("/static/")
-        headers.setdefault("Cache-Control", "no-cache" if is_static else "no-store")
         if self._secure:
             headers["Strict-Transport-Security"] = "max-age=31536000"
-        if nonce is not None and not is_static:
-            root = scope.get("root_path", "") or "/"
-            secure = "; Secure" if self._secure else ""
-            headers.append(
-                "Set-Cookie",
-                f"{NONCE_COOKIE}={nonce}; Path={root}; HttpOnly; SameSite=Strict{secure}",
-            )
+
+    def _set_nonce(self, headers: MutableHeaders, nonce: str, path: str) -> None:
+        secure = "; Secure" if self._secure else ""
+        cookie = f"{NONCE_COOKIE}={nonce}; Path={path}; HttpOnly; SameSite=Strict{secure}"
+        headers.append("Set-Cookie", cookie)
 
 
 def _path(scope: Scope) -> str:
