@@ -123,17 +123,22 @@ def make_store(
     """
     from meshpoint.adapters.sql import SqlStore
 
-    return _make_sql_store(SqlStore, store, namespace)
+    return _make_sql_store(SqlStore, store, namespace, timeline)
 
 
 def make_operator_store(store: StoreSettings, namespace: str) -> OperatorStore:
     """Create the store in a database for operators; `await store.open()` connects."""
     from meshpoint.adapters.sql.operator_store import SqlOperatorStore
 
-    return _make_sql_store(SqlOperatorStore, store, namespace)
+    return _make_sql_store(SqlOperatorStore, store, namespace, TimelineOptions(known_only=True))
 
 
-def _make_sql_store(kind: type[_SqlStore], store: StoreSettings, namespace: str) -> _SqlStore:
+def _make_sql_store(
+    kind: type[_SqlStore],
+    store: StoreSettings,
+    namespace: str,
+    timeline: TimelineOptions | None,
+) -> _SqlStore:
     timings = store.timings
     return kind(
         store.url,

@@ -18,6 +18,7 @@ from meshpoint.model.ids import AgentName
 from meshpoint.model.operator_views import TreeNode
 from meshpoint.model.questions import QuestionKey
 from meshpoint.model.secrets import mask_secrets, remove_secrets
+from meshpoint.model.timeline import describe, format_duration
 from meshpoint.model.waits import display_name, wait_kind
 
 _MAX_TEXT = 20_000
@@ -84,6 +85,8 @@ def make_environment() -> Environment:
         "peer": display_name,
         "kind": wait_kind,
         "quantity": quantity,
+        "duration": format_duration,
+        "details": describe,
     }
     environment.globals |= {"question_id": _question_id}
     return environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -28,6 +29,7 @@ from meshpoint.model.operator_views import (
 )
 from meshpoint.model.outcomes import Failed, Ok, Outcome
 from meshpoint.model.questions import AskedQuestion, QuestionKey
+from meshpoint.model.replicas import RegisteredReplica
 from meshpoint.model.tasks import (
     NO_DEADLINE,
     SUSPECT_AFTER_RESCUES,
@@ -35,7 +37,9 @@ from meshpoint.model.tasks import (
     TaskState,
     TaskSummary,
 )
+from meshpoint.model.timeline import durations
 from meshpoint.model.waits import is_wait
+from meshpoint.ports.operator_store import OperatorStore
 from meshpoint.ports.task_store import CheckpointStore
 
 Query: TypeAlias = Mapping[str, str]
@@ -49,6 +53,7 @@ _MAX_NAMED = 5
 """Tasks of a group that a page names."""
 _MAX_CALLS = 200
 _MAX_ACTIONS = 10
+_MAX_ENTRIES = 200
 
 
 async def waiting(source: Source, query: Query) -> Context:
@@ -294,32 +299,26 @@ def _show_body(masks: Masks, body: bytes | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaFacts:
-    """A replica of an agent, as far as the database knows it."""
+class ShownReplica:
+    """A replica of an agent. `registered` is `None` if it is only known as the owner of tasks."""
 
     id: ReplicaId
     agent: AgentName
     running: int
-    seen_until: datetime
+    registered: RegisteredReplica | None
 
 
-async def read_replicas(source: Source) -> list[ReplicaFacts]:
-    """The replicas that run tasks now. A table of all replicas plugs in here."""
-    store = await source.open()
+async def _read_replicas(store: OperatorStore) -> list[ShownReplica]:
+    """The registered replicas, and those of earlier releases that run tasks now."""
     page = await store.due_tasks(TaskState.RUNNING, limit=_MAX_GROUPED)
-    found: dict[tuple[str, str], ReplicaFacts] = {}
-    for each in page.items:
-        task = each.task
-        if task.owner is None:
-            continue
-        known = found.get((task.agent, task.owner))
-        found[task.agent, task.owner] = ReplicaFacts(
-            task.owner,
-            task.agent,
-            1 if known is None else known.running + 1,
-            task.wake_at if known is None else max(known.seen_until, task.wake_at),
-        )
-    return sorted(found.values(), key=lambda each: (each.agent, each.id))
+    running = Counter(
+        (each.task.agent, each.task.owner) for each in page.items if each.task.owner is not None
+    )
+    registered = {(each.agent, each.id): each for each in await store.replicas()}
+    return [
+        ShownReplica(replica_id, agent, running[agent, replica_id], known)
+        for (agent, replica_id), known in {**dict.fromkeys(running), **registered}.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +328,7 @@ class ShownAgent:
     name: AgentName
     samples: list[SampledTasks]
     queues: AgentQueues | None
-    replicas: list[ReplicaFacts]
+    replicas: list[ShownReplica]
 
     def count(self, state: TaskState) -> int:
         """Tasks in a state, at most `MAX_SAMPLED`."""
@@ -339,14 +338,14 @@ class ShownAgent:
 async def agents(source: Source, query: Query) -> Context:
     """Agents, their versions and queues, and replicas."""
     store = await source.open()
-    names = sorted({*source.agents, *await store.agents()})
+    replicas = await _read_replicas(store)
+    names = sorted({*source.agents, *await store.agents(), *(each.agent for each in replicas)})
     problem: str | None = None
     queues: Mapping[AgentName, AgentQueues] = {}
     try:
         queues = await source.queues(names)
     except (MeshpointError, OSError, TimeoutError) as error:
         problem = f"The broker does not answer: {error}"
-    replicas = await read_replicas(source)
     return {
         "agents": [
             ShownAgent(
@@ -383,6 +382,7 @@ async def task(source: Source, query: Query) -> Context:
     request = await store.stored_request(task_id)
     actions = await store.actions(target=task_id, limit=_MAX_ACTIONS)
     mailbox = await store.mailbox(task_id)
+    entries = await store.timeline(task_id, limit=_MAX_ENTRIES)
     return {
         "task": summary,
         "masks": masks,
@@ -398,6 +398,8 @@ async def task(source: Source, query: Query) -> Context:
         "questions": await read_open_questions(store, summary, calls),
         "mailbox": mailbox,
         "values": masks.items({key: from_json(value) for key, value in mailbox.values}),
+        "timeline": list(zip(entries, durations(entries), strict=True)),
+        "is_timeline_cut": len(entries) == _MAX_ENTRIES,
         "checkpoints": list(reversed(await store.history(task_id))),
         "actions": actions.items,
         "trace_id": _trace_id(request),

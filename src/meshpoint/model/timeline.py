@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
+from meshpoint.model.error_text import quantity
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
+from meshpoint.model.waits import display_name, is_wait
 
 
 class Change(StrEnum):
@@ -130,3 +132,29 @@ def durations(entries: Sequence[TimelineEntry]) -> list[timedelta]:
     starts = [entry.at for entry in (*entries[:1], *entries)]
     pairs = zip(starts, entries, strict=False)
     return [max(entry.at - start, timedelta()) for start, entry in pairs]
+
+
+def format_duration(duration: timedelta) -> str:
+    """Return a duration for people, such as "12 ms", "3.4 s" or "2:00:05"."""
+    seconds = duration.total_seconds()
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+
+
+def describe(entry: TimelineEntry) -> str:
+    """Return the facts of an entry: the peer or number of its calls, and the join's counters."""
+    if entry.change is Change.PAUSED:
+        return f"for {quantity(entry.total or 0, 'call')}"
+    facts = []
+    if entry.peer is not None:
+        facts.append(display_name(entry.peer) if is_wait(entry.peer) else entry.peer)
+    elif entry.calls:
+        facts.append(quantity(entry.calls, "call"))
+    if entry.total is not None:
+        facts.append(f"{entry.completed} of {entry.total}")
+    if entry.change is Change.SIGNALLED:
+        facts.append(f"signal {entry.ref}")
+    elif entry.ref is not None and entry.peer is not None and not is_wait(entry.peer):
+        facts.append(f"task {entry.ref}")
+    return ", ".join(facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,14 @@ import pytest
 
 from dashboard.client import Browser
 from dashboard.scene import NAMESPACE, Scene, call, open_store, wait, write_config
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.adapters.sql.operator_store import SqlOperatorStore
 from meshpoint.dashboard import Dashboard, LocalAccess
 from meshpoint.errors import ConfigurationError
+from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.replicas import Registration
+from meshpoint.model.timeline import TimelineOptions
+from meshpoint.testing.conformance.build import answered, paused
 
 PAGES = ("waiting", "questions", "failures", "agents", "audit", "tasks", "letters")
 
@@ -96,7 +102,46 @@ async def test_agents_show_versions_formats_and_queues(browser: Browser, scene: 
     text = text_of((await browser.get(f"/m/{NAMESPACE}/agents")).text)
     assert "requests 0 · nested 0 · responses 0 · 0 consumers" in text
     assert "travel/1 2026.11 3" in text
-    assert "A runs 1 task" in text
+    assert "A not registered 1 – –" in text
+
+
+async def test_registered_replicas_are_shown(
+    browser: Browser, store: SqlOperatorStore, scene: Scene
+) -> None:
+    for agent, slots in (("travel", 4), ("idle", 8)):
+        await store.register(
+            Registration(
+                ReplicaId("A"),
+                AgentName(agent),
+                "1.2.3",
+                "2026.11",
+                frozenset({f"{agent}/1", f"{agent}/2"}),
+                slots,
+                "<b>host-7</b>",
+                timedelta(minutes=1),
+                is_draining=agent == "idle",
+            )
+        )
+    text = text_of((await browser.get(f"/m/{NAMESPACE}/agents")).text)
+    assert "A live <b>host-7</b> 2026.11 travel/1, travel/2 1 4 " in text
+    assert "A draining <b>host-7</b> 2026.11 idle/1, idle/2 0 8 " in text
+
+
+async def test_a_task_shows_its_timeline(
+    browser: Browser, config: Path, store: SqlOperatorStore
+) -> None:
+    recorded = SqlStore(
+        f"sqlite:///{config.parent}/mesh.db",
+        namespace=NAMESPACE,
+        timeline=TimelineOptions(ReplicaId("A")),
+    )
+    await recorded.open()
+    pause = await paused(recorded, "a", "b")
+    await answered(recorded, pause, "a")
+    await recorded.close()
+    text = text_of((await browser.get(f"/m/{NAMESPACE}/task", id=pause.run.task_id)).text)
+    assert re.search(r"0 ms paused 1 – A for 2 calls", text)
+    assert re.search(r" ms answered 1 – A \S+, 1 of 2, task ", text)
 
 
 @pytest.mark.parametrize(
