@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -15,9 +16,11 @@ from sqlalchemy.pool import NullPool
 
 from meshpoint.adapters.sql import catalog_statements as sql
 from meshpoint.adapters.sql import tables
+from meshpoint.adapters.sql.codec import Codec
 from meshpoint.adapters.sql.dialect import Dialect
 from meshpoint.adapters.sql.engine import async_url
 from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors, summarize
+from meshpoint.adapters.sql.inventory import PARKED_REASON, REASON
 from meshpoint.adapters.sql.rows import AgentNames, instant, tried_versions
 from meshpoint.errors import StoreUnavailable
 from meshpoint.model.ids import AgentName, ReplicaId
@@ -31,6 +34,7 @@ from meshpoint.ports.inspection import (
     SuspendedTasks,
     TaskGroup,
 )
+from meshpoint.ports.sealer import Sealer
 
 _UNENDED = [state.value for state in TaskState if not state.is_final]
 _WITH_OPERATIONS, _WITH_PARKING, _WITH_SUSPENDING = "0003", "0008", "0011"
@@ -47,7 +51,15 @@ class SqlInspection:
         timeout: Limit for connecting, and for each statement.
     """
 
-    def __init__(self, url: str, *, namespace: str, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        namespace: str,
+        timeout: timedelta,
+        sealers: Mapping[str, Sealer] | None = None,
+    ) -> None:
+        self._sealers = sealers or {}
         parsed = async_url(url)
         self._names = AgentNames(namespace)
         self._timeout = timeout
@@ -114,6 +126,7 @@ class SqlInspection:
         if self._revision is None:
             return AgentTasks()
         name, revision = self._names.qualified(agent), self._revision
+        codec = Codec(self._sealers.get(agent))
         groups = await self._fetch(sql.COUNT_TASKS, agent=name, states=_UNENDED)
         waits = await self._fetch(sql.COUNT_WAITS, agent=name)
         dead = await self._fetch(sql.COUNT_DEAD, agent=name, limit=_MAX_REASONS)
@@ -131,8 +144,8 @@ class SqlInspection:
             operations = rows[0].tasks
         return AgentTasks(
             tuple(map(_to_group, groups)),
-            tuple(map(_to_parked_group, parked)),
-            tuple(ReasonCount(row.dead_reason, row.tasks) for row in dead),
+            _parked_groups(parked, codec, name),
+            _reason_counts(dead, codec, name),
             tuple((AgentName(row.peer_agent), row.tasks) for row in waits),
             tuple(Owner(ReplicaId(row.owner), row.tasks, instant(row.until)) for row in owners),
             operations,
@@ -175,7 +188,20 @@ def _to_suspended(row: Row[Any]) -> SuspendedTasks | None:
     return SuspendedTasks(row.tasks, instant(row.oldest)) if row.tasks else None
 
 
-def _to_parked_group(row: Row[Any]) -> ParkedGroup:
-    return ParkedGroup(
-        row.parked_reason or "unknown", tried_versions(row.tried_versions), row.tasks
+def _parked_groups(rows: Sequence[Row[Any]], codec: Codec, agent: str) -> tuple[ParkedGroup, ...]:
+    """Groups of parked tasks. A reason sealed with several keys has several rows."""
+    counts = Counter[tuple[str, str | None]]()
+    for row in rows:
+        reason = codec.show_text(row.parked_reason, PARKED_REASON, agent) or "unknown"
+        counts[reason, row.tried_versions] += row.tasks
+    return tuple(
+        ParkedGroup(reason, tried_versions(tried), tasks)
+        for (reason, tried), tasks in counts.most_common()
     )
+
+
+def _reason_counts(rows: Sequence[Row[Any]], codec: Codec, agent: str) -> tuple[ReasonCount, ...]:
+    counts = Counter[str]()
+    for row in rows:
+        counts[codec.show_text(row.dead_reason, REASON, agent) or "unknown"] += row.tasks
+    return tuple(ReasonCount(reason, tasks) for reason, tasks in counts.most_common())
