@@ -22,6 +22,7 @@ from meshpoint.model.tasks import EVERY_TASK, ListPosition, TaskFilter, TaskStat
 from meshpoint.model.transitions import SuspendResult
 from meshpoint.ports.agent import ResumeFrom
 from meshpoint.settings import StoreSettings
+from meshpoint.settings.encryption import read_keys, to_ring
 from meshpoint.subtasks.resuming import parse_operation_id, resume_operation
 from meshpoint.wiring import make_store
 
@@ -45,14 +46,31 @@ class Operations:
     Args:
         db_url: The `session_db_url` of the agents.
         namespace: The namespace of their mesh.
+        encryption_keys: Their `encryption_keys`, the one that encrypts first.
+        encryption_tenant: Their `encryption_tenant`.
 
     Raises:
         ConfigurationError: The URL is invalid, or the database schema is not up to date.
         StoreUnavailable: The database does not answer.
     """
 
-    def __init__(self, db_url: str, *, namespace: str = "meshpoint") -> None:
-        self._store = make_store(StoreSettings.at(db_url, key="db_url"), namespace)
+    def __init__(
+        self,
+        db_url: str,
+        *,
+        namespace: str = "meshpoint",
+        encryption_keys: Sequence[str] = (),
+        encryption_tenant: str | None = None,
+    ) -> None:
+        ring = to_ring(read_keys(list(encryption_keys), "encryption_keys"), encryption_tenant)
+        self._store = make_store(StoreSettings.at(db_url, key="db_url", keys=ring), namespace)
+
+    @classmethod
+    def at(cls, store: StoreSettings, namespace: str) -> Operations:
+        """The operations in the database of these settings."""
+        operations = cls.__new__(cls)
+        operations._store = make_store(store, namespace)
+        return operations
 
     async def __aenter__(self) -> Self:
         try:

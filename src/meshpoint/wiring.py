@@ -40,9 +40,11 @@ from meshpoint.ports.dead_letters import DeadLetters
 from meshpoint.ports.inspection import BrokerInspection, CacheInspection, DatabaseInspection
 from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.observer import Observer, Observers
+from meshpoint.ports.sealer import Sealer
 from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentOptions, AgentSettings, MeshSettings, Settings, StoreSettings
+from meshpoint.settings.encryption import EncryptionKey
 
 if TYPE_CHECKING:
     from meshpoint.adapters.rabbitmq.topology import Topology
@@ -105,8 +107,13 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
     )
 
 
-def make_store(store: StoreSettings, namespace: str) -> CheckpointStore:
-    """Create the store in a database; `await store.open()` connects."""
+def make_store(
+    store: StoreSettings, namespace: str, agent: AgentName | None = None
+) -> CheckpointStore:
+    """Create the store in a database; `await store.open()` connects.
+
+    With `agent`, it is the store of a replica of that agent.
+    """
     from meshpoint.adapters.sql import SqlStore
 
     timings = store.timings
@@ -123,7 +130,20 @@ def make_store(store: StoreSettings, namespace: str) -> CheckpointStore:
         pool_size=store.pool_size,
         max_join_bytes=store.max_join_bytes,
         confirm_linger=timings.dispatch_lease / 25,
+        sealer=make_sealer(store.keys, "encryption_keys"),
+        agent=agent,
     )
+
+
+def make_sealer(keys: Sequence[EncryptionKey], setting: str) -> Sealer | None:
+    """Create the sealer with these keys; `None` without any. Keys of `mesh` open nothing else."""
+    if not keys:
+        return None
+    from meshpoint.adapters.encryption import KeyRing, RingKey
+
+    scope = "mesh" if setting.startswith("mesh.") else "store"
+    given = [RingKey(key.secret, key.tenant, key.agent) for key in keys]
+    return KeyRing(given, setting=setting, scope=scope)
 
 
 @asynccontextmanager
@@ -186,7 +206,8 @@ def build_worker(
 ) -> Worker:
     """Create the worker of `durable_agent` with the options `agent`, ready to `run`."""
     settings = agent.store_settings()
-    store = make_store(settings, namespace) if agent.has_database else None
+    name = AgentName(durable_agent.name)
+    store = make_store(settings, namespace, name) if agent.has_database else None
     clock = DatabaseClock(_CLOCK, store) if store else _CLOCK
     inprocess_store = InProcessStore(clock, timings=settings.timings, max_ended=_MAX_ENDED_TASKS)
     runtime = build_runtime(

@@ -1,4 +1,4 @@
-"""The SQL store passes the store suite on SQLite and PostgreSQL."""
+"""The SQL store passes the store suite on SQLite and PostgreSQL, in the clear and sealed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from datetime import timedelta
 
 import pytest
 
+from meshpoint.adapters.encryption import KeyRing, RingKey
 from meshpoint.adapters.sql import SqlStore
+from meshpoint.ports.sealer import Sealer
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import TIMINGS
@@ -16,7 +18,9 @@ from meshpoint.testing.conformance.store import CheckpointStoreSuite
 
 
 @asynccontextmanager
-async def open_store(url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
+async def open_store(
+    url: str, clock: FakeClock, sealer: Sealer | None = None
+) -> AsyncIterator[SqlStore]:
     store = SqlStore(
         url,
         namespace="test",
@@ -29,6 +33,7 @@ async def open_store(url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
         keep_security_context=TIMINGS.keep_security_context,
         clock=clock,
         lock_timeout=timedelta(seconds=30),  # on a busy machine another replica holds rows longer
+        sealer=sealer,
     )
     await store.open()
     yield store
@@ -36,16 +41,18 @@ async def open_store(url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
 
 
 class SqlStoreSuite(CheckpointStoreSuite):
+    sealer: Sealer | None = None
+
     @pytest.fixture
     async def store(self, clock: FakeClock, database_url: str) -> AsyncIterator[CheckpointStore]:
-        async with open_store(database_url, clock) as store:
+        async with open_store(database_url, clock, self.sealer) as store:
             yield store
 
     @pytest.fixture
     async def other(
         self, clock: FakeClock, database_url: str, store: CheckpointStore
     ) -> AsyncIterator[CheckpointStore]:
-        async with open_store(database_url, clock) as other:
+        async with open_store(database_url, clock, self.sealer) as other:
             yield other
 
 
@@ -59,3 +66,11 @@ class TestOnSqlite(SqlStoreSuite):
     @pytest.fixture
     def database_url(self, sqlite_url: str) -> str:
         return sqlite_url
+
+
+class TestSealedOnPostgres(TestOnPostgres):
+    sealer = KeyRing([RingKey(b"k" * 32)], setting="encryption_keys", scope="store")
+
+
+class TestSealedOnSqlite(TestOnSqlite):
+    sealer = KeyRing([RingKey(b"k" * 32)], setting="encryption_keys", scope="store")

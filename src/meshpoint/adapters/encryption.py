@@ -73,32 +73,52 @@ def _expand(key: bytes, *labels: bytes) -> bytes:
     return hmac.digest(key, info + b"\x01", "sha256")
 
 
+@dataclass(frozen=True, slots=True)
+class RingKey:
+    """A key of 32 bytes.
+
+    Attributes:
+        secret: Empty stands for no key: what follows it only opens.
+        tenant: Another key is derived for each tenant, so that no value opens for another one.
+        agent: The agent that it belongs to.
+    """
+
+    secret: bytes
+    tenant: str | None = None
+    agent: str | None = None
+
+
 class KeyRing:
     """A `meshpoint.ports.sealer.Sealer`.
 
     Args:
-        keys: 32 bytes each. The first one seals.
+        keys: The first one seals, or the first one of an agent what belongs to that agent.
         setting: The setting that has them, for errors.
         scope: What they seal. Keys of one scope open nothing of another.
-        tenant: Derives other keys, so that the values of tenants do not open for each other.
     """
 
-    def __init__(
-        self, keys: Sequence[bytes], *, setting: str, scope: str, tenant: str | None = None
-    ) -> None:
+    def __init__(self, keys: Sequence[RingKey], *, setting: str, scope: str) -> None:
         from cryptography.exceptions import InvalidTag
 
-        derived = [_Key.derive(key, scope, tenant) for key in keys]
+        derived = [_Key.derive(key.secret, scope, key.tenant) for key in keys]
+        self._by_agent = {
+            given.agent: key if given.secret else None
+            for given, key in zip(reversed(keys), reversed(derived), strict=True)
+            if given.agent is not None
+        }
+        self._newest = derived[0] if keys[0].secret else None
         self._invalid_tag = InvalidTag
-        self._newest, self._keys = derived[0], {key.id: key for key in derived}
+        self._keys = {
+            key.id: key for given, key in zip(keys, derived, strict=True) if given.secret
+        }
         self.setting = setting
         self._cipher = lru_cache(maxsize=4096)(self._make_cipher)
         self._salt, self._left = b"", 0
 
-    @property
-    def key_id(self) -> str:
+    def key_id(self, agent: str = "") -> str | None:
         """See `Sealer`."""
-        return self._newest.name
+        key = self._sealing_key(agent)
+        return None if key is None else key.name
 
     @property
     def key_ids(self) -> tuple[str, ...]:
@@ -115,11 +135,22 @@ class KeyRing:
         if self._left <= 0:
             self._salt, self._left = os.urandom(16), _MAX_PER_SALT
         self._left -= 1
-        return self._seal(self._newest.id, self._salt, os.urandom(12), content, place, seq)
+        id_ = self._require_key(place).id
+        return self._seal(id_, self._salt, os.urandom(12), content, place, seq)
+
+    def _sealing_key(self, agent: str) -> _Key | None:
+        if not self._by_agent:
+            return self._newest
+        return self._by_agent.get(agent.rpartition("/")[2], self._newest)
+
+    def _require_key(self, place: Place) -> _Key:
+        key = self._sealing_key(place[1])
+        assert key is not None, "this ring only opens"
+        return key
 
     def seal_fixed(self, content: bytes, place: Place) -> bytes:
         """See `Sealer`."""
-        return self._seal_fixed(self._newest, content, place)
+        return self._seal_fixed(self._require_key(place), content, place)
 
     def fixed_variants(self, content: bytes, place: Place) -> Mapping[str, bytes]:
         """See `Sealer`."""
@@ -156,9 +187,9 @@ class KeyRing:
                 f"than {place[0]}"
             ) from error
 
-    def digest(self, content: str, purpose: str) -> str:
+    def digest(self, content: str, purpose: str, agent: str) -> str:
         """See `Sealer`."""
-        return _digest(self._newest, content, purpose)
+        return _digest(self._require_key((purpose, agent)), content, purpose)
 
     def digests(self, content: str, purpose: str) -> tuple[str, ...]:
         """See `Sealer`."""
@@ -208,6 +239,17 @@ def key_of(stored: bytes | str) -> str | None:
         except ValueError:
             return None
     return stored[_KEY_ID].hex() if stored[:2] == _HEADER else None
+
+
+def seq_of(envelope: bytes) -> int:
+    """The sequence in an envelope, not verified."""
+    number = shift = 0
+    for byte in envelope[_NONCE.stop :]:
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+    return number
 
 
 def to_text(envelope: bytes) -> str:

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from meshpoint.operations import Operations
     from meshpoint.settings import MeshSettings, Settings, StoreSettings
     from meshpoint.settings.choosing import OptionNames
+    from meshpoint.settings.encryption import EncryptionKey
     from meshpoint.wiring import Tables
 
 _D = TypeVar("_D")
@@ -126,7 +128,7 @@ def load_databases(config: Path | None, database: str | None) -> list[StoreSetti
     from meshpoint.settings import StoreSettings
 
     if database is not None:
-        return [StoreSettings.at(database, key="--db")]
+        return [StoreSettings.at(database, key="--db", keys=_environment_keys())]
     return _stores_of(_load_named(config)) or _raise_without_database(config)
 
 
@@ -169,9 +171,25 @@ def _stores_of(settings: Settings) -> list[StoreSettings]:
 
     agents, mesh_url = settings.agents, settings.mesh.database_url
     if not agents and mesh_url is not None:
-        return [StoreSettings.at(mesh_url, key="mesh.database_url")]
-    by_url = {agent.session_db_url: agent for agent in reversed(agents) if agent.has_database}
-    return [agent.store_settings() for agent in by_url.values()]
+        ring = settings.mesh.key_ring
+        return [StoreSettings.at(mesh_url, key="mesh.database_url", keys=ring)]
+    stores: dict[str, StoreSettings] = {}
+    for agent in agents:
+        if not agent.has_database:
+            continue
+        store = agent.store_settings()
+        # A command reads what each agent writes, and writes what that agent can read.
+        keys = tuple(replace(key, agent=agent.name) for key in store.keys)
+        known = stores.get(store.url, replace(store, keys=()))
+        stores[store.url] = replace(known, keys=(*known.keys, *keys))
+    return list(stores.values())
+
+
+def _environment_keys() -> tuple[EncryptionKey, ...]:
+    from meshpoint.settings.encryption import environment_ring
+    from meshpoint.settings.loading import read_overrides
+
+    return environment_ring(read_overrides(os.environ))
 
 
 def database_options(config: Path | None, namespace: str | None) -> str:
@@ -243,7 +261,7 @@ def open_operations(store: StoreSettings, namespace: str) -> Operations:
     """Create the operations of a database; for `open_each`."""
     from meshpoint.operations import Operations
 
-    return Operations(store.url, namespace=namespace)
+    return Operations.at(store, namespace)
 
 
 async def query_operation(

@@ -18,13 +18,12 @@ class Sealer(Protocol):
     Any thread may use it.
     """
 
-    @property
-    def key_id(self) -> str:
-        """The key that seals."""
+    def key_id(self, agent: str = "") -> str | None:
+        """The key that seals what belongs to `agent`; `None` if that is written in the clear."""
 
     @property
     def key_ids(self) -> tuple[str, ...]:
-        """All keys of the ring, the one that seals first."""
+        """All keys of the ring, newest first."""
 
     @property
     def setting(self) -> str:
@@ -47,7 +46,7 @@ class Sealer(Protocol):
             ValueError: It was changed, or sealed for another place.
         """
 
-    def digest(self, content: str, purpose: str) -> str:
+    def digest(self, content: str, purpose: str, agent: str) -> str:
         """A keyed digest of `content`, which names its key."""
 
     def digests(self, content: str, purpose: str) -> tuple[str, ...]:

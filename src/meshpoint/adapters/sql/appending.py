@@ -46,7 +46,7 @@ async def seal_entries(
 ) -> tuple[bytes, ...]:
     """Encode the new entries of a task's log. Each is bound to its number."""
     packed = await pack_entries(log.entries)
-    if codec.sealer is None:
+    if not codec.seals(agent):
         return packed
     key = (inventory.LOG_ENTRY, agent, task_id)
     sealed = (

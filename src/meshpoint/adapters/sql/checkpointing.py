@@ -255,7 +255,7 @@ class PackedPause:
             else []
         )
         bodies = tuple(await pack_all([call.body for call in pause.calls]))
-        if codec.sealer is not None:
+        if codec.seals(agent):
             bodies = tuple(
                 codec.seal(body, inventory.CALL_REQUEST, agent, task_id, call.sub_task_id, seq=seq)
                 for body, call in zip(bodies, pause.calls, strict=True)

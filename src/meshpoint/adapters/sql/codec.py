@@ -147,6 +147,10 @@ class Codec:
 
     sealer: Sealer | None = None
 
+    def seals(self, agent: str) -> bool:
+        """Whether it seals what belongs to `agent`."""
+        return self.sealer is not None and self.sealer.key_id(agent) is not None
+
     async def pack(
         self, value: bytes | None, column: Sealed, agent: str, *keys: str, seq: int = 0
     ) -> Packed:
@@ -155,7 +159,7 @@ class Codec:
 
     def seal(self, packed: Packed, column: Sealed, agent: str, *keys: str, seq: int = 0) -> Packed:
         """Seal bytes that are encoded already, or that need no encoding."""
-        if self.sealer is None or packed is None:
+        if packed is None or self.sealer is None or not self.seals(agent):
             return packed
         return self.sealer.seal(packed, (column.place, agent, *keys), seq)
 
@@ -180,7 +184,7 @@ class Codec:
         self, value: str | None, column: Sealed, agent: str, *keys: str, seq: int = 0
     ) -> str | None:
         """Encode a text."""
-        if self.sealer is None or value is None:
+        if value is None or self.sealer is None or not self.seals(agent):
             return value
         content, place = value.encode(errors="surrogatepass"), (column.place, agent, *keys)
         if column.kind is Kind.FIXED:
@@ -214,7 +218,7 @@ class Codec:
         self, value: str | None, column: Sealed, agent: str, *keys: str, seq: int = 0
     ) -> str | None:
         """Encode JSON text as the text of a JSON string."""
-        if self.sealer is None or value is None:
+        if value is None or not self.seals(agent):
             return value
         return json.dumps(self.text(value, column, agent, *keys, seq=seq))
 
@@ -233,7 +237,7 @@ class Codec:
         self, value: dict[str, Any], clear: str, column: Sealed, agent: str, key: str, seq: int
     ) -> dict[str, Any]:
         """Seal a JSON object, except its key `clear`, which SQL reads."""
-        if self.sealer is None:
+        if not self.seals(agent):
             return value
         kept = {name: each for name, each in value.items() if name == clear}
         rest = {name: each for name, each in value.items() if name != clear}
@@ -249,11 +253,11 @@ class Codec:
         opened: dict[str, Any] = self.read_json(value[SEALED_KEY], column, agent, key)
         return kept | opened
 
-    def digest(self, value: str | None, purpose: str) -> str | None:
+    def digest(self, value: str | None, purpose: str, agent: str) -> str | None:
         """A copy of a value for people: keyed, so that it cannot be guessed."""
-        if self.sealer is None or value is None:
+        if value is None or self.sealer is None or not self.seals(agent):
             return value
-        return self.sealer.digest(value, purpose)
+        return self.sealer.digest(value, purpose, agent)
 
     def digests(self, value: str, purpose: str) -> list[str]:
         """All stored forms of such a copy, to search for it."""

@@ -85,8 +85,6 @@ SUBJECT = _sealed("agent_operations.subject", Kind.FIXED)
 PARAMETERS = _sealed("agent_operations.parameters", Kind.TEXT, "operation_id")
 CHILDREN = _sealed("agent_operations.children", Kind.LIST, "operation_id")
 
-COPY_KEY = _sealed("agent_mesh_secrets.copy_key", Kind.BYTES)
-
 RECORD = _sealed("agent_subtask_records.record", Kind.JSON, "analysis_id")
 RESULT = _sealed("agent_subtask_records.result", Kind.TEXT, "analysis_id", "name")
 
@@ -119,7 +117,7 @@ SEALED = (
     *(A2A_CONTEXT, ARTIFACTS, ARTIFACT_SIGNALS, RESPONSE_BUFFER, FLAGS, TOKEN_USAGE),
     *(CONTEXT_REST, SECURITY_CONTEXT, STATE, REQUEST, REPLY, REQUEST_DIGEST, REASON),
     *(PARKED_REASON, LOG_ENTRY, SIGNAL_DIGEST, SIGNAL_VALUE, QUESTION, ANSWER, VALUE),
-    *(HEADERS, CALL_REQUEST, OUTCOME, SUBJECT, PARAMETERS, CHILDREN, COPY_KEY, RECORD, RESULT),
+    *(HEADERS, CALL_REQUEST, OUTCOME, SUBJECT, PARAMETERS, CHILDREN, RECORD, RESULT),
     *_CHECKPOINT,
     *(
         _sealed(
@@ -142,10 +140,10 @@ DIGESTED = {
 CLEAR = {
     "agent_paused_tasks": """logical_task_id agent_name status generation fence run_id owner
         attempt wake_at cancel_requested current_invocation_id state_format app_version framework
-        reply_to requester_app_id parent_task_id task_deadline idle_timeout keep_alive_at reply_sent
-        reply_attempts incompatible_since checkpointed_at ended_at expires_at checkpoint_seq
-        resume_token retry_count rescues tried_versions log_seq suspended_at further_reply_to
-        result_ttl""",
+        reply_to requester_app_id parent_task_id task_deadline idle_timeout keep_alive_at
+        reply_sent reply_attempts incompatible_since checkpointed_at ended_at expires_at
+        checkpoint_seq resume_token retry_count rescues tried_versions log_seq suspended_at
+        further_reply_to result_ttl""",
     "agent_task_log": "logical_task_id seq run_id",
     "agent_task_signals": "logical_task_id seq signal_id name sender size sent_at received_at",
     "agent_task_questions": "logical_task_id sub_task_id is_kept",
@@ -156,8 +154,9 @@ CLEAR = {
     "agent_parallel_invocations": """logical_task_id invocation_id total_expected completed_count
         succeeded_count needed join_deadline agent_name send_due_at send_attempts dispatched_at""",
     "agent_operations": "operation_id agent_name type exclusive preserve created_at",
-    "agent_mesh_secrets": "namespace",
-    "agent_mesh_keys": "namespace key_id used_at",
+    # The copy key authenticates only copies in the clear.
+    "agent_mesh_secrets": "namespace copy_key",
+    "agent_mesh_keys": "agent_name key_id used_at",
     "agent_checkpoints": """analysis_id agent_type seq checkpoint_time progress_pct current_subtask
         completed_subtasks pending_subtasks planned_subtasks retry_count agent_version
         created_at""",

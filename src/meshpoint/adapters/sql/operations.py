@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshpoint.adapters.sql import inventory, reviving, statements, subtasking
 from meshpoint.adapters.sql import operation_statements as sql
+from meshpoint.adapters.sql import reviving, statements, subtasking
 from meshpoint.adapters.sql.checkpointing import PackedPause
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.records import (
@@ -33,9 +33,6 @@ from meshpoint.model.transitions import BeginResult, Save, SaveResult
 
 if TYPE_CHECKING:
     from meshpoint.adapters.sql.fast_path import FastPath
-
-
-_COPY_KEY_BYTES = 32
 
 
 class SqlOperations:
@@ -135,16 +132,12 @@ class SqlOperations:
 
     async def copy_key(self) -> bytes:
         """Read the key that authenticates copies outside the database, or create it."""
-        options = self._database.options
-        namespace, codec = options.names.namespace, options.codec
-        place = (inventory.COPY_KEY, options.names.prefix)
+        namespace = self._database.options.names.namespace
 
         async def create_key(tx: Transaction) -> bytes:
-            created = codec.seal(os.urandom(32), *place)
-            await tx.execute(sql.INSERT_SECRET, namespace=namespace, key=created)
+            await tx.execute(sql.INSERT_SECRET, namespace=namespace, key=os.urandom(32))
             (row,) = await tx.fetch(sql.READ_SECRET, namespace=namespace)
-            stored = bytes(row.copy_key)
-            return stored if len(stored) == _COPY_KEY_BYTES else codec.open(stored, *place) or b""
+            return bytes(row.copy_key)
 
         return await self._database.transact(create_key)
 

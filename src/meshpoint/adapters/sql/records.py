@@ -262,7 +262,7 @@ class _Encoder:
 
     def record(self, encoded: dict[str, Any]) -> Any:
         """An item of the list of records in a checkpoint's row."""
-        if self.codec.sealer is None:
+        if not self.codec.seals(self.agent):
             return encoded
         return self.text(_to_json_text(encoded), inventory.RECORD)
 

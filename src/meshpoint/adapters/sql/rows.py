@@ -124,12 +124,20 @@ async def context_columns(
     )
     origin = context.get("a2a_context")
     sources = (context, origin) if isinstance(origin, dict) else (context,)
-    columns["effective_session_id"] = codec.digest(
-        _text_copy(sources, "effective_session_id", "session_id"), inventory.SESSION
-    )
-    columns["user_id"] = codec.digest(_text_copy(sources, "user_id"), inventory.USER)
+    columns |= columns_for_people(context, codec, agent)
     columns["current_invocation_id"] = _text_copy(sources, "current_invocation_id")
     return columns
+
+
+def columns_for_people(context: CheckpointDict, codec: Codec, agent: str) -> dict[str, Any]:
+    """Copies of the user and the session; keyed digests of them if `codec` seals."""
+    origin = context.get("a2a_context")
+    sources = (context, origin) if isinstance(origin, dict) else (context,)
+    session = _text_copy(sources, "effective_session_id", "session_id")
+    return {
+        "effective_session_id": codec.digest(session, inventory.SESSION, agent),
+        "user_id": codec.digest(_text_copy(sources, "user_id"), inventory.USER, agent),
+    }
 
 
 async def context_from_row(row: Any, codec: Codec) -> CheckpointDict:
@@ -317,7 +325,7 @@ async def outcome_columns(
     packed = await pack_all(
         None if outcome is None else encode_outcome(outcome) for _, _, outcome in given
     )
-    if codec.sealer is None:
+    if not codec.seals(agent):
         return packed
     return [
         codec.seal(each, column, agent, task_id, sub_task_id)

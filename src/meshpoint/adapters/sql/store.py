@@ -19,6 +19,7 @@ from meshpoint.adapters.sql import (
     ending,
     expiring,
     inventory,
+    key_register,
     mailbox,
     outbox,
     sessions,
@@ -203,6 +204,8 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
         lock_timeout: How long a statement on PostgreSQL waits for a lock. After a timeout, the
             step is repeated and skips locked rows.
         sealer: Encrypts what `inventory` lists. Rows in the clear stay readable.
+        agent: The agent whose replica uses it. `open` registers its key, and refuses to open
+            without a key that has sealed values of the agent.
 
     Raises:
         ConfigurationError: `url` names no database that Meshpoint supports.
@@ -228,6 +231,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
         lock_timeout: timedelta = LOCK_TIMEOUT,
         max_join_bytes: int = 2_000_000_000,
         sealer: Sealer | None = None,
+        agent: AgentName | None = None,
     ) -> None:
         options = StoreOptions(
             names=AgentNames(namespace),
@@ -250,6 +254,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
             clock=clock,
         )
         self._locked_rows = self._database.locked_rows
+        self._agent = agent
         self._clock, self._time = clock, sessions.DatabaseTime()
         self._separate_renewals: dict[Run, asyncio.Task[None]] = {}
         self._command_timeout = command_timeout
@@ -329,6 +334,9 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
             problem = f"the database's tables are at revision {revision or 'none'}"
             fix = "run: meshpoint db upgrade --db URL (or --config FILE)"
             raise ConfigurationError("database", problem, fix)
+        if self._agent is not None:
+            agent = self._database.options.names.qualified(self._agent)
+            await self._database.transact(lambda tx: key_register.check(tx, agent))
 
     async def close(self) -> None:
         """Write the pending confirms for up to two seconds, then release every connection."""

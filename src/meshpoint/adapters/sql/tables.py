@@ -43,7 +43,7 @@ from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
 from meshpoint.errors import ConfigurationError
 
-REVISION = "0014"
+REVISION = "0017"
 """The newest migration of this release, which it requires. It also works with a later one."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -280,6 +280,17 @@ secrets = Table(
     metadata,
     Column("namespace", _id(), primary_key=True),
     Column("copy_key", LargeBinary, nullable=False),
+)
+
+
+# The keys that may have sealed values of an agent. A replica that lacks one of them refuses to
+# start, and `meshpoint db reseal` deletes those that are no longer in use.
+keys = Table(
+    "agent_mesh_keys",
+    metadata,
+    Column("agent_name", _id(), primary_key=True),
+    Column("key_id", String, primary_key=True),
+    Column("used_at", Float, nullable=False),
 )
 
 
