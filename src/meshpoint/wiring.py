@@ -63,10 +63,20 @@ _CLOSE_TIMEOUT, _MIN_CLOSE_TIMEOUT = 10.0, 0.25
 
 
 def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
-    """Create the broker of a mesh, not yet open.
+    """Create the broker of a mesh, not yet open. With keys, it seals what messages contain.
 
     `purpose` appears in the names of connections to RabbitMQ.
     """
+    broker = _make_clear_broker(mesh, purpose)
+    sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
+    if sealer is None or isinstance(broker, InProcessBroker):
+        return broker
+    from meshpoint.adapters.sealed_broker import SealedBroker
+
+    return SealedBroker(broker, sealer, mesh.namespace)
+
+
+def _make_clear_broker(mesh: MeshSettings, purpose: str) -> Broker:
     scheme = urlsplit(mesh.broker_url).scheme
     if scheme == "memory":
         return InProcessBroker(
@@ -485,6 +495,18 @@ def make_dead_letters(
     whose letters are read on RabbitMQ, unless others are named. `warn` gets one line about letters
     that cannot be read or kept.
     """
+    letters = _make_clear_dead_letters(mesh, agents, warn)
+    if letters is None:
+        return None
+    from meshpoint.adapters.sealed_broker import SealedDeadLetters
+
+    sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
+    return SealedDeadLetters(letters, sealer, mesh.namespace)
+
+
+def _make_clear_dead_letters(
+    mesh: MeshSettings, agents: Collection[AgentName], warn: Callable[[str], None]
+) -> DeadLetters | None:
     scheme = urlsplit(mesh.broker_url).scheme
     if scheme == "memory":
         return None
