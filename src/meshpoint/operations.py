@@ -12,6 +12,7 @@ from typing import Self
 
 from meshpoint.errors import ConfigurationError, OperationNotFound
 from meshpoint.model.bodies import ResponseBody, parse_body
+from meshpoint.model.encryption_keys import read_keys, to_ring
 from meshpoint.model.ids import TaskId
 from meshpoint.model.memory import SnapshotInfo
 from meshpoint.model.messages import validate_agent_name
@@ -22,7 +23,6 @@ from meshpoint.model.tasks import EVERY_TASK, ListPosition, TaskFilter, TaskStat
 from meshpoint.model.transitions import SuspendResult
 from meshpoint.ports.agent import ResumeFrom
 from meshpoint.settings import StoreSettings
-from meshpoint.settings.encryption import read_keys, to_ring
 from meshpoint.subtasks.resuming import parse_operation_id, resume_operation
 from meshpoint.wiring import make_store
 

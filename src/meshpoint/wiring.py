@@ -30,6 +30,7 @@ from meshpoint.engine.runtime import build_runtime
 from meshpoint.engine.worker import Worker
 from meshpoint.errors import ConfigurationError
 from meshpoint.extras import TELEMETRY
+from meshpoint.model.encryption_keys import EncryptionKey
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName
 from meshpoint.model.options import Options
@@ -44,13 +45,13 @@ from meshpoint.ports.sealer import Sealer
 from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentOptions, AgentSettings, MeshSettings, Settings, StoreSettings
-from meshpoint.settings.encryption import EncryptionKey
 
 if TYPE_CHECKING:
     from meshpoint.adapters.rabbitmq.topology import Topology
     from meshpoint.adapters.sql.migrations import DowngradePlan
     from meshpoint.adapters.telemetry.metrics import Meter
     from meshpoint.adapters.telemetry.prometheus_meter import PrometheusMeter
+    from meshpoint.ports.inspection import AgentKeys
 
 _CLOCK = SystemClock()
 _MESSAGING_SYSTEMS = {"amqp": "rabbitmq", "amqps": "rabbitmq"}
@@ -251,7 +252,11 @@ def _make_cache(
 
     ttl = timedelta(seconds=agent.checkpoint_cache_ttl_seconds)
     return RedisCheckpointCache(
-        agent.checkpoint_cache_url, namespace=namespace, secret=secret, ttl=ttl
+        agent.checkpoint_cache_url,
+        namespace=namespace,
+        secret=secret,
+        ttl=ttl,
+        sealer=make_sealer(agent.key_ring, "agent.encryption_keys"),
     )
 
 
@@ -287,7 +292,12 @@ def _make_snapshots(
 
     ttl = timedelta(seconds=agent.memory_paused_ttl_seconds)
     return RedisSnapshotStore(
-        url, namespace=namespace, secret=secret, max_bytes=_read_limit(agent), ttl=ttl
+        url,
+        namespace=namespace,
+        secret=secret,
+        max_bytes=_read_limit(agent),
+        ttl=ttl,
+        sealer=make_sealer(agent.key_ring, "agent.encryption_keys"),
     )
 
 
@@ -336,6 +346,53 @@ def delete_unserved_queues(file: Path, namespace: str, served: Collection[str]) 
         BrokerUnavailable: Others kept the file locked for 10 seconds, or it is unreadable.
     """
     queues.delete_queues(file, namespace, keep=served)
+
+
+async def reseal(
+    agent: AgentSettings,
+    namespace: str,
+    *,
+    clear: bool = False,
+    changes: bool = True,
+    on_rows: Callable[[int, int], None] = lambda done, total: None,
+) -> AgentKeys:
+    """Seal what an agent has stored with its newest key, or with `clear` store it in the clear.
+
+    Without `changes`, only counts what is sealed with which key. `on_rows` gets the number of rows
+    read so far, and of all rows.
+
+    Raises:
+        ConfigurationError: The schema is not up to date.
+        StoreUnavailable: The database does not answer.
+    """
+    from meshpoint.adapters.sql import SqlStore, resealing
+    from meshpoint.adapters.sql.rows import AgentNames
+
+    settings = agent.store_settings()
+    if clear:
+        settings = replace(settings, keys=(EncryptionKey(b""), *settings.keys))
+    name = AgentNames(namespace).qualified(AgentName(agent.name))
+    async with open_store(settings, namespace) as store:
+        assert isinstance(store, SqlStore)
+        total, done = await resealing.count_rows(store.database, name), 0
+
+        def count(rows: int) -> None:
+            nonlocal done
+            done += rows
+            on_rows(done, max(total, done))
+
+        return await resealing.reseal(store.database, name, changes=changes, on_rows=count)
+
+
+async def forget_key(agent: AgentSettings, namespace: str, key_id: str) -> None:
+    """Let replicas of `agent` start without a lost key. What it has sealed stays unreadable."""
+    from meshpoint.adapters.sql import SqlStore, resealing
+    from meshpoint.adapters.sql.rows import AgentNames
+
+    name = AgentNames(namespace).qualified(AgentName(agent.name))
+    async with open_store(agent.store_settings(), namespace) as store:
+        assert isinstance(store, SqlStore)
+        await resealing.forget(store.database, name, key_id)
 
 
 async def delete_tasks(
@@ -463,7 +520,8 @@ def inspect_database(
     """Create the inspection of a database, not yet open."""
     from meshpoint.adapters.sql.inspection import SqlInspection
 
-    return SqlInspection(store.url, namespace=namespace, timeout=timeout)
+    sealer = make_sealer(store.keys, "encryption_keys")
+    return SqlInspection(store.url, namespace=namespace, timeout=timeout, sealer=sealer)
 
 
 def inspect_broker(mesh: MeshSettings, timeout: timedelta) -> BrokerInspection | None:

@@ -42,7 +42,8 @@ _RAW, _ZSTD = b"\x00", b"\x01"
 _MIN_COMPRESS_BYTES = 1024
 _MAX_PLAIN_BYTES = 2**30
 
-_HEADER = MARKER + b"\x01"
+HEADER = MARKER + b"\x01"
+"""The first bytes of each envelope of this version."""
 _KEY_ID, _SALT, _NONCE = slice(2, 6), slice(6, 22), slice(22, 34)
 _FIXED_SALT = bytes(16)
 _MAX_PER_SALT = 2**28
@@ -163,7 +164,7 @@ class KeyRing:
     def _seal(
         self, key_id: bytes, salt: bytes, nonce: bytes, content: bytes, place: Place, seq: int
     ) -> bytes:
-        head, tail = _HEADER + key_id + salt, _varint(seq)
+        head, tail = HEADER + key_id + salt, _varint(seq)
         cipher = self._cipher(key_id, salt)
         sealed = cipher.encrypt(nonce, content, head + tail + _encode_place(place))
         return head + nonce + tail + sealed
@@ -238,7 +239,7 @@ def key_of(stored: bytes | str) -> str | None:
             stored = from_text(stored)
         except ValueError:
             return None
-    return stored[_KEY_ID].hex() if stored[:2] == _HEADER else None
+    return stored[_KEY_ID].hex() if stored[:2] == HEADER else None
 
 
 def seq_of(envelope: bytes) -> int:

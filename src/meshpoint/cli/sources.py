@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -20,12 +19,12 @@ import typer
 from meshpoint.errors import ConfigurationError, MeshpointError, OperationNotFound
 
 if TYPE_CHECKING:
+    from meshpoint.model.encryption_keys import EncryptionKey
     from meshpoint.model.ids import AgentName
     from meshpoint.model.tasks import TaskSummary
     from meshpoint.operations import Operations
     from meshpoint.settings import MeshSettings, Settings, StoreSettings
     from meshpoint.settings.choosing import OptionNames
-    from meshpoint.settings.encryption import EncryptionKey
     from meshpoint.wiring import Tables
 
 _D = TypeVar("_D")
@@ -168,25 +167,17 @@ def _raise_without_database(config: Path | None) -> NoReturn:
 def _stores_of(settings: Settings) -> list[StoreSettings]:
     """The store of each database of the agents or, without agents, of the mesh."""
     from meshpoint.settings import StoreSettings
+    from meshpoint.settings.agent import stores_of
 
     agents, mesh_url = settings.agents, settings.mesh.database_url
     if not agents and mesh_url is not None:
         ring = settings.mesh.key_ring
         return [StoreSettings.at(mesh_url, key="mesh.database_url", keys=ring)]
-    stores: dict[str, StoreSettings] = {}
-    for agent in agents:
-        if not agent.has_database:
-            continue
-        store = agent.store_settings()
-        # A command reads what each agent writes, and writes what that agent can read.
-        keys = tuple(replace(key, agent=agent.name) for key in store.keys)
-        known = stores.get(store.url, replace(store, keys=()))
-        stores[store.url] = replace(known, keys=(*known.keys, *keys))
-    return list(stores.values())
+    return stores_of(agents)
 
 
 def _environment_keys() -> tuple[EncryptionKey, ...]:
-    from meshpoint.settings.encryption import environment_ring
+    from meshpoint.model.encryption_keys import environment_ring
     from meshpoint.settings.loading import read_overrides
 
     return environment_ring(read_overrides(os.environ))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, Literal, Self
 
@@ -11,7 +12,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from meshpoint import extras
 from meshpoint.errors import ConfigurationError
+from meshpoint.model import encryption_keys as encryption
 from meshpoint.model.cards import check_patterns
+from meshpoint.model.encryption_keys import EncryptionKey, Keys
 from meshpoint.model.messages import MAX_SHARDS, validate_agent_name
 from meshpoint.model.options import (
     AckPolicy,
@@ -20,8 +23,7 @@ from meshpoint.model.options import (
     Options,
     StoreTimings,
 )
-from meshpoint.settings import database_key, encryption, urls
-from meshpoint.settings.encryption import EncryptionKey, Keys
+from meshpoint.settings import database_key, urls
 from meshpoint.settings.mesh import (
     EMBEDDED_URL,
     Bytes,
@@ -75,6 +77,21 @@ class StoreSettings:
         return cls(
             url, timings or StoreTimings(), _DEFAULT_POOL_SIZE, _DEFAULTS.max_join_bytes, keys
         )
+
+
+def stores_of(agents: Iterable[AgentSettings]) -> list[StoreSettings]:
+    """The store of each database of `agents`, for commands.
+
+    A command reads what each agent writes, and writes what that agent can read.
+    """
+    stores: dict[str, StoreSettings] = {}
+    for agent in agents:
+        if agent.has_database:
+            store = agent.store_settings()
+            keys = tuple(replace(key, agent=agent.name) for key in store.keys)
+            known = stores.get(store.url, replace(store, keys=()))
+            stores[store.url] = replace(known, keys=(*known.keys, *keys))
+    return list(stores.values())
 
 
 class _Identity(Section):

@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from meshpoint.errors import ConfigurationError
+from meshpoint.model import encryption_keys as encryption
+from meshpoint.model.encryption_keys import EncryptionKey, Keys
 from meshpoint.model.options import Options
-from meshpoint.settings import encryption, urls
-from meshpoint.settings.encryption import EncryptionKey, Keys
+from meshpoint.settings import urls
 
 _TEN_YEARS = 315_360_000
 

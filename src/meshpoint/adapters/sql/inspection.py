@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from meshpoint.adapters.sql import catalog_statements as sql
-from meshpoint.adapters.sql import tables
+from meshpoint.adapters.sql import key_register, tables
 from meshpoint.adapters.sql.codec import Codec
 from meshpoint.adapters.sql.dialect import Dialect
 from meshpoint.adapters.sql.engine import async_url
@@ -37,8 +37,8 @@ from meshpoint.ports.inspection import (
 from meshpoint.ports.sealer import Sealer
 
 _UNENDED = [state.value for state in TaskState if not state.is_final]
-_WITH_OPERATIONS, _WITH_PARKING, _WITH_SUSPENDING = "0003", "0008", "0011"
-"""The first revisions with the columns of operations, of parking and of suspending."""
+_WITH_OPERATIONS, _WITH_PARKING, _WITH_SUSPENDING, _WITH_KEYS = "0003", "0008", "0011", "0017"
+"""The first revisions with operations, with parking, with suspending and with sealed values."""
 _MAX_REASONS = 10
 
 
@@ -57,9 +57,9 @@ class SqlInspection:
         *,
         namespace: str,
         timeout: timedelta,
-        sealers: Mapping[str, Sealer] | None = None,
+        sealer: Sealer | None = None,
     ) -> None:
-        self._sealers = sealers or {}
+        self._codec = Codec(sealer)
         parsed = async_url(url)
         self._names = AgentNames(namespace)
         self._timeout = timeout
@@ -126,13 +126,15 @@ class SqlInspection:
         if self._revision is None:
             return AgentTasks()
         name, revision = self._names.qualified(agent), self._revision
-        codec = Codec(self._sealers.get(agent))
         groups = await self._fetch(sql.COUNT_TASKS, agent=name, states=_UNENDED)
         waits = await self._fetch(sql.COUNT_WAITS, agent=name)
         dead = await self._fetch(sql.COUNT_DEAD, agent=name, limit=_MAX_REASONS)
         owners = await self._fetch(sql.READ_OWNERS, agent=name)
         parked: Sequence[Row[Any]] = ()
         operations = 0
+        keys: Sequence[Row[Any]] = ()
+        if revision >= _WITH_KEYS:
+            keys = await self._fetch(key_register.READ, agent=name)
         if revision >= _WITH_PARKING:
             parked = await self._fetch(sql.COUNT_PARKED, agent=name)
         suspended: SuspendedTasks | None = None
@@ -144,12 +146,13 @@ class SqlInspection:
             operations = rows[0].tasks
         return AgentTasks(
             tuple(map(_to_group, groups)),
-            _parked_groups(parked, codec, name),
-            _reason_counts(dead, codec, name),
+            _parked_groups(parked, self._codec, name),
+            _reason_counts(dead, self._codec, name),
             tuple((AgentName(row.peer_agent), row.tasks) for row in waits),
             tuple(Owner(ReplicaId(row.owner), row.tasks, instant(row.until)) for row in owners),
             operations,
             suspended,
+            tuple(row.key_id for row in keys),
         )
 
     async def _begin(self) -> None:

@@ -11,7 +11,7 @@ _INSERT = """
 INSERT INTO agent_mesh_keys (agent_name, key_id, used_at) VALUES (:agent, :key_id, {clock})
 ON CONFLICT (agent_name, key_id) DO NOTHING
 """
-_READ = "SELECT key_id FROM agent_mesh_keys WHERE agent_name = :agent ORDER BY used_at, key_id"
+READ = "SELECT key_id FROM agent_mesh_keys WHERE agent_name = :agent ORDER BY used_at, key_id"
 _DELETE = "DELETE FROM agent_mesh_keys WHERE agent_name = :agent AND key_id {one_of:key_ids}"
 
 
@@ -34,7 +34,7 @@ async def check(tx: Transaction, agent: str) -> None:
 
 async def read(tx: Transaction, agent: str) -> list[str]:
     """The registered keys of an agent."""
-    return [row.key_id for row in await tx.fetch(_READ, agent=agent)]
+    return [row.key_id for row in await tx.fetch(READ, agent=agent)]
 
 
 async def remove(tx: Transaction, agent: str, key_ids: Collection[str]) -> None:

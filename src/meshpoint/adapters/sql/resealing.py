@@ -8,9 +8,8 @@ by the next pass, and a killed command can be repeated: it finds the rows that a
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -33,30 +32,12 @@ from meshpoint.adapters.sql.inventory import SEALED, SEALED_KEY, Kind, Sealed
 from meshpoint.adapters.sql.rows import columns_for_people, context_from_row
 from meshpoint.adapters.sql.tables import JSON, metadata, tasks
 from meshpoint.errors import KeyMissing
+from meshpoint.ports.inspection import AgentKeys
 
 _PAGE_ROWS = 100
 _PAGE_BYTES = 4_000_000
 _MAX_PASSES = 20
 _AGENT_COLUMNS = ("agent_name", "agent_type")
-
-
-@dataclass(slots=True)
-class AgentKeys:
-    """What is sealed with which key, of one agent.
-
-    Attributes:
-        values: The number of sealed values, by key.
-        clear: The number of values in the clear in columns that are sealed.
-        changed: The number of rows that were changed.
-        damaged: The number of values that do not open although their key is there.
-        unused: The keys that seal nothing any more, and were removed from the register.
-    """
-
-    values: Counter[str] = field(default_factory=Counter)
-    clear: int = 0
-    changed: int = 0
-    damaged: int = 0
-    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,6 +294,11 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations):
         )
 
     @property
+    def database(self) -> Database:
+        """The connections, for commands that read or change rows themselves."""
+        return self._database
+
+    @property
     def durable(self) -> bool:
         """`True`: tasks in this store outlive the process."""
         return True

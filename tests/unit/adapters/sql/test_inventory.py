@@ -17,7 +17,9 @@ def test_each_column_is_in_one_list() -> None:
         for table in metadata.sorted_tables
         for column in table.columns
     }
-    assert columns - set(listed) == set(), "add them to `inventory`: sealed, or clear with a reason"
+    assert columns - set(listed) == set(), (
+        "add them to `inventory`: sealed, or clear with a reason"
+    )
     assert set(listed) - columns == set()
     assert [name for name, count in listed.items() if count > 1] == []
 
