@@ -41,7 +41,7 @@ from meshpoint.ports.dead_letters import DeadLetters
 from meshpoint.ports.inspection import BrokerInspection, CacheInspection, DatabaseInspection
 from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.observer import Observer, Observers
-from meshpoint.ports.sealer import Sealer
+from meshpoint.ports.sealer import Place, Sealer
 from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentOptions, AgentSettings, MeshSettings, Settings, StoreSettings
@@ -155,6 +155,32 @@ def make_sealer(keys: Sequence[EncryptionKey], setting: str) -> Sealer | None:
     scope = "mesh" if setting.startswith("mesh.") else "store"
     given = [RingKey(key.secret, key.tenant, key.agent) for key in keys]
     return KeyRing(given, setting=setting, scope=scope)
+
+
+def seal_text(sealer: Sealer | None, text: str, place: Place) -> str:
+    """Encrypt the text of a file, if there is a sealer."""
+    if sealer is None or sealer.key_id() is None:
+        return text
+    from meshpoint.adapters import encryption
+
+    return encryption.to_text(sealer.seal(encryption.compress(text.encode()), place)) + "\n"
+
+
+def open_text(sealer: Sealer | None, stored: str, place: Place) -> str:
+    """Undo `seal_text`. A text in the clear is returned as it is.
+
+    Raises:
+        KeyMissing: The key that encrypted it is missing.
+        ValueError: It was changed, or belongs elsewhere.
+    """
+    from meshpoint.adapters import encryption
+
+    if not encryption.is_text_envelope(stored):
+        return stored
+    envelope = encryption.from_text(stored.strip())
+    if sealer is None:
+        raise encryption.missing_key(envelope)
+    return encryption.expand(sealer.open(envelope, place)).decode()
 
 
 @asynccontextmanager

@@ -19,10 +19,10 @@ import typer
 from meshpoint.errors import ConfigurationError, MeshpointError, OperationNotFound
 
 if TYPE_CHECKING:
-    from meshpoint.model.encryption_keys import EncryptionKey
     from meshpoint.model.ids import AgentName
     from meshpoint.model.tasks import TaskSummary
     from meshpoint.operations import Operations
+    from meshpoint.ports.sealer import Sealer
     from meshpoint.settings import MeshSettings, Settings, StoreSettings
     from meshpoint.settings.choosing import OptionNames
     from meshpoint.wiring import Tables
@@ -124,10 +124,12 @@ def load_databases(config: Path | None, database: str | None) -> list[StoreSetti
     Raises:
         ConfigurationError: Neither names a database.
     """
+    from meshpoint.model.encryption_keys import to_ring
     from meshpoint.settings import StoreSettings
 
     if database is not None:
-        return [StoreSettings.at(database, key="--db", keys=_environment_keys())]
+        keys, tenant = environment_keys()
+        return [StoreSettings.at(database, key="--db", keys=to_ring(keys, tenant))]
     return _stores_of(_load_named(config)) or _raise_without_database(config)
 
 
@@ -176,11 +178,18 @@ def _stores_of(settings: Settings) -> list[StoreSettings]:
     return stores_of(agents)
 
 
-def _environment_keys() -> tuple[EncryptionKey, ...]:
-    from meshpoint.model.encryption_keys import environment_ring
+def environment_keys() -> tuple[tuple[str, ...], str | None]:
+    """The encryption keys and the tenant in the environment.
+
+    Raises:
+        ConfigurationError: A key cannot be used.
+    """
+    from meshpoint.model import encryption_keys
     from meshpoint.settings.loading import read_overrides
 
-    return environment_ring(read_overrides(os.environ))
+    variables = read_overrides(os.environ)
+    tenant = variables.get("agent", {}).get("encryption_tenant")
+    return encryption_keys.environment_keys(variables), tenant
 
 
 def database_options(config: Path | None, namespace: str | None) -> str:
@@ -232,6 +241,19 @@ def environment_secret_keys() -> list[str]:
         raise ConfigurationError(
             name, "is not a JSON list", f"""write {name}='["name"]'"""
         ) from error
+
+
+def environment_sealer() -> Sealer | None:
+    """The sealer with the keys in the environment.
+
+    Raises:
+        ConfigurationError: A key cannot be used.
+    """
+    from meshpoint import wiring
+    from meshpoint.model.encryption_keys import to_ring
+
+    keys, tenant = environment_keys()
+    return wiring.make_sealer(to_ring(keys, tenant), "encryption_keys")
 
 
 async def open_each(

@@ -101,8 +101,8 @@ def to_ring(keys: Iterable[str], tenant: str | None = None) -> tuple[EncryptionK
     )
 
 
-def environment_ring(variables: Mapping[str, Mapping[str, Any]]) -> tuple[EncryptionKey, ...]:
-    """The ring in the `MESHPOINT_` variables, for commands that read no file.
+def environment_keys(variables: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """The keys in the `MESHPOINT_` variables, for commands that read no file.
 
     Raises:
         ConfigurationError: A key cannot be used.
@@ -111,4 +111,4 @@ def environment_ring(variables: Mapping[str, Mapping[str, Any]]) -> tuple[Encryp
     name, found = "MESHPOINT_AGENT__ENCRYPTION_KEYS", agent.get("encryption_keys")
     if found is None:
         name, found = "MESHPOINT_MESH__ENCRYPTION_KEYS", mesh.get("encryption_keys")
-    return to_ring(read_keys(found, name), agent.get("encryption_tenant"))
+    return read_keys(found, name)

@@ -113,6 +113,9 @@ _CHECKPOINT = (
     SNAPSHOT,
 ) = _CHECKPOINT
 
+MESSAGES = _sealed("meshpoint_conversation_turns.messages", Kind.TEXT, "conversation", "task_id")
+"""In a table of its own, which is not among the store's."""
+
 SEALED = (
     *(A2A_CONTEXT, ARTIFACTS, ARTIFACT_SIGNALS, RESPONSE_BUFFER, FLAGS, TOKEN_USAGE),
     *(CONTEXT_REST, SECURITY_CONTEXT, STATE, REQUEST, REPLY, REQUEST_DIGEST, REASON),
