@@ -15,6 +15,7 @@ from meshpoint.extras import (
     AGENT_FRAMEWORK,
     COMMAND_LINE,
     CONFORMANCE,
+    ENCRYPTION,
     GOOGLE_ADK,
     LANGGRAPH,
     POSTGRESQL,
@@ -35,6 +36,7 @@ FEATURES = (
     RABBITMQ,
     POSTGRESQL,
     REDIS,
+    ENCRYPTION,
     TELEMETRY,
     COMMAND_LINE,
     YAML,
@@ -50,6 +52,7 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "rabbitmq": (RABBITMQ,),
     "postgresql": (POSTGRESQL,),
     "redis": (REDIS,),
+    "encryption": (ENCRYPTION,),
     "telemetry": (TELEMETRY,),
     "cli": (COMMAND_LINE, YAML),
     "testing": (CONFORMANCE,),
@@ -58,7 +61,7 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "langgraph": (LANGGRAPH,),
     "agent-framework": (AGENT_FRAMEWORK, YAML),
     "strands": (STRANDS, YAML),
-    "all": (RABBITMQ, POSTGRESQL, REDIS, TELEMETRY, COMMAND_LINE, YAML),
+    "all": (RABBITMQ, POSTGRESQL, REDIS, ENCRYPTION, TELEMETRY, COMMAND_LINE, YAML),
 }
 """Features that each extra makes usable."""
 

@@ -29,7 +29,7 @@ from meshpoint.ports.broker import (
 from meshpoint.ports.dead_letters import DeadLetters
 from meshpoint.ports.sealer import Place, Sealer
 
-_log = logging.getLogger("meshpoint.broker")
+_log = logging.getLogger(__name__)
 
 OVERHEAD = 64
 """Bytes that sealing adds to a body, at most."""
