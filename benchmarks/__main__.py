@@ -36,6 +36,7 @@ class Benchmark(StrEnum):
     HISTORY = "history"
     FRAMEWORKS = "frameworks"
     QUEUES = "queues"
+    ENCRYPTION = "encryption"
 
 
 def main(

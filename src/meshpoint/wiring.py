@@ -21,6 +21,7 @@ from meshpoint.adapters.clocks import DatabaseClock, SystemClock
 from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchange
 from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
+from meshpoint.adapters.sealed_broker import SealedBroker, SealedDeadLetters
 from meshpoint.adapters.sqlite_queue import SqliteBroker, queues
 from meshpoint.adapters.sqlite_queue.dead_letters import SqliteDeadLetters
 from meshpoint.adapters.sqlite_queue.inspection import SqliteInspection
@@ -64,16 +65,16 @@ _CLOSE_TIMEOUT, _MIN_CLOSE_TIMEOUT = 10.0, 0.25
 
 
 def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
-    """Create the broker of a mesh, not yet open. With keys, it seals what messages contain.
+    """Create the broker of a mesh, not yet open. With keys, it seals the bodies of messages.
+
+    Without keys, it keeps sealed messages from being refused as unreadable.
 
     `purpose` appears in the names of connections to RabbitMQ.
     """
     broker = _make_clear_broker(mesh, purpose)
-    sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
-    if sealer is None or isinstance(broker, InProcessBroker):
+    if isinstance(broker, InProcessBroker):
         return broker
-    from meshpoint.adapters.sealed_broker import SealedBroker
-
+    sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
     return SealedBroker(broker, sealer, mesh.namespace)
 
 
@@ -411,7 +412,7 @@ async def reseal(
 
 
 async def forget_key(agent: AgentSettings, namespace: str, key_id: str) -> None:
-    """Let replicas of `agent` start without a lost key. What it has sealed stays unreadable."""
+    """Let replicas of `agent` start without a lost key. Its values stay unreadable."""
     from meshpoint.adapters.sql import SqlStore, resealing
     from meshpoint.adapters.sql.rows import AgentNames
 
@@ -582,8 +583,6 @@ def make_dead_letters(
     letters = _make_clear_dead_letters(mesh, agents, warn)
     if letters is None:
         return None
-    from meshpoint.adapters.sealed_broker import SealedDeadLetters
-
     sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
     return SealedDeadLetters(letters, sealer, mesh.namespace)
 

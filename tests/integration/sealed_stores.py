@@ -215,7 +215,7 @@ async def _mailbox(store: SqlStore) -> TaskId:
 
 
 async def columns_with(url: str, *needles: bytes) -> set[str]:
-    """The columns in which one of `needles` is found, however the value is encoded."""
+    """The columns in which any of `needles` is found."""
     engine = create_async_engine(async_url(url))
     found: set[str] = set()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,22 @@ from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.inventory import DIGESTED, SEALED
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.tasks import TaskFilter, TaskState
-from meshpoint.testing.conformance.build import AGENT, HERE, paused, ready, row
+from meshpoint.model.transitions import JoinCompleted, Pause
+from meshpoint.ports.inspection import AgentKeys
+from meshpoint.testing.conformance.build import (
+    AGENT,
+    HERE,
+    a_claim,
+    a_pause,
+    an_end,
+    ok,
+    outcomes,
+    paused,
+    ready,
+    reply_of,
+    resumed,
+    row,
+)
 
 QUALIFIED = f"test/{AGENT}"
 
@@ -78,7 +94,44 @@ async def test_keys_are_replaced_and_removed(database_url: str) -> None:
         await _read_all(store)
 
 
-async def _reseal(url: str, ring: KeyRing) -> resealing.AgentKeys:
+async def test_resealing_under_load_loses_nothing(database_url: str) -> None:
+    async with open_sealed(database_url, a_ring(OLD)) as store:
+        waiting = [await paused(store, "a", "b", state=b"%d" % number) for number in range(20)]
+    async with open_sealed(database_url, a_ring(NEW, OLD)) as store:
+        stop, found = asyncio.Event(), list[AgentKeys]()
+
+        async def keep_resealing() -> None:
+            while not stop.is_set():
+                found.append(await _reseal(database_url, a_ring(NEW, OLD)))
+
+        async def run(pause: Pause) -> None:
+            await store.claim([a_claim(pause, "a", ok(["a", pause.run.task_id]))], HERE, 0)
+            (result,) = await store.claim([a_claim(pause, "b", ok("b"))], HERE, 1)
+            assert isinstance(result, JoinCompleted)
+            task = result.task
+            assert task.state == pause.state
+            assert outcomes(task) == {"a": ok(["a", pause.run.task_id]), "b": ok("b")}
+            again = a_pause(run=task.run, state=b"again " + pause.state)
+            task = await resumed(store, again)
+            assert task.state == again.state
+            assert await store.end([an_end(task.run, reply=b"reply to " + pause.state)])
+
+        resealing_ = asyncio.create_task(keep_resealing())
+        await asyncio.gather(*map(run, waiting))
+        stop.set()
+        await resealing_
+        for pause in waiting:
+            reply = await reply_of(store, pause.run.task_id)
+            assert reply.body == b"reply to " + pause.state
+    assert found
+    last = await _reseal(database_url, a_ring(NEW, OLD))
+    assert set(last.values) == {a_ring(NEW).key_id()}
+    async with open_sealed(database_url, a_ring(NEW)) as store:
+        for pause in waiting:
+            assert (await reply_of(store, pause.run.task_id)).body.startswith(b"reply to ")
+
+
+async def _reseal(url: str, ring: KeyRing) -> AgentKeys:
     async with open_sealed(url, ring, replica=False) as store:
         return await resealing.reseal(store._database, QUALIFIED)
 

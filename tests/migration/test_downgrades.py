@@ -41,7 +41,8 @@ from meshpoint.testing.conformance.store_records import (
     write,
 )
 
-PREVIOUS = f"{int(REVISION) - 1:04}"
+_FILES = (migrations.migrations_folder() / "versions").glob("0*.py")
+PREVIOUS, *EARLIER = sorted({file.name[:4] for file in _FILES} - {REVISION}, reverse=True)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
@@ -67,9 +68,9 @@ async def test_each_migration_can_be_undone_and_repeated(empty_url: str) -> None
     await upgrade(empty_url)
     async with open_store(empty_url) as store:
         pause = await paused(store)
-    for number in range(int(REVISION) - 1, 0, -1):
+    for revision in (PREVIOUS, *EARLIER):
         plan = await downgrade(empty_url, None)
-        assert (plan.target, plan.losses) == (f"{number:04}", ())
+        assert (plan.target, plan.losses) == (revision, ())
         assert await revision_of(empty_url) == plan.target
     await upgrade(empty_url)
     assert await differences(empty_url) == []
@@ -200,6 +201,17 @@ async def test_only_an_earlier_revision_is_accepted(empty_url: str, target: str)
     with pytest.raises(ConfigurationError, match="is not before the database's revision"):
         await downgrade(empty_url, target)
     assert await revision_of(empty_url) == REVISION
+
+
+async def test_sealed_values_stay_where_they_can_be_read(empty_url: str) -> None:
+    await upgrade(empty_url)
+    key = "INSERT INTO agent_mesh_keys VALUES ('mesh/travel', '0a0b0c0d', 0)"
+    await execute(empty_url, key)
+    with pytest.raises(ConfigurationError, match="run meshpoint db reseal --clear"):
+        await downgrade(empty_url, None)
+    await execute(empty_url, "DELETE FROM agent_mesh_keys")
+    await downgrade(empty_url, None)
+    assert await revision_of(empty_url) == PREVIOUS
 
 
 async def test_a_revision_of_a_later_release_is_left_alone(empty_url: str) -> None:

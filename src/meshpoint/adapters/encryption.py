@@ -93,7 +93,7 @@ class KeyRing:
     """A `meshpoint.ports.sealer.Sealer`.
 
     Args:
-        keys: The first one seals, or the first one of an agent what belongs to that agent.
+        keys: Newest first. The newest key of an agent seals its values, if keys name agents.
         setting: The setting that has them, for errors.
         scope: What they seal. Keys of one scope open nothing of another.
     """

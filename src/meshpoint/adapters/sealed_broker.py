@@ -45,10 +45,11 @@ class Envelopes:
 
     def __init__(self, sealer: Sealer | None, namespace: str) -> None:
         self._sealer, self._namespace = sealer, namespace
+        self.seals = sealer is not None and sealer.key_id() is not None
 
     def seal(self, message: Message) -> Message:
         """The message with a sealed body."""
-        if self._sealer is None or self._sealer.key_id() is None or not message.body:
+        if self._sealer is None or not self.seals or not message.body:
             return message
         sealed = self._sealer.seal(compress(message.body), self._place(message))
         return replace(message, body=sealed)
@@ -101,14 +102,14 @@ class _OpenedDelivery:
 
 
 class SealedBroker:
-    """A `meshpoint.ports.broker.Broker` that seals what `broker` carries.
+    """A `meshpoint.ports.broker.Broker` that seals the bodies of messages, if it has a sealer.
 
     Bodies in the clear are accepted. A body whose key is missing is returned to its queue, for a
     replica that has the key; after some returns it becomes a dead letter, to be replayed once the
     key is there.
     """
 
-    def __init__(self, broker: Broker, sealer: Sealer, namespace: str) -> None:
+    def __init__(self, broker: Broker, sealer: Sealer | None, namespace: str) -> None:
         self._broker, self._envelopes = broker, Envelopes(sealer, namespace)
         self._returning: set[asyncio.Task[None]] = set()
 
@@ -130,7 +131,7 @@ class SealedBroker:
     def max_message_bytes(self) -> int | None:
         """See `Broker`."""
         limit = self._broker.max_message_bytes
-        return None if limit is None else limit - OVERHEAD
+        return limit - OVERHEAD if limit is not None and self._envelopes.seals else limit
 
     async def open(self) -> None:
         """See `Broker`."""
@@ -163,6 +164,8 @@ class SealedBroker:
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[PublishResult]:
         """See `Broker`."""
+        if not self._envelopes.seals:
+            return await self._broker.publish(messages)
         seal = self._envelopes.seal
         return await self._broker.publish([(to, seal(message)) for to, message in messages])
 

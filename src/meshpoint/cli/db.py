@@ -180,7 +180,7 @@ def reseal(
         typer.Option(
             "--forget",
             metavar="KEY",
-            help="Let replicas start without this lost key. What it has sealed stays unreadable.",
+            help="Let replicas start without this lost key. Its values stay unreadable.",
         ),
     ] = None,
     as_json: sources.AsJson = False,

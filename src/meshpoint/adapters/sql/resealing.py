@@ -364,7 +364,7 @@ def _seq(stored: Any) -> int:
 
 
 async def _update_register(database: Database, agent: str, found: AgentKeys) -> None:
-    """Remove the keys from the register that seal nothing, except the one that seals."""
+    """Remove unused keys from the register, but never the newest."""
     sealer = database.options.codec.sealer
     newest = None if sealer is None else sealer.key_id(agent)
 

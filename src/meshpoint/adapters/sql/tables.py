@@ -283,8 +283,8 @@ secrets = Table(
 )
 
 
-# The keys that may have sealed values of an agent. A replica that lacks one of them refuses to
-# start, and `meshpoint db reseal` deletes those that are no longer in use.
+# The keys that may have sealed values of an agent. A replica without all of them refuses to
+# start, and `meshpoint db reseal` deletes unused ones.
 keys = Table(
     "agent_mesh_keys",
     metadata,

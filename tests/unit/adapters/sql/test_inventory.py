@@ -1,4 +1,4 @@
-"""Every column of the store is sealed, a keyed digest, or clear, and exactly one of them."""
+"""Every column of the store is in exactly one list: sealed, keyed digest or clear."""
 
 from __future__ import annotations
 
