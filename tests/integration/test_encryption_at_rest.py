@@ -41,6 +41,7 @@ from meshpoint.testing.conformance.build import (
     reply_of,
     resumed,
     row,
+    write_pause,
 )
 
 QUALIFIED = f"test/{AGENT}"
@@ -112,6 +113,7 @@ async def test_resealing_under_load_loses_nothing(database_url: str) -> None:
             assert task.state == pause.state
             assert outcomes(task) == {"a": ok(["a", pause.run.task_id]), "b": ok("b")}
             again = a_pause(run=task.run, state=b"again " + pause.state)
+            await write_pause(store, again)
             task = await resumed(store, again)
             assert task.state == again.state
             assert await store.end([an_end(task.run, reply=b"reply to " + pause.state)])
