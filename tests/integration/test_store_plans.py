@@ -120,7 +120,7 @@ TABLES = (*CROWDED, operations, checkpoints, archive, subtask_records, task_log)
 
 _FOR_PEOPLE = {
     *("LIST_OPERATIONS", "LIST_AGENT_OPERATIONS", "READ_WAITS"),
-    *("READ_AGENTS", "READ_REQUEST"),
+    *("READ_AGENTS", "READ_REQUEST", "LIST_VALUES"),
     *("COUNT_TASKS", "COUNT_WAITS", "COUNT_DEAD", "COUNT_PARKED", "COUNT_SUSPENDED"),
     *("COUNT_OPERATIONS", "READ_OWNERS"),
 }
