@@ -10,6 +10,7 @@
 #   make fuzz    mutated messages on live replicas for MINUTES=10, with honest traffic next to them; the suite has a minute
 #   make dashboard-check   the dashboard in Chromium: pictures, every action, axe-core, 100,000 tasks; needs chromium and npm
 #   make model   the store's model at length, with new seeds; MESHPOINT_MODEL_EXAMPLES=1000 says how long
+#   make sealed  the suites of stores and brokers with encryption; the suite searches for canaries
 #   make simulation SEEDS=2000   the whole worker on a simulated loop, broker and store; SEED=17 replays one
 #   make check   formatting, lint, types, layers
 #   make fmt     format in place
@@ -36,7 +37,7 @@ MINUTES ?= 20
 # The tests start many interpreters. Without bytecode files, each would recompile every module.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lowest coverage acceptance outages deploys frameworks simulation chaos application dashboard-check fuzz bench since model docs manifests check fmt dist install-check clean
+.PHONY: demo test lowest coverage sealed acceptance outages deploys frameworks simulation chaos application dashboard-check fuzz bench since model docs manifests check fmt dist install-check clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -60,6 +61,9 @@ coverage: $(STAMPS)/dev
 
 acceptance: $(STAMPS)/dev
 	@MESHPOINT_ALL_BACKENDS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/acceptance $(ARGS)
+
+sealed: $(STAMPS)/dev
+	@MESHPOINT_SEALED=1 $(BIN)/python -m pytest -n $(JOBS) -k Sealed tests/conformance $(ARGS)
 
 outages: $(STAMPS)/dev
 	@MESHPOINT_OUTAGE_SECONDS=60 $(BIN)/python -m pytest tests/acceptance/test_outages.py $(ARGS)

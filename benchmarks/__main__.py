@@ -37,6 +37,7 @@ class Benchmark(StrEnum):
     FRAMEWORKS = "frameworks"
     QUEUES = "queues"
     TIMELINE = "timeline"
+    ENCRYPTION = "encryption"
 
 
 def main(

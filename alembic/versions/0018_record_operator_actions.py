@@ -10,7 +10,7 @@ from alembic import op
 from sqlalchemy.dialects.postgresql import VARCHAR
 
 revision = "0018"
-down_revision = "0016"
+down_revision = "0017"
 branch_labels = None
 depends_on = None
 

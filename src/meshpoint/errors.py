@@ -8,6 +8,7 @@
     │   │   ├── QueueFull       the broker works, but the agent's request queue is full
     │   │   └── SendInDoubt     a request was not confirmed: repeat it with the same task id
     │   ├── StoreUnavailable    nothing was written
+    │   │   ├── KeyMissing      a value is sealed with a key that this process lacks: names it
     │   │   └── CommitInDoubt   a COMMIT was sent but not confirmed: repeat with the same run id
     │   │       └── RowLocked   another session locks a row that this step needs: repeat the step
     │   └── MemoryUnavailable   retry the task later, or let the agent continue without memory
@@ -114,6 +115,24 @@ class SendInDoubt(BrokerUnavailable):
 
 class StoreUnavailable(Unavailable):
     """The database did not answer, and the transaction did not commit."""
+
+
+class KeyMissing(StoreUnavailable):
+    """A stored value is sealed with a key that this process does not have.
+
+    A process with the key can read it, so nothing is lost.
+
+    Attributes:
+        key_id: The key.
+        setting: The setting that must have it.
+    """
+
+    def __init__(self, key_id: str, setting: str, has_keys: bool = True) -> None:
+        lacks = "does not have" if has_keys else "is not set to have"
+        super().__init__(
+            f"sealed with key {key_id}, which {setting} {lacks}: add that key to {setting}"
+        )
+        self.key_id, self.setting = key_id, setting
 
 
 class CommitInDoubt(StoreUnavailable):

@@ -74,6 +74,7 @@ DASHBOARD = Feature(
 COMMAND_LINE = Feature(
     "the command line", "cli", {"typer": "typer", "rich": "rich", "yaml": "pyyaml"}
 )
+ENCRYPTION = Feature("encryption", "encryption", {"cryptography": "cryptography"})
 YAML = Feature("a YAML file", "cli", {"yaml": "pyyaml"})
 PYDANTIC_AI = Feature("Pydantic AI", "pydantic-ai", {"pydantic_ai": "pydantic-ai-slim"})
 GOOGLE_ADK = Feature("Google ADK", "google-adk", {"google.adk": "google-adk"})

@@ -60,7 +60,11 @@ async def local_mesh(
         Unavailable: The broker or the database does not answer.
     """
     _check_names(agents)
-    mesh = MeshSettings(namespace=namespace or f"local-{new_id()}", broker_url=broker_url)
+    mesh = MeshSettings(
+        namespace=namespace or f"local-{new_id()}",
+        broker_url=broker_url,
+        encryption_keys=options.get("encryption_keys", ()),
+    )
     with tempfile.TemporaryDirectory(prefix="meshpoint-", ignore_cleanup_errors=True) as folder:
         defaults: dict[str, Any] = {
             "stateless_checkpointing": True,

@@ -12,6 +12,7 @@ from typing import Self
 
 from meshpoint.errors import ConfigurationError, OperationNotFound
 from meshpoint.model.bodies import ResponseBody, parse_body
+from meshpoint.model.encryption_keys import read_keys, to_ring
 from meshpoint.model.ids import TaskId
 from meshpoint.model.memory import SnapshotInfo
 from meshpoint.model.messages import validate_agent_name
@@ -47,16 +48,29 @@ class Operations:
     Args:
         db_url: The `session_db_url` of the agents.
         namespace: The namespace of their mesh.
+        encryption_keys: Their `encryption_keys`, the one that encrypts first.
+        encryption_tenant: Their `encryption_tenant`.
 
     Raises:
         ConfigurationError: The URL is invalid, or the database schema is not up to date.
         StoreUnavailable: The database does not answer.
     """
 
-    def __init__(self, db_url: str, *, namespace: str = "meshpoint") -> None:
-        self._store = make_store(
-            StoreSettings.at(db_url, key="db_url"), namespace, TimelineOptions(known_only=True)
-        )
+    def __init__(
+        self,
+        db_url: str,
+        *,
+        namespace: str = "meshpoint",
+        encryption_keys: Sequence[str] = (),
+        encryption_tenant: str | None = None,
+    ) -> None:
+        ring = to_ring(read_keys(list(encryption_keys), "encryption_keys"), encryption_tenant)
+        self._store = _make_store(StoreSettings.at(db_url, key="db_url", keys=ring), namespace)
+
+    @classmethod
+    def at(cls, store: StoreSettings, namespace: str) -> Self:
+        """The operations in the database of these settings."""
+        return cls._on(_make_store(store, namespace))
 
     @classmethod
     def _on(cls, store: CheckpointStore) -> Self:
@@ -271,3 +285,8 @@ async def _apply_in_batches(
         results = await change(part)
         changed += [id_ for id_, result in zip(part, results, strict=True) if result]
     return changed
+
+
+def _make_store(settings: StoreSettings, namespace: str) -> CheckpointStore:
+    """The store, which records changes of the tasks that have a timeline."""
+    return make_store(settings, namespace, TimelineOptions(known_only=True))

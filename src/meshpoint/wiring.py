@@ -22,6 +22,7 @@ from meshpoint.adapters.clocks import DatabaseClock, SystemClock
 from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessExchange
 from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
+from meshpoint.adapters.sealed_broker import SealedBroker, SealedDeadLetters
 from meshpoint.adapters.sqlite_queue import SqliteBroker, queues
 from meshpoint.adapters.sqlite_queue.dead_letters import SqliteDeadLetters
 from meshpoint.adapters.sqlite_queue.inspection import SqliteInspection
@@ -31,6 +32,7 @@ from meshpoint.engine.runtime import build_runtime
 from meshpoint.engine.worker import Worker
 from meshpoint.errors import ConfigurationError
 from meshpoint.extras import TELEMETRY
+from meshpoint.model.encryption_keys import EncryptionKey
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, new_id
 from meshpoint.model.options import Options, StoreTimings
@@ -43,6 +45,7 @@ from meshpoint.ports.inspection import BrokerInspection, CacheInspection, Databa
 from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.observer import Observer, Observers
 from meshpoint.ports.operator_store import OperatorStore
+from meshpoint.ports.sealer import Place, Sealer
 from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentOptions, AgentSettings, MeshSettings, Settings, StoreSettings
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from meshpoint.adapters.telemetry.exporter import Source
     from meshpoint.adapters.telemetry.metrics import Meter
     from meshpoint.adapters.telemetry.prometheus_meter import PrometheusMeter
+    from meshpoint.ports.inspection import AgentKeys
 
 _SqlStore = TypeVar("_SqlStore", bound="SqlStore")
 _CLOCK = SystemClock()
@@ -70,10 +74,20 @@ _CLOSE_TIMEOUT, _MIN_CLOSE_TIMEOUT = 10.0, 0.25
 
 
 def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
-    """Create the broker of a mesh, not yet open.
+    """Create the broker of a mesh, not yet open. With keys, it seals the bodies of messages.
+
+    Without keys, it keeps sealed messages from being refused as unreadable.
 
     `purpose` appears in the names of connections to RabbitMQ.
     """
+    broker = _make_clear_broker(mesh, purpose)
+    if isinstance(broker, InProcessBroker):
+        return broker
+    sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
+    return SealedBroker(broker, sealer, mesh.namespace)
+
+
+def _make_clear_broker(mesh: MeshSettings, purpose: str) -> Broker:
     scheme = urlsplit(mesh.broker_url).scheme
     if scheme == "memory":
         return InProcessBroker(
@@ -115,15 +129,19 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
 
 
 def make_store(
-    store: StoreSettings, namespace: str, timeline: TimelineOptions | None = None
+    store: StoreSettings,
+    namespace: str,
+    timeline: TimelineOptions | None = None,
+    agent: AgentName | None = None,
 ) -> CheckpointStore:
     """Create the store in a database; `await store.open()` connects.
 
-    `timeline` says which changes of tasks it records; by default none.
+    `timeline` says which changes of tasks it records; by default none. With `agent`, it is the
+    store of a replica of that agent.
     """
     from meshpoint.adapters.sql import SqlStore
 
-    return _make_sql_store(SqlStore, store, namespace, timeline)
+    return _make_sql_store(SqlStore, store, namespace, timeline, agent)
 
 
 def make_operator_store(store: StoreSettings, namespace: str) -> OperatorStore:
@@ -138,6 +156,7 @@ def _make_sql_store(
     store: StoreSettings,
     namespace: str,
     timeline: TimelineOptions | None,
+    agent: AgentName | None = None,
 ) -> _SqlStore:
     timings = store.timings
     return kind(
@@ -154,12 +173,51 @@ def _make_sql_store(
         max_join_bytes=store.max_join_bytes,
         confirm_linger=timings.dispatch_lease / 25,
         timeline=timeline,
+        sealer=make_sealer(store.keys, "encryption_keys"),
+        agent=agent,
     )
 
 
 def _make_timeline(timings: StoreTimings, replica: ReplicaId) -> TimelineOptions | None:
     """What a replica records, if the settings say so."""
     return TimelineOptions(replica, timings.timeline_retention) if timings.timeline else None
+
+
+def make_sealer(keys: Sequence[EncryptionKey], setting: str) -> Sealer | None:
+    """Create the sealer with these keys; `None` without any. Keys of `mesh` open nothing else."""
+    if not keys:
+        return None
+    from meshpoint.adapters.encryption import KeyRing, RingKey
+
+    scope = "mesh" if setting.startswith("mesh.") else "store"
+    given = [RingKey(key.secret, key.tenant, key.agent) for key in keys]
+    return KeyRing(given, setting=setting, scope=scope)
+
+
+def seal_text(sealer: Sealer | None, text: str, place: Place) -> str:
+    """Encrypt the text of a file, if there is a sealer."""
+    if sealer is None or sealer.key_id() is None:
+        return text
+    from meshpoint.adapters import encryption
+
+    return encryption.to_text(sealer.seal(encryption.compress(text.encode()), place)) + "\n"
+
+
+def open_text(sealer: Sealer | None, stored: str, place: Place) -> str:
+    """Undo `seal_text`. A text in the clear is returned as it is.
+
+    Raises:
+        KeyMissing: The key that encrypted it is missing.
+        ValueError: It was changed, or belongs elsewhere.
+    """
+    from meshpoint.adapters import encryption
+
+    if not encryption.is_text_envelope(stored):
+        return stored
+    envelope = encryption.from_text(stored.strip())
+    if sealer is None:
+        raise encryption.missing_key(envelope)
+    return encryption.expand(sealer.open(envelope, place)).decode()
 
 
 @asynccontextmanager
@@ -225,7 +283,8 @@ def build_worker(
     """Create the worker of `durable_agent` with the options `agent`, ready to `run`."""
     settings, replica_id = agent.store_settings(), ReplicaId(new_id())
     timeline = _make_timeline(settings.timings, replica_id)
-    store = make_store(settings, namespace, timeline) if agent.has_database else None
+    name = AgentName(durable_agent.name)
+    store = make_store(settings, namespace, timeline, name) if agent.has_database else None
     clock = DatabaseClock(_CLOCK, store) if store else _CLOCK
     inprocess_store = InProcessStore(clock, timings=settings.timings, max_ended=_MAX_ENDED_TASKS)
     runtime = build_runtime(
@@ -260,7 +319,11 @@ def _make_cache(
 
     ttl = timedelta(seconds=agent.checkpoint_cache_ttl_seconds)
     return RedisCheckpointCache(
-        agent.checkpoint_cache_url, namespace=namespace, secret=secret, ttl=ttl
+        agent.checkpoint_cache_url,
+        namespace=namespace,
+        secret=secret,
+        ttl=ttl,
+        sealer=make_sealer(agent.key_ring, "agent.encryption_keys"),
     )
 
 
@@ -296,7 +359,12 @@ def _make_snapshots(
 
     ttl = timedelta(seconds=agent.memory_paused_ttl_seconds)
     return RedisSnapshotStore(
-        url, namespace=namespace, secret=secret, max_bytes=_read_limit(agent), ttl=ttl
+        url,
+        namespace=namespace,
+        secret=secret,
+        max_bytes=_read_limit(agent),
+        ttl=ttl,
+        sealer=make_sealer(agent.key_ring, "agent.encryption_keys"),
     )
 
 
@@ -345,6 +413,53 @@ def delete_unserved_queues(file: Path, namespace: str, served: Collection[str]) 
         BrokerUnavailable: Others kept the file locked for 10 seconds, or it is unreadable.
     """
     queues.delete_queues(file, namespace, keep=served)
+
+
+async def reseal(
+    agent: AgentSettings,
+    namespace: str,
+    *,
+    clear: bool = False,
+    changes: bool = True,
+    on_rows: Callable[[int, int], None] = lambda done, total: None,
+) -> AgentKeys:
+    """Seal what an agent has stored with its newest key, or with `clear` store it in the clear.
+
+    Without `changes`, only counts what is sealed with which key. `on_rows` gets the number of rows
+    read so far, and of all rows.
+
+    Raises:
+        ConfigurationError: The schema is not up to date.
+        StoreUnavailable: The database does not answer.
+    """
+    from meshpoint.adapters.sql import SqlStore, resealing
+    from meshpoint.adapters.sql.rows import AgentNames
+
+    settings = agent.store_settings()
+    if clear:
+        settings = replace(settings, keys=(EncryptionKey(b""), *settings.keys))
+    name = AgentNames(namespace).qualified(AgentName(agent.name))
+    async with open_store(settings, namespace) as store:
+        assert isinstance(store, SqlStore)
+        total, done = await resealing.count_rows(store.database, name), 0
+
+        def count(rows: int) -> None:
+            nonlocal done
+            done += rows
+            on_rows(done, max(total, done))
+
+        return await resealing.reseal(store.database, name, changes=changes, on_rows=count)
+
+
+async def forget_key(agent: AgentSettings, namespace: str, key_id: str) -> None:
+    """Let replicas of `agent` start without a lost key. Its values stay unreadable."""
+    from meshpoint.adapters.sql import SqlStore, resealing
+    from meshpoint.adapters.sql.rows import AgentNames
+
+    name = AgentNames(namespace).qualified(AgentName(agent.name))
+    async with open_store(agent.store_settings(), namespace) as store:
+        assert isinstance(store, SqlStore)
+        await resealing.forget(store.database, name, key_id)
 
 
 async def delete_tasks(
@@ -472,7 +587,8 @@ def inspect_database(
     """Create the inspection of a database, not yet open."""
     from meshpoint.adapters.sql.inspection import SqlInspection
 
-    return SqlInspection(store.url, namespace=namespace, timeout=timeout)
+    sealer = make_sealer(store.keys, "encryption_keys")
+    return SqlInspection(store.url, namespace=namespace, timeout=timeout, sealer=sealer)
 
 
 def inspect_broker(mesh: MeshSettings, timeout: timedelta) -> BrokerInspection | None:
@@ -504,6 +620,16 @@ def make_dead_letters(
     whose letters are read on RabbitMQ, unless others are named. `warn` gets one line about letters
     that cannot be read or kept.
     """
+    letters = _make_clear_dead_letters(mesh, agents, warn)
+    if letters is None:
+        return None
+    sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
+    return SealedDeadLetters(letters, sealer, mesh.namespace)
+
+
+def _make_clear_dead_letters(
+    mesh: MeshSettings, agents: Collection[AgentName], warn: Callable[[str], None]
+) -> DeadLetters | None:
     scheme = urlsplit(mesh.broker_url).scheme
     if scheme == "memory":
         return None

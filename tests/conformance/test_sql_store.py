@@ -1,7 +1,8 @@
-"""The SQL store passes the store suite on SQLite and PostgreSQL."""
+"""The SQL store passes the store suite on SQLite and PostgreSQL, in the clear and sealed."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -11,9 +12,11 @@ import asyncpg
 import pytest
 from sqlalchemy.exc import IntegrityError
 
+from meshpoint.adapters.encryption import KeyRing, RingKey
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.tasks import Run, TaskState
 from meshpoint.model.timeline import Change, TimelineOptions
+from meshpoint.ports.sealer import Sealer
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
@@ -51,16 +54,18 @@ async def open_store(url: str, clock: FakeClock, **options: Any) -> AsyncIterato
 
 
 class SqlStoreSuite(CheckpointStoreSuite):
+    sealer: Sealer | None = None
+
     @pytest.fixture
     async def store(self, clock: FakeClock, database_url: str) -> AsyncIterator[CheckpointStore]:
-        async with open_store(database_url, clock) as store:
+        async with open_store(database_url, clock, sealer=self.sealer) as store:
             yield store
 
     @pytest.fixture
     async def other(
         self, clock: FakeClock, database_url: str, store: CheckpointStore
     ) -> AsyncIterator[CheckpointStore]:
-        async with open_store(database_url, clock) as other:
+        async with open_store(database_url, clock, sealer=self.sealer) as other:
             yield other
 
 
@@ -135,3 +140,20 @@ class TestOnSqlite(SqlStoreSuite):
     @pytest.fixture
     def database_url(self, sqlite_url: str) -> str:
         return sqlite_url
+
+
+RING = KeyRing([RingKey(b"k" * 32)], setting="encryption_keys", scope="store")
+
+if "MESHPOINT_SEALED" in os.environ:  # `make sealed`
+
+    class TestSealedOnPostgres(TestOnPostgres):
+        sealer = RING
+
+        async def test_what_is_known_of_a_waiting_task(self) -> None:  # type: ignore[override]
+            """Users and sessions are digests: see `test_encryption_at_rest`."""
+
+    class TestSealedOnSqlite(TestOnSqlite):
+        sealer = RING
+
+        async def test_what_is_known_of_a_waiting_task(self) -> None:  # type: ignore[override]
+            """Users and sessions are digests: see `test_encryption_at_rest`."""

@@ -16,6 +16,7 @@ from meshpoint.extras import (
     COMMAND_LINE,
     CONFORMANCE,
     DASHBOARD,
+    ENCRYPTION,
     GOOGLE_ADK,
     LANGGRAPH,
     POSTGRESQL,
@@ -36,6 +37,7 @@ FEATURES = (
     RABBITMQ,
     POSTGRESQL,
     REDIS,
+    ENCRYPTION,
     TELEMETRY,
     COMMAND_LINE,
     YAML,
@@ -52,6 +54,7 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "rabbitmq": (RABBITMQ,),
     "postgresql": (POSTGRESQL,),
     "redis": (REDIS,),
+    "encryption": (ENCRYPTION,),
     "telemetry": (TELEMETRY,),
     "cli": (COMMAND_LINE, YAML),
     "dashboard": (DASHBOARD,),
@@ -61,7 +64,7 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "langgraph": (LANGGRAPH,),
     "agent-framework": (AGENT_FRAMEWORK, YAML),
     "strands": (STRANDS, YAML),
-    "all": (RABBITMQ, POSTGRESQL, REDIS, TELEMETRY, COMMAND_LINE, YAML, DASHBOARD),
+    "all": (*(RABBITMQ, POSTGRESQL, REDIS, ENCRYPTION, TELEMETRY, COMMAND_LINE, YAML, DASHBOARD),),
 }
 """Features that each extra makes usable."""
 

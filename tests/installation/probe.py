@@ -45,6 +45,15 @@ def redis() -> str:
     return type(make_working_memory(durable, "probe")).__name__
 
 
+def encryption() -> str:
+    from meshpoint.model.encryption_keys import EncryptionKey
+    from meshpoint.wiring import make_sealer
+
+    sealer = make_sealer([EncryptionKey(b"k" * 32)], "encryption_keys")
+    assert sealer is not None
+    return sealer.open(sealer.seal(b"sealed", ("probe", "")), ("probe", "")).decode()
+
+
 def telemetry() -> str:
     from meshpoint.extras import TELEMETRY
 
@@ -234,6 +243,7 @@ USES: dict[str, Callable[[], str]] = {
     "RabbitMQ": rabbitmq,
     "PostgreSQL": postgresql,
     "Redis": redis,
+    "encryption": encryption,
     "telemetry": telemetry,
     "a YAML file": yaml,
     "the command line": command_line,

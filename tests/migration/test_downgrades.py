@@ -203,6 +203,17 @@ async def test_only_an_earlier_revision_is_accepted(empty_url: str, target: str)
     assert await revision_of(empty_url) == REVISION
 
 
+async def test_sealed_values_stay_where_they_can_be_read(empty_url: str) -> None:
+    await upgrade(empty_url)
+    key = "INSERT INTO agent_mesh_keys VALUES ('mesh/travel', '0a0b0c0d', 0)"
+    await execute(empty_url, key)
+    with pytest.raises(ConfigurationError, match="run meshpoint db reseal --clear"):
+        await downgrade(empty_url, None)
+    await execute(empty_url, "DELETE FROM agent_mesh_keys")
+    await downgrade(empty_url, None)
+    assert await revision_of(empty_url) == PREVIOUS
+
+
 async def test_a_revision_of_a_later_release_is_left_alone(empty_url: str) -> None:
     await upgrade(empty_url)
     await execute(empty_url, f"UPDATE {VERSION_TABLE} SET version_num = '9999'")

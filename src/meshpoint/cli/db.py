@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshpoint.cli import sources
 from meshpoint.cli.exits import ExitCode
-from meshpoint.cli.output import print_either, print_json, print_note, print_text
+from meshpoint.cli.output import (
+    print_either,
+    print_json,
+    print_note,
+    print_text,
+    show_progress,
+)
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.error_text import quantity
 from meshpoint.settings.urls import redact_url
 
 if TYPE_CHECKING:
+    from meshpoint.ports.inspection import AgentKeys
     from meshpoint.wiring import Tables
 
 app = typer.Typer(help="Create and check the database schema.", no_args_is_help=True)
@@ -141,6 +153,99 @@ def sql(config: sources.Config = None, database: sources.Database = None) -> Non
 
     for store, tables in sources.load_schemas(config, database):
         print(schema_sql(store, tables))
+
+
+@app.command(
+    "reseal",
+    epilog="""\b
+Examples:
+  meshpoint db reseal travel.yaml
+  meshpoint db reseal travel.yaml --check
+  meshpoint db reseal travel.yaml --clear
+""",
+)
+def reseal(
+    configs: Annotated[
+        list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; all their agents.")
+    ],
+    *,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Store everything in the clear, before a rollback.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only count what is sealed. Changes nothing.")
+    ] = False,
+    forget: Annotated[
+        str | None,
+        typer.Option(
+            "--forget",
+            metavar="KEY",
+            help="Let replicas start without this lost key. Its values stay unreadable.",
+        ),
+    ] = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Seal what agents have stored with the first of their encryption_keys.
+
+    Replicas may keep running. Says at its end which keys are no longer in use. If it is stopped,
+    run it again: it continues with what is left. Exits with 2 if values cannot be opened.
+    """
+    from meshpoint import wiring
+    from meshpoint.settings import load
+
+    settings, failed = load(configs), False
+    agents = [agent for agent in settings.agents if agent.has_database]
+    if not agents:
+        raise ConfigurationError(
+            str(configs[0]), "no agent in it has a database", "add session_service: sql"
+        )
+    for agent in agents:
+        namespace, name = settings.mesh.namespace, agent.name
+        if forget is not None:
+            asyncio.run(wiring.forget_key(agent, namespace, forget))
+        with show_progress(f"{name}: counting rows …") as show:
+
+            def on_rows(done: int, total: int, name: str = name) -> None:
+                show(f"{name}: {_bar(done, total)} {done:,} of {total:,} rows")
+
+            found = asyncio.run(
+                wiring.reseal(agent, namespace, clear=clear, changes=not check, on_rows=on_rows)
+            )
+        sealer = wiring.make_sealer(agent.key_ring, "encryption_keys")
+        missing = set(found.values) - set(() if sealer is None else sealer.key_ids)
+        failed |= bool(missing or found.damaged)
+        data = {
+            "agent": name,
+            "changed_rows": found.changed,
+            "values_by_key": dict(found.values),
+            "clear_values": found.clear,
+            "damaged_values": found.damaged,
+            "unused_keys": list(found.unused),
+            "missing_keys": sorted(missing),
+        }
+        print_either(data, "\n".join(_describe_keys(name, found, missing)), as_json=as_json)
+    if failed:
+        raise typer.Exit(ExitCode.CONFIGURATION)
+
+
+_BAR_WIDTH = 20
+
+
+def _bar(done: int, total: int) -> str:
+    filled = _BAR_WIDTH * done // max(total, 1)
+    return "█" * filled + "░" * (_BAR_WIDTH - filled)
+
+
+def _describe_keys(name: str, found: AgentKeys, missing: Collection[str]) -> Iterator[str]:
+    yield f"{name}: changed {quantity(found.changed, 'row')}"
+    for key_id, values in sorted(found.values.items()):
+        lacks = ", which encryption_keys does not have" if key_id in missing else ""
+        yield f"  {quantity(values, 'value')} sealed with key {key_id}{lacks}"
+    yield f"  {quantity(found.clear, 'value')} in the clear"
+    if found.damaged:
+        yield f"  {quantity(found.damaged, 'value')} changed by others, which do not open"
+    for key_id in found.unused:
+        yield f"  key {key_id} is no longer in use: remove it from encryption_keys"
 
 
 def _describe(database: str, tables: Tables) -> str:

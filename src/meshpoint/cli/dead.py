@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -23,7 +24,7 @@ from meshpoint.cli.output import (
     print_text,
     show_progress,
 )
-from meshpoint.errors import ConfigurationError, MeshpointError, Unavailable
+from meshpoint.errors import ConfigurationError, KeyMissing, MeshpointError, Unavailable
 from meshpoint.model.error_text import quantity
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def show_letter(
     from meshpoint.files import write_atomically
 
     mesh = _Mesh(sources.require_mesh(config, broker, namespace), config)
-    letter, body = asyncio.run(_find_one(mesh, letter_id))
+    letter, body = asyncio.run(_find_one(mesh, letter_id, is_raw=raw is not None))
     keys = sources.load_secret_keys(config)
     if raw is not None:
         if body is None:
@@ -340,16 +341,24 @@ async def _group(mesh: _Mesh, where: LetterFilter) -> list[LetterGroup]:
     return groups.largest_first()
 
 
-async def _find_one(mesh: _Mesh, letter_id: str) -> tuple[DeadLetter, bytes | None]:
-    """Return a letter and its body.
+async def _find_one(
+    mesh: _Mesh, letter_id: str, *, is_raw: bool
+) -> tuple[DeadLetter, bytes | None]:
+    """Return a letter and its body. A sealed body without its key says so, unless `is_raw`.
 
     Raises:
+        KeyMissing: The body is sealed, its key is missing, and `is_raw` is set.
         MeshpointError: There is no such letter.
     """
     where = _make_filter([letter_id])
     async with _open(mesh) as letters, aclosing(_pages(letters, where)) as pages:
         async for page in pages:
-            return page[0], await letters.body(page[0])
+            try:
+                return page[0], await letters.body(page[0])
+            except KeyMissing as error:
+                if is_raw:
+                    raise
+                return page[0], json.dumps(f"({error})").encode()
     raise MeshpointError(
         f"there is no dead letter {letter_id}: it was replayed, dropped or displaced by newer ones"
     )

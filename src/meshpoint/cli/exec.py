@@ -149,7 +149,7 @@ def exec_(
 
     secret_keys = (*(secret_key or ()), *sources.environment_secret_keys())
     agent_input, keep = _read_input(input_), _parse_duration(ttl)
-    sessions = SessionStore(home_dir)
+    sessions = SessionStore(home_dir, sources.environment_sealer())
     with redirect_stdout(sys.stderr):  # output of agents must not mix with the result
         config, spec = _load(entrypoint, others or [], agent_input, keep, sessions, secret_keys)
         if dry_run:
@@ -268,6 +268,8 @@ def _load(
         store_file=sessions.store_file,
         ttl=ttl,
         secret_keys=secret_keys,
+        encryption_keys=(keys := sources.environment_keys())[0],
+        encryption_tenant=keys[1],
     )
     return config, SessionSpec(
         entrypoint=entrypoint, agent=config.agent_name, input=agent_input, ttl=ttl

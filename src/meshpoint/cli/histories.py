@@ -50,6 +50,7 @@ def export_one(
         return
     _write(history, output)
     print_text(f"wrote {output}")
+    _note_clear(config)
 
 
 def export_all(
@@ -75,6 +76,7 @@ def export_all(
         raise MeshpointError(f"{folder}: {error.strerror}") from error
     count = asyncio.run(_export_all(agent, states, limit, folder, config, database, namespace))
     print_text(f"wrote {quantity(count, 'file')} to {folder}")
+    _note_clear(config)
     if not count:
         print_note(f"no task of agent {agent!r} is {' or '.join(states or _STATES)}")
 
@@ -147,6 +149,12 @@ async def _collect(store: CheckpointStore, task_id: TaskId) -> TaskHistory | Non
         return await collect_history(store, task_id, datetime.now(UTC))
     except (ValueError, IncompatibleState) as error:
         raise MeshpointError(f"task {task_id} cannot be exported: {error}") from error
+
+
+def _note_clear(config: Path | None) -> None:
+    """Say that exports are not encrypted, if what they export is."""
+    if config is not None and any(each.keys for each in sources.load_databases(config, None)):
+        print_note("exports are not encrypted: keep them as safe as the keys")
 
 
 def _write(history: TaskHistory, path: Path) -> None:

@@ -59,7 +59,7 @@ def list_sessions(*, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJso
     """List sessions, most recently used first."""
     from meshpoint.exec.sessions import SessionStore
 
-    sessions = SessionStore(home_dir)
+    sessions = SessionStore(home_dir, sources.environment_sealer())
     found = sessions.list_all()
     if as_json:
         print_json([_to_json(each, sessions) for each in found])
@@ -77,7 +77,7 @@ def show_session(
     """Show a session and its attempts."""
     from meshpoint.exec.sessions import SessionStore
 
-    sessions = SessionStore(home_dir)
+    sessions = SessionStore(home_dir, sources.environment_sealer())
     session = sessions.get_session(session_id)
     if as_json:
         print_json(_to_json(session, sessions))
@@ -117,7 +117,7 @@ def show_flow(
     from meshpoint.exec.flows import diff_sources
     from meshpoint.exec.sessions import SessionStore
 
-    sessions = SessionStore(home_dir)
+    sessions = SessionStore(home_dir, sources.environment_sealer())
     session = sessions.get_session(session_id)
     versions = sessions.flow_versions(session.id)
     number = version if version is not None else session.last_flow or 0
@@ -154,7 +154,7 @@ def restore_flow(
     """
     from meshpoint.exec.sessions import SessionStore
 
-    sessions = SessionStore(home_dir)
+    sessions = SessionStore(home_dir, sources.environment_sealer())
     versions = sessions.flow_versions(sessions.get_session(session_id).id)
     _read_version(versions, session_id, version)
     changed = versions.restore(version, folder)
@@ -178,7 +178,7 @@ def remove_session(
     """Delete a session and everything recorded for it."""
     from meshpoint.exec.sessions import SessionStore
 
-    SessionStore(home_dir).delete_session(session_id)
+    SessionStore(home_dir, sources.environment_sealer()).delete_session(session_id)
     data = {"session": session_id, "status": "deleted"}
     print_either(data, f"deleted session {session_id}", as_json=as_json)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshpoint.model.ids import AgentName
     from meshpoint.model.tasks import TaskSummary
     from meshpoint.operations import Operations
+    from meshpoint.ports.sealer import Sealer
     from meshpoint.settings import MeshSettings, Settings, StoreSettings
     from meshpoint.settings.choosing import OptionNames
     from meshpoint.wiring import Tables
@@ -123,10 +124,12 @@ def load_databases(config: Path | None, database: str | None) -> list[StoreSetti
     Raises:
         ConfigurationError: Neither names a database.
     """
+    from meshpoint.model.encryption_keys import to_ring
     from meshpoint.settings import StoreSettings, choosing
 
     if database is not None:
-        return [StoreSettings.at(database, key="--db")]
+        keys, tenant = environment_keys()
+        return [StoreSettings.at(database, key="--db", keys=to_ring(keys, tenant))]
     return choosing.stores_of(_load_named(config)) or _raise_without_database(config)
 
 
@@ -161,6 +164,20 @@ def _load_named(config: Path | None) -> Settings:
 def _raise_without_database(config: Path | None) -> NoReturn:
     fix = "add session_service: sql to an agent, or use --db URL"
     raise ConfigurationError(str(config), "no agent in it stores its tasks in a database", fix)
+
+
+def environment_keys() -> tuple[tuple[str, ...], str | None]:
+    """The encryption keys and the tenant in the environment.
+
+    Raises:
+        ConfigurationError: A key cannot be used.
+    """
+    from meshpoint.model import encryption_keys
+    from meshpoint.settings.loading import read_overrides
+
+    variables = read_overrides(os.environ)
+    tenant = variables.get("agent", {}).get("encryption_tenant")
+    return encryption_keys.environment_keys(variables), tenant
 
 
 def database_options(config: Path | None, namespace: str | None) -> str:
@@ -214,6 +231,19 @@ def environment_secret_keys() -> list[str]:
         ) from error
 
 
+def environment_sealer() -> Sealer | None:
+    """The sealer with the keys in the environment.
+
+    Raises:
+        ConfigurationError: A key cannot be used.
+    """
+    from meshpoint import wiring
+    from meshpoint.model.encryption_keys import to_ring
+
+    keys, tenant = environment_keys()
+    return wiring.make_sealer(to_ring(keys, tenant), "encryption_keys")
+
+
 async def open_each(
     config: Path | None,
     database: str | None,
@@ -232,7 +262,7 @@ def open_operations(store: StoreSettings, namespace: str) -> Operations:
     """Create the operations of a database; for `open_each`."""
     from meshpoint.operations import Operations
 
-    return Operations(store.url, namespace=namespace)
+    return Operations.at(store, namespace)
 
 
 async def query_operation(

@@ -15,6 +15,7 @@ from meshpoint.doctor.broker_checks import (
     check_rights,
 )
 from meshpoint.doctor.database_checks import check_clocks, check_database_keys, check_databases
+from meshpoint.doctor.encryption_checks import check_encryption
 from meshpoint.doctor.facts import FactReader, Facts, OnStep, load_release
 from meshpoint.doctor.findings import Finding, Severity, error, note, unavailable
 from meshpoint.doctor.redis_checks import check_redis
@@ -38,6 +39,7 @@ from meshpoint.settings import Settings, StoreSettings
 CHECKS: Sequence[Callable[[Facts], list[Finding]]] = (
     check_databases,
     check_database_keys,
+    check_encryption,
     check_rights,
     check_markers,
     check_formats,

@@ -29,6 +29,7 @@ from meshpoint.ports.inspection import (
     SchemaFacts,
 )
 from meshpoint.settings import AgentSettings, Settings, StoreSettings
+from meshpoint.settings.agent import stores_of_agents
 from meshpoint.settings.urls import redact_url
 
 _T = TypeVar("_T")
@@ -204,11 +205,8 @@ class FactReader:
 
         Only the queues wait for the databases, whose tasks name agents to look for at the broker.
         """
-        stores = {
-            each.settings.session_db_url: each.settings.store_settings()
-            for each in self._facts.releases
-            if each.settings.has_database
-        }
+        configured = stores_of_agents(each.settings for each in self._facts.releases)
+        stores = {each.url: each for each in configured}
         stores |= {each.url: each for each in self._others}
         self._facts.databases = {url: DatabaseFacts(redact_url(url)) for url in stores}
         async with asyncio.TaskGroup() as servers:

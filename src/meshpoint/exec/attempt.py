@@ -141,7 +141,11 @@ async def _execute(
         delete_unserved_queues(
             config.store_file, session.namespace, [each.name for each in config.agents]
         )
-        mesh = MeshSettings(namespace=session.namespace, broker_url=config.store_url)
+        mesh = MeshSettings(
+            namespace=session.namespace,
+            broker_url=config.store_url,
+            encryption_keys=tuple(config.encryption_keys),
+        )
         async with Transport(make_broker(mesh)) as transport:
             task, message = transport.prepare(
                 check_request(config.agent_name, session.input, {"task_id": task_id})
@@ -238,6 +242,8 @@ async def _serve_until_done(
         checkpoint_ttl_seconds=config.retention.total_seconds(),
         tombstone_ttl_seconds=config.retention.total_seconds(),
         secret_keys=list(config.secret_keys),
+        encryption_keys=list(config.encryption_keys),
+        encryption_tenant=config.encryption_tenant,
         **_FAST_SETTINGS,
     ):
         stopped = asyncio.ensure_future(stop.wait())

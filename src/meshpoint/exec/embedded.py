@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpoint.errors import ConfigurationError, MeshpointError
+from meshpoint.model.encryption_keys import to_ring
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId, new_id
 from meshpoint.model.options import StoreTimings
 from meshpoint.model.subtasks import Operation
@@ -32,7 +33,7 @@ class ExecConfig:
     """What to run: `agent`, and `others` that it may call.
 
     `sources` is the text of their modules. `store_file` is the embedded store, in an existing
-    folder. `ttl` is how long checkpoints are kept.
+    folder. `ttl` is how long checkpoints are kept. `encryption_keys` seal the store.
     """
 
     agent: DurableAgent[Any, Any]
@@ -41,6 +42,8 @@ class ExecConfig:
     store_file: Path
     ttl: timedelta
     secret_keys: Sequence[str] = ()
+    encryption_keys: Sequence[str] = field(default=(), repr=False)
+    encryption_tenant: str | None = None
 
     def __post_init__(self) -> None:
         names = [each.name for each in self.agents]
@@ -86,7 +89,13 @@ class ExecConfig:
         """
         timings = StoreTimings(checkpoint_ttl=self.retention, tombstone_ttl=self.retention)
         return open_store(
-            StoreSettings.at(self.store_url, key="--home", timings=timings), namespace
+            StoreSettings.at(
+                self.store_url,
+                key="--home",
+                timings=timings,
+                keys=to_ring(self.encryption_keys, self.encryption_tenant),
+            ),
+            namespace,
         )
 
 

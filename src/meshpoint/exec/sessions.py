@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from meshpoint.errors import (
     ConfigurationError,
+    KeyMissing,
     MeshpointError,
     OperationCompleted,
     OperationNotFound,
@@ -39,6 +40,7 @@ from meshpoint.exec.session import (
 from meshpoint.files import write_atomically
 from meshpoint.model.declared_type import first_problem
 from meshpoint.model.ids import TaskId, new_id
+from meshpoint.ports.sealer import Place, Sealer
 
 
 class LockedSession:
@@ -109,11 +111,11 @@ class LockedSession:
 class SessionStore:
     """The sessions in `home_dir`, a folder that also contains the embedded store.
 
-    The folder is created when needed.
+    The folder is created when needed. With a sealer, the files of sessions are encrypted.
     """
 
-    def __init__(self, home_dir: Path) -> None:
-        self.home_dir = home_dir.absolute()
+    def __init__(self, home_dir: Path, sealer: Sealer | None = None) -> None:
+        self.home_dir, self._sealer = home_dir.absolute(), sealer
         self._folder = self.home_dir / "sessions"
 
     @property
@@ -338,16 +340,28 @@ class SessionStore:
 
     def save_session(self, session: Session) -> None:
         """Write a session. Only the process that holds its lock may do this."""
-        write_atomically(self._session_file(session.id), session.model_dump_json(indent=2) + "\n")
+        from meshpoint.wiring import seal_text  # imports the engine
+
+        content = session.model_dump_json(indent=2) + "\n"
+        place = _place(session.id)
+        write_atomically(self._session_file(session.id), seal_text(self._sealer, content, place))
 
     def _load(self, session_id: str) -> Session:
+        from meshpoint.wiring import open_text  # imports the engine
+
         file = self._session_file(session_id)
         try:
-            session = Session.model_validate_json(file.read_bytes())
+            stored = file.read_text(encoding="utf-8")
+            opened = open_text(self._sealer, stored, _place(session_id))
+            session = Session.model_validate_json(opened)
+        except KeyMissing as error:
+            raise MeshpointError(f"session {session_id} is {error}") from error
         except OSError as error:
             raise _unreadable(session_id, str(error)) from error
         except ValidationError as error:
             raise _unreadable(session_id, first_problem(error)) from error
+        except ValueError as error:
+            raise _unreadable(session_id, str(error)) from error
         if session.id != session_id:
             raise _unreadable(session_id, f"{file} has the id of another session")
         return session
@@ -378,6 +392,10 @@ class SessionStore:
 
     def _lock_file(self, session_id: str) -> Path:
         return self._folder / f"{session_id}.lock"
+
+
+def _place(session_id: str) -> Place:
+    return ("exec.session", "", session_id)
 
 
 def check_entrypoint(session: Session, spec: SessionSpec) -> None:

@@ -6,7 +6,8 @@ refuses the login or the URL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Protocol
@@ -107,6 +108,7 @@ class AgentTasks:
         waits: number of tasks that wait for each peer.
         operations: number of unended tasks with subtasks.
         suspended: its unended tasks that a person has suspended; `None` without any.
+        key_ids: keys that may have sealed values of the agent.
     """
 
     groups: tuple[TaskGroup, ...] = ()
@@ -116,11 +118,31 @@ class AgentTasks:
     owners: tuple[Owner, ...] = ()
     operations: int = 0
     suspended: SuspendedTasks | None = None
+    key_ids: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:
         """Number of tasks that have not ended."""
         return sum(group.count for group in self.groups)
+
+
+@dataclass(slots=True)
+class AgentKeys:
+    """What is sealed with which key, of one agent.
+
+    Attributes:
+        values: The number of sealed values, by key.
+        clear: The number of values in the clear in columns that are sealed.
+        changed: The number of rows that were changed.
+        damaged: The number of values that do not open although their key is there.
+        unused: The keys that seal nothing any more, and were removed from the register.
+    """
+
+    values: Counter[str] = field(default_factory=Counter)
+    clear: int = 0
+    changed: int = 0
+    damaged: int = 0
+    unused: tuple[str, ...] = ()
 
 
 class DatabaseInspection(Protocol):

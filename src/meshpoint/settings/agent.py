@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, Literal, Self
 
@@ -11,7 +12,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from meshpoint import extras
 from meshpoint.errors import ConfigurationError
+from meshpoint.model import encryption_keys as encryption
 from meshpoint.model.cards import check_patterns
+from meshpoint.model.encryption_keys import EncryptionKey, Keys
 from meshpoint.model.messages import MAX_SHARDS, validate_agent_name
 from meshpoint.model.options import (
     AckPolicy,
@@ -47,22 +50,48 @@ class StoreSettings:
     timings: StoreTimings
     pool_size: int
     max_join_bytes: int
+    keys: tuple[EncryptionKey, ...] = ()
 
     @classmethod
-    def at(cls, url: str, *, key: str, timings: StoreTimings | None = None) -> StoreSettings:
+    def at(
+        cls,
+        url: str,
+        *,
+        key: str,
+        timings: StoreTimings | None = None,
+        keys: tuple[EncryptionKey, ...] = (),
+    ) -> StoreSettings:
         """Return the settings of the store at `url`, with defaults for everything else.
 
         Args:
             url: `postgresql://user@host/name`, or `sqlite:///file`.
             key: Name of the option or argument that contains `url`, for errors.
             timings: Defaults to the timings of an agent's settings.
+            keys: Encrypt and decrypt what is stored.
 
         Raises:
             ConfigurationError: `url` cannot be used, or its driver is not installed.
         """
         url = urls.database_url(url, key)
         urls.require_driver(url, key)
-        return cls(url, timings or StoreTimings(), _DEFAULT_POOL_SIZE, _DEFAULTS.max_join_bytes)
+        return cls(
+            url, timings or StoreTimings(), _DEFAULT_POOL_SIZE, _DEFAULTS.max_join_bytes, keys
+        )
+
+
+def stores_of_agents(agents: Iterable[AgentSettings]) -> list[StoreSettings]:
+    """The store of each database of `agents`, for commands.
+
+    A command reads what each agent writes, and writes what that agent can read.
+    """
+    stores: dict[str, StoreSettings] = {}
+    for agent in agents:
+        if agent.has_database:
+            store = agent.store_settings()
+            keys = tuple(replace(key, agent=agent.name) for key in store.keys)
+            known = stores.get(store.url, replace(store, keys=()))
+            stores[store.url] = replace(known, keys=(*known.keys, *keys))
+    return list(stores.values())
 
 
 class _Identity(Section):
@@ -285,6 +314,20 @@ class AgentOptions(Section):
         description="how long entries of timelines are kept, also after the end of their task "
         "(default: 7 days)",
     )
+    encryption_keys: Keys = Field(
+        default=(),
+        description="keys that encrypt what the agent stores in the database and in Redis: Base64 "
+        "of 32 bytes, or file:PATH with one key per line; the first one encrypts, all decrypt; "
+        "`clear` before the first one stops encrypting; in files, the default is the value of the "
+        "mesh",
+    )
+    encryption_tenant: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=200,
+        description="derives other keys from encryption_keys, so that what this tenant stores "
+        "does not open for others",
+    )
     checkpoint_cache_url: str | None = Field(
         default=None,
         description="redis:// URL for copies of the last checkpoints, for faster restores; "
@@ -412,6 +455,8 @@ class AgentOptions(Section):
             raise ConfigurationError(
                 "agent.memory_snapshot_url", problem, "add memory_url: redis://…"
             )
+        if self.encryption_keys and self.memory_url is not None:
+            self._check_memory_is_private()
         if self.checkpoint_cache_url is not None and not self.has_database:
             problem = "without session_service: sql there are no checkpoints in a database to copy"
             fix = (
@@ -453,6 +498,22 @@ class AgentOptions(Section):
         if self.has_database:
             urls.require_driver(self.session_db_url, "agent.session_db_url")
         return self
+
+    def _check_memory_is_private(self) -> None:
+        # Commands of a working memory need plain values, so only the transport can protect them.
+        assert self.memory_url is not None
+        if not self.memory_url.startswith("rediss://"):
+            problem = (
+                "with encryption_keys, working memories in Redis need TLS: their values stay "
+                "in the clear there"
+            )
+            fix = "use rediss://, or remove memory_url: they are then encrypted in the database"
+            raise ConfigurationError("agent.memory_url", problem, fix)
+
+    @field_validator("encryption_keys", mode="before")
+    @classmethod
+    def _read_keys(cls, value: Any) -> tuple[str, ...]:
+        return encryption.read_keys(value, "agent.encryption_keys")
 
     @field_validator("peers", "denied_peers")
     @classmethod
@@ -506,7 +567,14 @@ class AgentOptions(Section):
             timeline=self.history,
             timeline_retention=timedelta(seconds=self.history_retention_seconds),
         )
-        return StoreSettings(self.session_db_url, timings, self.db_pool_size, self.max_join_bytes)
+        return StoreSettings(
+            self.session_db_url, timings, self.db_pool_size, self.max_join_bytes, self.key_ring
+        )
+
+    @property
+    def key_ring(self) -> tuple[EncryptionKey, ...]:
+        """The keys that encrypt what the agent stores."""
+        return encryption.to_ring(self.encryption_keys, self.encryption_tenant)
 
 
 class AgentSettings(AgentOptions, _Identity):

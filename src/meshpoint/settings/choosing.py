@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshpoint.errors import ConfigurationError
-from meshpoint.settings.agent import StoreSettings
+from meshpoint.settings.agent import StoreSettings, stores_of_agents
 from meshpoint.settings.loading import Settings, build_section, load
 from meshpoint.settings.mesh import MeshSettings
 
@@ -66,6 +66,6 @@ def stores_of(settings: Settings) -> list[StoreSettings]:
     """The store of each database of the agents or, without agents, of the mesh."""
     agents, mesh_url = settings.agents, settings.mesh.database_url
     if not agents and mesh_url is not None:
-        return [StoreSettings.at(mesh_url, key="mesh.database_url")]
-    by_url = {agent.session_db_url: agent for agent in reversed(agents) if agent.has_database}
-    return [agent.store_settings() for agent in by_url.values()]
+        keys = settings.mesh.key_ring
+        return [StoreSettings.at(mesh_url, key="mesh.database_url", keys=keys)]
+    return stores_of_agents(agents)

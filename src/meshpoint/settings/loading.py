@@ -167,7 +167,11 @@ def _build_agent(label: str, values: Any, defaults: _AgentDefaults) -> AgentSett
             Layer(defaults.overrides, lambda key: variable_name("agent", key)),
         ]
         merged, origins = merge_layers(mesh.database_url, defaults.mesh_url_name, layers)
-        values = {"max_message_bytes": mesh.max_message_bytes, **merged}
+        inherited = {
+            "max_message_bytes": mesh.max_message_bytes,
+            "encryption_keys": mesh.encryption_keys,
+        }
+        values = {**inherited, **merged}
         names = origins | names
     try:
         return build_section(AgentSettings, values, names, label)

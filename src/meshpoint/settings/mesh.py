@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from meshpoint.errors import ConfigurationError
+from meshpoint.model import encryption_keys as encryption
+from meshpoint.model.encryption_keys import EncryptionKey, Keys
 from meshpoint.model.options import Options
 from meshpoint.settings import urls
 
@@ -47,6 +49,12 @@ class MeshSettings(Section):
         default=None,
         repr=False,
         description="in files, the database_url of each agent that does not set the keys itself",
+    )
+    encryption_keys: Keys = Field(
+        default=(),
+        description="keys that encrypt the bodies of messages at the broker: Base64 of 32 bytes, "
+        "or file:PATH with one key per line; the first one encrypts, all decrypt; `clear` before "
+        "the first one stops encrypting; in files, the default of each agent's encryption_keys",
     )
     publish_timeout_seconds: Seconds = Field(
         default=10, description="how long the broker may take to confirm a message"
@@ -95,6 +103,16 @@ class MeshSettings(Section):
     @classmethod
     def _check_database_url(cls, value: str | None) -> str | None:
         return None if value is None else urls.database_url(value, "mesh.database_url")
+
+    @field_validator("encryption_keys", mode="before")
+    @classmethod
+    def _read_keys(cls, value: Any) -> tuple[str, ...]:
+        return encryption.read_keys(value, "mesh.encryption_keys")
+
+    @property
+    def key_ring(self) -> tuple[EncryptionKey, ...]:
+        """The keys that encrypt the bodies of messages."""
+        return encryption.to_ring(self.encryption_keys)
 
     @property
     def verifies_logins(self) -> bool:

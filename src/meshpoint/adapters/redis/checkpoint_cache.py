@@ -14,16 +14,17 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from meshpoint.adapters.redis.connection import RedisConnection, RequestLimits
-from meshpoint.adapters.redis.seal import Seal, Secret
+from meshpoint.adapters.redis.seal import Seal, Secret, is_sealed, open_copy
 from meshpoint.errors import CheckpointError
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.own_threads import run_in_own_thread
+from meshpoint.ports.sealer import Sealer
 from meshpoint.ports.task_store import CacheUnavailable, LeftOut
 
 _MAX_CONNECTIONS = 4
 _TIMEOUT = timedelta(milliseconds=500)
-_PLAIN, _ZSTD = b"\x02", b"\x03"
+_PLAIN, _ZSTD = b"\x02", b"\x03"  # an envelope also begins with 2, but then with 1 instead of "{"
 """The previous release writes 0 and 1, and its copies lack a part of the checkpoint.
 
 Neither release reads the copies of the other: they read the database, which both can.
@@ -54,6 +55,7 @@ class RedisCheckpointCache:
     Args:
         secret: returns the key that authenticates copies. A copy written without it is never used.
         ttl: how long a copy is kept after it was written.
+        sealer: encrypts copies. Copies in the clear are then never used.
         limits: when requests to Redis fail.
 
     Raises:
@@ -67,6 +69,7 @@ class RedisCheckpointCache:
         namespace: str,
         secret: Secret,
         ttl: timedelta = timedelta(days=7),
+        sealer: Sealer | None = None,
         **limits: Unpack[RequestLimits],
     ) -> None:
         self._connection = RedisConnection(
@@ -78,7 +81,7 @@ class RedisCheckpointCache:
         )
         self._namespace = namespace
         self._seal = Seal(secret, CacheUnavailable)
-        self._ttl = ttl
+        self._ttl, self._sealer = ttl, sealer
 
     async def put(self, checkpoint: AgentCheckpoint) -> None:
         """Replace the copy, which expires after `ttl`.
@@ -91,7 +94,7 @@ class RedisCheckpointCache:
         key = self._key(checkpoint.operation_id, checkpoint.agent)
         self._connection.raise_if_unavailable(key)
         content = await encode_checkpoint(checkpoint) if _is_copied(checkpoint) else _LEFT_OUT
-        copy = await self._seal.seal(key, content)
+        copy = await self._seal.seal(key, self._encrypt(key, checkpoint.agent, content))
         if len(copy) > MAX_COPY_BYTES:
             raise CheckpointError(
                 f"{key}: {len(copy):,} bytes exceed the limit of {MAX_COPY_BYTES:,} for copies"
@@ -113,7 +116,7 @@ class RedisCheckpointCache:
                 f"{key}: larger than {MAX_COPY_BYTES:,} bytes, so not written by Meshpoint"
             )
         try:
-            content = await self._seal.unseal(key, stored)
+            content = self._decrypt(key, agent, await self._seal.unseal(key, stored))
             if content == _LEFT_OUT:
                 return LeftOut()
             checkpoint = await decode_checkpoint(content)
@@ -133,6 +136,16 @@ class RedisCheckpointCache:
     async def close(self) -> None:
         """Release every connection."""
         await self._connection.close()
+
+    def _encrypt(self, key: str, agent: AgentName, content: bytes) -> bytes:
+        if self._sealer is None or self._sealer.key_id(agent) is None:
+            return content
+        return self._sealer.seal(content, ("redis.checkpoint", agent, key))
+
+    def _decrypt(self, key: str, agent: AgentName, content: bytes) -> bytes:
+        if self._sealer is None or (not is_sealed(content) and self._sealer.key_id(agent) is None):
+            return content
+        return open_copy(self._sealer, content, ("redis.checkpoint", agent, key))
 
     def _key(self, operation_id: TaskId, agent: AgentName) -> str:
         return f"{self._namespace}:checkpoint:{operation_id}:{agent}"

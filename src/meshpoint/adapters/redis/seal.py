@@ -11,13 +11,34 @@ from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from typing import TypeAlias
 
-from meshpoint.errors import CheckpointError, Unavailable
+from meshpoint.adapters.encryption import HEADER
+from meshpoint.errors import CheckpointError, KeyMissing, Unavailable
+from meshpoint.ports.sealer import Place, Sealer
 
 CODE_BYTES = 32
 """Length of an authentication code, in bytes."""
 
 Secret: TypeAlias = Callable[[], Awaitable[bytes]]
 """Returns the key of the mesh, 16 to 64 bytes. Called once."""
+
+
+def is_sealed(content: bytes) -> bool:
+    """Whether a copy is encrypted. Its clear formats never begin with these two bytes."""
+    return content.startswith(HEADER)
+
+
+def open_copy(sealer: Sealer, content: bytes, place: Place) -> bytes:
+    """Decrypt a copy.
+
+    Raises:
+        CheckpointError: it is in the clear, or does not open. The database has what it copies.
+    """
+    if not is_sealed(content):
+        raise CheckpointError("it is in the clear, although encryption_keys are set")
+    try:
+        return sealer.open(content, place)
+    except (KeyMissing, ValueError) as error:
+        raise CheckpointError(str(error)) from error
 
 
 class Seal:

@@ -9,15 +9,22 @@ from typing import NoReturn, Unpack
 
 from redis.exceptions import NoScriptError
 
+from meshpoint.adapters.encryption import from_text, is_text_envelope, to_text
 from meshpoint.adapters.redis import script_calls
 from meshpoint.adapters.redis.connection import RedisConnection, RequestLimits
 from meshpoint.adapters.redis.script_calls import ScriptCall, ScriptReply, decode_name
 from meshpoint.adapters.redis.scripts import APPEND_CHUNKS, GET_DIGEST, GET_SNAPSHOT, PUT_SNAPSHOT
-from meshpoint.adapters.redis.seal import CODE_BYTES, Seal, Secret
-from meshpoint.errors import CheckpointError, ConsistencyError, MemoryUnavailable
+from meshpoint.adapters.redis.seal import CODE_BYTES, Seal, Secret, open_copy
+from meshpoint.errors import (
+    CheckpointError,
+    ConsistencyError,
+    KeyMissing,
+    MemoryUnavailable,
+)
 from meshpoint.model.error_text import quantity
 from meshpoint.model.ids import new_id
 from meshpoint.model.memory import PackedSnapshot, parse_snapshot_time, snapshot_time
+from meshpoint.ports.sealer import Sealer
 
 _MAX_SNAPSHOT_BYTES = 129 * 2**20
 """Maximum size of a snapshot, in bytes.
@@ -47,6 +54,7 @@ class RedisSnapshotStore:
             never used.
         max_bytes: maximum size of a snapshot.
         ttl: how long a snapshot is kept after it was written.
+        sealer: encrypts snapshots. Snapshots in the clear are then never used.
         limits: when requests to Redis fail.
 
     Raises:
@@ -61,6 +69,7 @@ class RedisSnapshotStore:
         secret: Secret,
         max_bytes: int = _MAX_SNAPSHOT_BYTES,
         ttl: timedelta = timedelta(days=14),
+        sealer: Sealer | None = None,
         **limits: Unpack[RequestLimits],
     ) -> None:
         self._connection = RedisConnection(
@@ -72,7 +81,7 @@ class RedisSnapshotStore:
         )
         self._namespace = namespace
         self._seal = Seal(secret, MemoryUnavailable)
-        self._max_bytes, self._ttl = max_bytes, ttl
+        self._max_bytes, self._ttl, self._sealer = max_bytes, ttl, sealer
 
     async def put(self, agent_id: str, packed: PackedSnapshot) -> bool:
         """Replace the stored snapshot unless that has a higher `order`. Returns whether it did.
@@ -88,6 +97,8 @@ class RedisSnapshotStore:
                 f"{size:,} bytes exceed the limit of {self._max_bytes:,} for snapshots in Redis"
             )
             raise ConsistencyError(f"{_name(agent_id)}: {problem}")
+        if self._sealer is not None and self._sealer.key_id() is not None:
+            packed = _encrypt(self._sealer, agent_id, packed)
         try:
             return await self._put(agent_id, packed, by_digest=True)
         except NoScriptError:
@@ -122,7 +133,15 @@ class RedisSnapshotStore:
         _, meta = self._keys(agent_id)
         call = ScriptCall(GET_DIGEST, (meta,), (_MAX_DIGEST_BYTES,))
         [reply] = await script_calls.run_idempotent(self._connection, _name(agent_id), [call])
-        return decode_name(reply[1]) if reply[0] == b"ok" else None
+        if reply[0] != b"ok":
+            return None
+        found = decode_name(reply[1])
+        if self._sealer is None or not is_text_envelope(found):
+            return found
+        try:
+            return _open_digest(self._sealer, agent_id, found)
+        except (KeyMissing, ValueError):
+            return None
 
     async def forget(self, agent_id: str) -> None:
         """Delete the snapshot."""
@@ -171,7 +190,15 @@ class RedisSnapshotStore:
             )
         except CheckpointError as error:
             raise ConsistencyError(f"{decode_name(meta)} is not authentic: {error}") from error
-        return replace(packed, manifest=manifest)
+        packed = replace(packed, manifest=manifest)
+        if self._sealer is None:
+            return packed
+        if not is_text_envelope(packed.digest) and self._sealer.key_id() is None:
+            return packed
+        try:
+            return _decrypt(self._sealer, agent_id, packed)
+        except (CheckpointError, KeyMissing, ValueError) as error:
+            raise ConsistencyError(f"{decode_name(meta)} cannot be opened: {error}") from error
 
     def _sealed_name(self, agent_id: str, packed: PackedSnapshot) -> str:
         return f"{self._namespace}:{agent_id}:{packed.digest}:{packed.order}"
@@ -182,6 +209,38 @@ class RedisSnapshotStore:
         return await script_calls.run_scripts(
             self._connection, _name(agent_id), calls, by_digest=by_digest
         )
+
+
+def _encrypt(sealer: Sealer, agent_id: str, packed: PackedSnapshot) -> PackedSnapshot:
+    digest, place = packed.digest, ("redis.snapshot", "", agent_id)
+    return replace(
+        packed,
+        digest=to_text(sealer.seal(digest.encode(), (*place, "digest"))),
+        manifest=sealer.seal(packed.manifest, (*place, digest)),
+        chunks=tuple(
+            sealer.seal(chunk, (*place, digest, str(number)))
+            for number, chunk in enumerate(packed.chunks)
+        ),
+    )
+
+
+def _decrypt(sealer: Sealer, agent_id: str, packed: PackedSnapshot) -> PackedSnapshot:
+    if not is_text_envelope(packed.digest):
+        raise ValueError("it is in the clear, although encryption_keys are set")
+    digest, place = _open_digest(sealer, agent_id, packed.digest), ("redis.snapshot", "", agent_id)
+    return replace(
+        packed,
+        digest=digest,
+        manifest=open_copy(sealer, packed.manifest, (*place, digest)),
+        chunks=tuple(
+            open_copy(sealer, chunk, (*place, digest, str(number)))
+            for number, chunk in enumerate(packed.chunks)
+        ),
+    )
+
+
+def _open_digest(sealer: Sealer, agent_id: str, stored: str) -> str:
+    return sealer.open(from_text(stored), ("redis.snapshot", "", agent_id, "digest")).decode()
 
 
 def _name(agent_id: str) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshpoint.adapters.sql import inventory
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.batcher import split_by_size
-from meshpoint.adapters.sql.codec import pack_entries
-from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.codec import Codec, pack_entries
+from meshpoint.adapters.sql.database import StoreOptions, Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, run_in_rounds
 from meshpoint.adapters.sql.rows import Columns
 from meshpoint.model.ids import RunId, TaskId
@@ -33,10 +34,26 @@ class PackedAppend:
     size: int
 
     @classmethod
-    async def pack(cls, command: Append) -> PackedAppend:
+    async def pack(cls, command: Append, options: StoreOptions) -> PackedAppend:
         """Encode `command`."""
-        entries = await pack_entries(command.log.entries)
+        agent = options.names.qualified(command.run.agent)
+        entries = await seal_entries(command.log, options.codec, agent, command.run.task_id)
         return cls(command, entries, sum(map(len, entries)))
+
+
+async def seal_entries(
+    log: LogChange, codec: Codec, agent: str, task_id: TaskId
+) -> tuple[bytes, ...]:
+    """Encode the new entries of a task's log. Each is bound to its number."""
+    packed = await pack_entries(log.entries)
+    if not codec.seals(agent):
+        return packed
+    key = (inventory.LOG_ENTRY, agent, task_id)
+    sealed = (
+        codec.seal(entry, *key, str(seq), seq=seq)
+        for seq, entry in enumerate(packed, log.after + 1)
+    )
+    return tuple(entry for entry in sealed if entry is not None)
 
 
 async def append(

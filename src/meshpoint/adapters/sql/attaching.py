@@ -57,7 +57,9 @@ async def attach(tx: Transaction, attaches: Sequence[Attach]) -> list[AttachResu
         ended = [command.task_id for command in batch if results[command.task_id] is None]
         tombstones = await tx.fetch(sql.LOOKUP, ids=ended) if ended else []
         replies = {
-            row.logical_task_id: await reply_from_row(row, row.now, tx.options.names)
+            row.logical_task_id: await reply_from_row(
+                row, row.now, tx.options.names, tx.options.codec
+            )
             for row in tombstones
         }
         return [

@@ -444,7 +444,8 @@ SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*, logs
   LEFT JOIN owned ON owned.logical_task_id = met.logical_task_id AND met.acquired
   LEFT JOIN LATERAL (
     SELECT array_agg(c.seq) AS seqs_before, array_agg(c.call_id) AS call_ids_before,
-           array_agg(c.peer_agent) AS peers_before, array_agg(c.outcome) AS outcomes_before
+           array_agg(c.peer_agent) AS peers_before, array_agg(c.outcome) AS outcomes_before,
+           array_agg(c.sub_task_id) AS ids_before
       FROM agent_peer_sub_tasks AS c
      WHERE c.logical_task_id = counted.logical_task_id AND c.invocation_id = counted.generation
        AND c.status <> 'pending' AND met.acquired AND counted.outcomes < met.total_expected
@@ -487,8 +488,9 @@ SELECT {_RESUME_COLUMNS}, sizes.outcome_bytes, calls.*
                  WHERE logical_task_id = t.logical_task_id
                    AND invocation_id = t.generation) AS sizes,
        LATERAL (SELECT array_agg(c.call_id) AS call_ids, array_agg(c.peer_agent) AS peers,
-                       array_agg(c.outcome) AS outcomes
-                  FROM (SELECT call_id, peer_agent, outcome FROM agent_peer_sub_tasks
+                       array_agg(c.outcome) AS outcomes, array_agg(c.sub_task_id) AS ids
+                  FROM (SELECT call_id, peer_agent, outcome, sub_task_id
+                          FROM agent_peer_sub_tasks
                          WHERE logical_task_id = t.logical_task_id AND invocation_id = t.generation
                            AND sizes.outcome_bytes <= $4::bigint
                          ORDER BY seq) AS c) AS calls

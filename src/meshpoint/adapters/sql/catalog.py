@@ -8,8 +8,8 @@ from typing import Any
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import catalog_statements as sql
-from meshpoint.adapters.sql import statements, timeline_statements
-from meshpoint.adapters.sql.codec import unpack
+from meshpoint.adapters.sql import inventory, statements, timeline_statements
+from meshpoint.adapters.sql.codec import Codec
 from meshpoint.adapters.sql.database import Database, StoreOptions
 from meshpoint.adapters.sql.owning import read_log_in_parts
 from meshpoint.adapters.sql.records import usage_from_column
@@ -17,12 +17,13 @@ from meshpoint.adapters.sql.rows import (
     epoch_seconds,
     instant,
     is_suspended,
+    read_outcome,
     resumable_from_row,
     tried_versions,
-    unpack_outcome,
+    unpack_request,
 )
 from meshpoint.adapters.sql.timelines import entry_from_row
-from meshpoint.errors import StoreUnavailable
+from meshpoint.errors import KeyMissing, StoreUnavailable
 from meshpoint.model.call_attempts import CallAttempt
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.outcomes import Failed, Ok
@@ -60,7 +61,7 @@ class SqlCatalog:
         after: ListPosition | None = None,
     ) -> list[TaskSummary]:
         """List tasks, newest first. Without `states`, in every state."""
-        parameters = _parameters(states, where)
+        parameters = self._parameters(states, where)
         if after is not None:
             parameters |= {"after_at": after.at, "after_id": after.task_id}
         rows = await self._list(agent, parameters, limit)
@@ -73,7 +74,12 @@ class SqlCatalog:
         self, agent: AgentName | None, parameters: dict[str, Any], limit: int
     ) -> list[Row[Any]]:
         names = self._database.options.names
-        if parameters.keys() & {"subject", "user"}:  # they have their own indexes
+        if parameters.keys() & {
+            "subject",
+            "subjects",
+            "user",
+            "users",
+        }:  # they have their own indexes
             place = (
                 {"prefix": names.prefix} if agent is None else {"agent": names.qualified(agent)}
             )
@@ -116,7 +122,7 @@ class SqlCatalog:
         if not rows or not self._is_in_namespace(rows[0]):
             return None
         calls = [
-            (row.seq, await _call_summary(row))
+            (row.seq, await _call_summary(row, self._database.options.codec))
             for row in await self._database.fetch(sql.SHOW_CALLS, task_id=task_id)
         ]
         calls.sort(key=lambda each: (each[1].generation, each[0], each[1].attempt))
@@ -139,7 +145,9 @@ class SqlCatalog:
         """The encoded request of a task of this namespace. `None` if missing."""
         for row in await self._database.fetch(sql.READ_REQUEST, task_id=task_id):
             if self._is_in_namespace(row):
-                return await unpack(row.request)
+                return await self._database.options.codec.unpack(
+                    row.request, inventory.REQUEST, row.agent_name, task_id
+                )
         return None
 
     async def stored_task(self, task_id: TaskId) -> StoredTask | None:
@@ -182,13 +190,32 @@ class SqlCatalog:
             waits.setdefault(row.logical_task_id, []).append(display_name(row.peer_agent))
         return waits
 
+    def _parameters(self, states: Sequence[TaskState], where: TaskFilter) -> dict[str, Any]:
+        codec, prefix = self._database.options.codec, self._database.options.names.prefix
+        parameters = {
+            "states": [state.value for state in states] or None,
+            "requester": where.requester,
+            "since": epoch_seconds(where.since),
+            "until": epoch_seconds(where.until),
+            "waiting_for": where.waiting_for,
+            "suspended": where.suspended,
+        }
+        if where.subject is not None:
+            subjects = codec.variants(where.subject, inventory.SUBJECT, prefix)
+            parameters |= _one_or_many("subject", subjects)
+        if where.user is not None:
+            parameters |= _one_or_many("user", codec.digests(where.user, inventory.USER))
+        return {name: value for name, value in parameters.items() if value is not None}
+
     def _summary(
         self, row: Row[Any], waiting_for: Sequence[str], usage: str | None = None
     ) -> TaskSummary:
-        has_ended = row.ended_at is not None
+        has_ended, names = row.ended_at is not None, self._database.options.names
+        codec, agent = self._database.options.codec, row.agent_name
+        usage = codec.show_text(usage, inventory.TOKEN_USAGE, agent, row.logical_task_id)
         return TaskSummary(
             task_id=TaskId(row.logical_task_id),
-            agent=self._database.options.names.plain(row.agent_name),
+            agent=names.plain(agent),
             state=TaskState(row.status),
             generation=row.generation,
             fence=row.fence,
@@ -198,9 +225,9 @@ class SqlCatalog:
             expected=0 if has_ended else row.total_expected or 0,
             checkpointed_at=instant(row.checkpointed_at),
             wake_at=instant(row.wake_at),
-            dead_reason=row.dead_reason,
+            dead_reason=codec.show_text(row.dead_reason, inventory.REASON, agent),
             rescues=row.rescues,
-            subject=row.subject,
+            subject=codec.show_text(row.subject, inventory.SUBJECT, names.prefix),
             requester=row.requester_app_id,
             parent_task_id=row.parent_task_id,
             user_id=row.user_id,
@@ -218,12 +245,17 @@ class SqlCatalog:
             if has_ended or row.join_deadline is None
             else instant(row.join_deadline),
             usage=usage_from_column(usage),
-            parked_reason=row.parked_reason,
+            parked_reason=codec.show_text(row.parked_reason, inventory.PARKED_REASON, agent),
             tried_versions=tried_versions(row.tried_versions),
             suspended_at=instant(row.suspended_at) if is_suspended(row) else None,
             position=ListPosition(row.checkpointed_at, row.logical_task_id),
             needed=None if has_ended else row.needed,
         )
+
+
+def _one_or_many(name: str, values: list[str]) -> dict[str, Any]:
+    """The parameter for a condition: with one value, it is found in the order of the index."""
+    return {name: values[0]} if len(values) == 1 else {f"{name}s": values}
 
 
 def _version(row: Row[Any]) -> tuple[Any, ...]:
@@ -241,31 +273,23 @@ async def _stored_task(
         StoredCall(
             call.call_id,
             AgentName(call.peer_agent),
-            await unpack(call.request) or b"",
-            None if call.status == CallState.PENDING else await unpack_outcome(call.outcome),
+            await unpack_request(call, options.codec),
+            None if call.status == CallState.PENDING else await read_outcome(call, options.codec),
         )
         for call in calls
     ]
-    resumable = await resumable_from_row(row, (), log, options.names, options.max_join_bytes)
+    resumable = await resumable_from_row(
+        row, (), log, options.names, options.codec, options.max_join_bytes
+    )
     return StoredTask(resumable, TaskState(row.status), tuple(stored_calls), row.app_version)
 
 
-def _parameters(states: Sequence[TaskState], where: TaskFilter) -> dict[str, Any]:
-    parameters = {
-        "states": [state.value for state in states] or None,
-        "subject": where.subject,
-        "requester": where.requester,
-        "user": where.user,
-        "since": epoch_seconds(where.since),
-        "until": epoch_seconds(where.until),
-        "waiting_for": where.waiting_for,
-        "suspended": where.suspended,
-    }
-    return {name: value for name, value in parameters.items() if value is not None}
-
-
-async def _call_summary(row: Row[Any]) -> CallSummary:
-    outcome = None if row.outcome is None else await unpack_outcome(row.outcome)
+async def _call_summary(row: Row[Any], codec: Codec) -> CallSummary:
+    outcome, sealed = None, None
+    try:
+        outcome = None if row.outcome is None else await read_outcome(row, codec)
+    except KeyMissing as error:
+        sealed = f"({error})"
     absolute_deadline = instant(row.absolute_deadline)
     attempt = CallAttempt.decode(row.retry)
     is_later = attempt is not None and attempt.number > 1
@@ -288,7 +312,7 @@ async def _call_summary(row: Row[Any]) -> CallSummary:
         else outcome.kind.value,
         dispatched_at=None if dispatched_at is None else instant(dispatched_at),
         deadline=instant(row.timeout_deadline),
-        message=outcome.message if isinstance(outcome, Failed) else None,
+        message=outcome.message if isinstance(outcome, Failed) else sealed,
         since=instant(row.created_at),
         sends=sends,
         absolute_deadline=absolute_deadline if absolute_deadline < NO_DEADLINE else None,

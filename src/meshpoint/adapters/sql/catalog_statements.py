@@ -28,8 +28,10 @@ _CONDITIONS: Final = {
     "status": "t.status = :status",
     "states": "t.status {one_of:states}",
     "subject": "o.subject = :subject",
+    "subjects": "o.subject {one_of:subjects}",
     "requester": "t.requester_app_id = :requester",
     "user": "t.user_id = :user",
+    "users": "t.user_id {one_of:users}",
     "since": "t.checkpointed_at >= :since",
     "until": "t.checkpointed_at < :until",
     "suspended": """(t.suspended_at IS NOT NULL AND NOT t.cancel_requested
@@ -59,7 +61,7 @@ def list_tasks(parameters: Collection[str]) -> str:
     With a subject, it starts from the operations, which are indexed by subject.
     """
     conditions, tables = _CONDITIONS, summary_tables
-    if "subject" in parameters:
+    if not {"subject", "subjects"}.isdisjoint(parameters):
         conditions = _CONDITIONS | {"agent": "o.agent_name = :agent"}
         tables = summary_tables.replace("LEFT JOIN agent_operations", "JOIN agent_operations")
     chosen = [text for name, text in conditions.items() if name in parameters]
@@ -116,14 +118,16 @@ SELECT agent_name, request FROM agent_paused_tasks WHERE logical_task_id = :task
 
 # Read the calls of one pause of a task, in call order.
 READ_CALLS = """
-SELECT call_id, peer_agent, request, status, outcome FROM agent_peer_sub_tasks
+SELECT logical_task_id, sub_task_id, agent_name, call_id, peer_agent, request, status, outcome
+  FROM agent_peer_sub_tasks
  WHERE logical_task_id = :task_id AND invocation_id = :generation ORDER BY seq
 """
 
 # List the attempts at the calls of a task. A request was sent at `dispatched_at`, or at
 # `join_dispatched_at` if all requests of the pause were sent together.
 SHOW_CALLS = f"""
-SELECT c.sub_task_id, c.call_id, c.seq, c.peer_agent, c.status, c.outcome, c.retry, c.send_due_at,
+SELECT c.logical_task_id, c.sub_task_id, c.agent_name, c.call_id, c.seq, c.peer_agent, c.status,
+       c.outcome, c.retry, c.send_due_at,
        c.timeout_deadline, c.absolute_deadline, c.created_at, c.send_attempts, c.dispatched_at,
        j.send_attempts AS join_send_attempts, j.dispatched_at AS join_dispatched_at,
        {GENERATION} AS generation, c.invocation_id < -1 AS is_superseded

@@ -11,12 +11,16 @@ from typing import Any
 
 from sqlalchemy import Row
 
-from meshpoint.adapters.sql import mailbox, operation_statements
+from meshpoint.adapters.sql import inventory, mailbox, operation_statements
 from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.appending import tasks_with_unknown_entries, write_logs
+from meshpoint.adapters.sql.appending import (
+    seal_entries,
+    tasks_with_unknown_entries,
+    write_logs,
+)
 from meshpoint.adapters.sql.batcher import PART_BYTES, split_by_size
-from meshpoint.adapters.sql.codec import Packed, pack, pack_all, pack_entries
-from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.codec import Packed, pack_all
+from meshpoint.adapters.sql.database import StoreOptions, Transaction
 from meshpoint.adapters.sql.hand_over import size_of
 from meshpoint.adapters.sql.locking import LockedTasks, run_in_rounds
 from meshpoint.adapters.sql.records import (
@@ -98,6 +102,7 @@ async def begin(
                     tx.options.names.qualified(command.run.agent),
                     command.operation,
                     locked.now,
+                    tx.options,
                 )
                 for command, _ in fresh
                 if command.operation is not None
@@ -175,7 +180,12 @@ def _begin_columns(tx: Transaction, command: Begin, request: Packed, now: float)
         "now": now,
         "checkpoint_seq": None if command.operation is None else 0,
         "order": command.order,
-        "digest": command.digest,
+        "digest": tx.options.codec.text(
+            command.digest,
+            inventory.REQUEST_DIGEST,
+            tx.options.names.qualified(command.run.agent),
+            command.run.task_id,
+        ),
         "state_format": command.state_format,
         "keep_alive_at": keep_alive_at(command.requester, now),
         **requester_columns(command.requester),
@@ -188,6 +198,7 @@ class PackedPause:
 
     pause: Pause
     request: Packed
+    digest: str | None
     columns: Columns
     bodies: tuple[Packed, ...]
     outcomes: tuple[Packed, ...]
@@ -203,16 +214,20 @@ class PackedPause:
     size: int  # approximate bytes it adds to a statement
 
     @classmethod
-    async def pack(cls, pause: Pause) -> PackedPause:
+    async def pack(cls, pause: Pause, options: StoreOptions) -> PackedPause:
         """Encode `pause`.
 
         Raises:
             AgentMisbehaved: The state is larger than a row can store.
         """
-        log = pause.log or _NO_CHANGE
+        log, codec = pause.log or _NO_CHANGE, options.codec
+        agent, task_id = options.names.qualified(pause.run.agent), pause.run.task_id
+        seq = pause.run.generation + 1
         columns = {
-            **await context_columns(pause.context),
-            "state": None if log.keeps_state and pause.run.fence else await pack(pause.state),
+            **await context_columns(pause.context, codec, agent, task_id, seq),
+            "state": None
+            if log.keeps_state and pause.run.fence
+            else await codec.pack(pause.state, inventory.STATE, agent, task_id, seq=seq),
             "state_format": pause.state_format,
             "app_version": pause.app_version,
             "framework": pause.framework,
@@ -241,14 +256,34 @@ class PackedPause:
             else []
         )
         bodies = tuple(await pack_all([call.body for call in pause.calls]))
-        checkpoint = None if pause.checkpoint is None else checkpoint_rows(pause.checkpoint)
-        entries = await pack_entries(log.entries) if log.entries else ()
+        if codec.seals(agent):
+            bodies = tuple(
+                codec.seal(body, inventory.CALL_REQUEST, agent, task_id, call.sub_task_id, seq=seq)
+                for body, call in zip(bodies, pause.calls, strict=True)
+            )
+        checkpoint = (
+            None
+            if pause.checkpoint is None
+            else checkpoint_rows(pause.checkpoint, codec, options.names)
+        )
+        entries = await seal_entries(log, codec, agent, task_id) if log.entries else ()
+        outcomes: Iterable[Packed] = (None,) * len(pause.calls)
+        if closed:
+            outcomes = await outcome_columns(
+                [
+                    (task_id, call.sub_task_id, outcome)
+                    for call, outcome in zip(pause.calls, kept, strict=True)
+                ],
+                codec,
+                agent,
+            )
         return cls(
             pause,
-            await pack(pause.request),
+            await codec.pack(pause.request, inventory.REQUEST, agent, task_id),
+            codec.text(pause.digest, inventory.REQUEST_DIGEST, agent, task_id),
             columns,
             bodies=bodies,
-            outcomes=tuple(await outcome_columns(kept)) if closed else (None,) * len(pause.calls),
+            outcomes=tuple(outcomes),
             met=met,
             sendable=sendable,
             waits=waits,
@@ -386,7 +421,7 @@ async def _write_pauses(
     batch = [
         packed
         if (changed := delivered.get(packed.pause.run.task_id)) is None
-        else await PackedPause.pack(changed)
+        else await PackedPause.pack(changed, tx.options)
         for packed in batch
     ]
     await tx.execute_many(
@@ -395,7 +430,7 @@ async def _write_pauses(
             {
                 **_task_columns(tx, packed, None, locked.now),
                 "request": packed.request,
-                "digest": packed.pause.digest,
+                "digest": packed.digest,
                 **requester_columns(packed.pause.requester),
             }
             for packed in batch
@@ -440,7 +475,15 @@ async def _write_pauses(
     await tx.execute_many(
         operation_statements.ADD_CHILDREN,
         [
-            {"task_id": packed.pause.run.task_id, "children": children_json(packed.pause.children)}
+            {
+                "task_id": packed.pause.run.task_id,
+                "children": children_json(
+                    packed.pause.children,
+                    tx.options.codec,
+                    tx.options.names.qualified(packed.pause.run.agent),
+                    packed.pause.run.task_id,
+                ),
+            }
             for packed in batch
             if packed.pause.children
         ],
@@ -454,7 +497,7 @@ async def _write_pauses(
         ],
         locked.now,
     )
-    await mailbox.record_questions(tx, [(packed.pause, packed.bodies) for packed in batch])
+    await mailbox.record_questions(tx, [packed.pause for packed in batch])
     return batch
 
 
@@ -475,7 +518,7 @@ async def _reload_dispatches(tx: Transaction, results: dict[TaskId, PauseResult 
         rows = group_by_task(await tx.fetch(sql.READ_DISPATCHES, ids=sorted(again)))
         for task_id, found in again.items():
             sends = [
-                await dispatch_from_row(row, tx.options.names, attempt=1)
+                await dispatch_from_row(row, tx.options.names, tx.options.codec, attempt=1)
                 for row in rows.get(task_id, [])
                 if (row.send_due_at or row.join_due_at) is not None and not is_later_attempt(row)
             ]
@@ -565,6 +608,7 @@ def _task_columns(
 
 def _call_columns(tx: Transaction, packed: PackedPause, now: float) -> list[Columns]:
     pause = packed.pause
+    agent, headers = tx.options.names.qualified(pause.run.agent), dict[str, str | None]()
     rows: list[Columns] = []
     for seq, (call, body, outcome) in enumerate(
         zip(pause.calls, packed.bodies, packed.outcomes, strict=True)
@@ -572,16 +616,21 @@ def _call_columns(tx: Transaction, packed: PackedPause, now: float) -> list[Colu
         is_open = call.outcome is None and not packed.met
         absolute_deadline, timeout_deadline = _call_deadlines(pause, call, now)
         attempt = CallAttempt.first(call, now)
+        plain = json.dumps(call.headers)
+        if plain not in headers:
+            headers[plain] = tx.options.codec.text(
+                plain, inventory.HEADERS, agent, pause.run.task_id
+            )
         rows.append(
             {
                 "task_id": pause.run.task_id,
                 "sub_task_id": call.sub_task_id,
-                "agent": tx.options.names.qualified(pause.run.agent),
+                "agent": agent,
                 "generation": pause.run.generation + 1,
                 "seq": seq,
                 "call_id": call.call_id,
                 "peer": call.peer,
-                "headers": json.dumps(call.headers),
+                "headers": headers[plain],
                 "request": body,
                 "status": CallState.PENDING.value if is_open else CallState.DONE.value,
                 "outcome": outcome,

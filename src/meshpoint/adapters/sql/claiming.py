@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.codec import Packed, pack
+from meshpoint.adapters.sql.codec import RAW, Packed
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.late_usage import has_late_usage, record_late_usage
 from meshpoint.adapters.sql.locking import lock_tasks
@@ -378,7 +378,7 @@ async def close_pending(
     closed = await tx.fetch(
         sql.CLOSE_PENDING,
         ids=sorted(task_ids),
-        outcome=await pack(encode_outcome(NOT_NEEDED)),
+        outcome=RAW + encode_outcome(NOT_NEEDED),  # a constant, so it is never sealed
         send_due_at=now + tx.options.backoff(1),
     )
     return _notices(tx, sorted(closed, key=lambda row: row.seq))

@@ -31,6 +31,7 @@ _AGENT_TABLES = {
     "agent_checkpoints_archive": "agent_type",
     "agent_task_timelines": "agent_name",
     "agent_paused_tasks": "agent_name",
+    "agent_mesh_keys": "agent_name",
 }
 _TASK_TABLES = ("agent_peer_sub_tasks", "agent_parallel_invocations", "agent_task_log")
 

@@ -1,19 +1,36 @@
-"""Encoding of bytes in a column: one marker byte, then the bytes, plain or compressed.
+"""Encoding of values in columns.
 
-The marker leaves room for other formats, so that a later release can encrypt values and still read
-those written in the clear.
+Bytes begin with a marker: plain, compressed or sealed. A sealed value contains the other two. With
+a sealer, texts and JSON are sealed as well: see `inventory`. Values written in the clear stay
+readable.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import zstandard
+from pydantic_core import from_json
 
+from meshpoint.adapters.encryption import (
+    DIGEST_PREFIX,
+    compress,
+    expand,
+    from_text,
+    is_envelope,
+    is_text_envelope,
+    missing_key,
+    to_text,
+)
+from meshpoint.adapters.sql.inventory import SEALED_KEY, Kind, Sealed
+from meshpoint.errors import KeyMissing
 from meshpoint.model.log_entries import LogEntries
 from meshpoint.own_threads import run_in_own_thread
+from meshpoint.ports.sealer import Sealer
 
 Packed: TypeAlias = bytes | None
 """An encoded value: a marker and bytes, or `None` for NULL."""
@@ -115,3 +132,139 @@ def _compress(value: bytes) -> bytes:
 
 def _decompress(packed: bytes) -> bytes:
     return _thread_codec.decompress(packed)
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Encodes the values of one store, and seals them if it has a sealer.
+
+    `agent` is always a qualified name, and `keys` are the values of the key columns that the
+    inventory names for the column.
+
+    Methods that decode raise `KeyMissing` if the sealer lacks the key of a value, and `ValueError`
+    if the value is damaged or belongs to another row.
+    """
+
+    sealer: Sealer | None = None
+
+    def seals(self, agent: str) -> bool:
+        """Whether it seals what belongs to `agent`."""
+        return self.sealer is not None and self.sealer.key_id(agent) is not None
+
+    async def pack(
+        self, value: bytes | None, column: Sealed, agent: str, *keys: str, seq: int = 0
+    ) -> Packed:
+        """Encode bytes."""
+        return self.seal(await pack(value), column, agent, *keys, seq=seq)
+
+    def seal(self, packed: Packed, column: Sealed, agent: str, *keys: str, seq: int = 0) -> Packed:
+        """Seal bytes that are encoded already, or that need no encoding."""
+        if packed is None or self.sealer is None or not self.seals(agent):
+            return packed
+        return self.sealer.seal(packed, (column.place, agent, *keys), seq)
+
+    async def unpack(
+        self, stored: bytes | None, column: Sealed, agent: str, *keys: str
+    ) -> bytes | None:
+        """Decode what `pack` encoded."""
+        return await unpack(self.open(stored, column, agent, *keys))
+
+    def open(self, stored: bytes | None, column: Sealed, agent: str, *keys: str) -> bytes | None:
+        """Undo `seal`. Bytes that are not sealed are returned as they are."""
+        if stored is None or not is_envelope(stored):
+            return stored
+        return self._open(bytes(stored), column, agent, *keys)
+
+    def _open(self, envelope: bytes, column: Sealed, agent: str, *keys: str) -> bytes:
+        if self.sealer is None:
+            raise missing_key(envelope)
+        return self.sealer.open(envelope, (column.place, agent, *keys))
+
+    def text(
+        self, value: str | None, column: Sealed, agent: str, *keys: str, seq: int = 0
+    ) -> str | None:
+        """Encode a text."""
+        if value is None or self.sealer is None or not self.seals(agent):
+            return value
+        content, place = value.encode(errors="surrogatepass"), (column.place, agent, *keys)
+        if column.kind is Kind.FIXED:
+            return to_text(self.sealer.seal_fixed(compress(content), place))
+        return to_text(self.sealer.seal(compress(content), place, seq))
+
+    def read_text(self, stored: str | None, column: Sealed, agent: str, *keys: str) -> str | None:
+        """Decode what `text` encoded."""
+        if not is_text_envelope(stored):
+            return stored
+        assert stored is not None
+        opened = self._open(from_text(stored), column, agent, *keys)
+        return expand(opened).decode(errors="surrogatepass")
+
+    def show_text(self, stored: str | None, column: Sealed, agent: str, *keys: str) -> str | None:
+        """Decode a text for people. If that fails, the result says why."""
+        try:
+            return self.read_text(stored, column, agent, *keys)
+        except (KeyMissing, ValueError) as error:
+            return f"({error})"
+
+    def variants(self, value: str, column: Sealed, agent: str) -> list[str]:
+        """All stored forms of a text that can be searched."""
+        if self.sealer is None:
+            return [value]
+        content = compress(value.encode(errors="surrogatepass"))
+        sealed = self.sealer.fixed_variants(content, (column.place, agent))
+        return [value, *map(to_text, sealed.values())]
+
+    def json(
+        self, value: str | None, column: Sealed, agent: str, *keys: str, seq: int = 0
+    ) -> str | None:
+        """Encode JSON text as the text of a JSON string."""
+        if value is None or not self.seals(agent):
+            return value
+        return json.dumps(self.text(value, column, agent, *keys, seq=seq))
+
+    def read_json(self, stored: Any, column: Sealed, agent: str, *keys: str) -> Any:
+        """Decode and parse what `json` encoded. On PostgreSQL, the driver may have parsed it."""
+        if not isinstance(stored, str):
+            return stored
+        if not is_text_envelope(stored):
+            parsed = from_json(stored)
+            if not is_text_envelope(parsed):
+                return parsed
+            stored = parsed
+        return from_json(self.read_text(stored, column, agent, *keys) or "null")
+
+    def memory(
+        self, value: dict[str, Any], clear: str, column: Sealed, agent: str, key: str, seq: int
+    ) -> dict[str, Any]:
+        """Seal a JSON object, except its key `clear`, which SQL reads."""
+        if not self.seals(agent):
+            return value
+        kept = {name: each for name, each in value.items() if name == clear}
+        rest = {name: each for name, each in value.items() if name != clear}
+        return kept | {SEALED_KEY: self.text(json.dumps(rest), column, agent, key, seq=seq)}
+
+    def read_memory(
+        self, value: dict[str, Any], column: Sealed, agent: str, key: str
+    ) -> dict[str, Any]:
+        """Undo `memory`."""
+        if SEALED_KEY not in value:
+            return value
+        kept = {name: each for name, each in value.items() if name != SEALED_KEY}
+        opened: dict[str, Any] = self.read_json(value[SEALED_KEY], column, agent, key)
+        return kept | opened
+
+    def digest(self, value: str | None, purpose: str, agent: str) -> str | None:
+        """A copy of a value for people: keyed, so that it cannot be guessed."""
+        if value is None or self.sealer is None or not self.seals(agent):
+            return value
+        return self.sealer.digest(value, purpose, agent)
+
+    def digests(self, value: str, purpose: str) -> list[str]:
+        """All stored forms of such a copy, to search for it."""
+        if self.sealer is None or value.startswith(DIGEST_PREFIX):
+            return [value]
+        return [value, *self.sealer.digests(value, purpose)]
+
+
+CLEAR_CODEC = Codec()
+"""Seals nothing."""

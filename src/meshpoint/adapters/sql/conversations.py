@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Any
@@ -14,9 +14,13 @@ from pydantic import JsonValue
 from sqlalchemy import NullPool, Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
+from meshpoint.adapters.encryption import KeyRing, RingKey
+from meshpoint.adapters.sql.codec import Codec
 from meshpoint.adapters.sql.engine import async_url, make_files_private
 from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors, summarize
+from meshpoint.adapters.sql.inventory import MESSAGES, SESSION, USER
 from meshpoint.errors import ConfigurationError, IncompatibleState, StoreUnavailable
+from meshpoint.model.encryption_keys import read_keys, to_ring
 from meshpoint.model.error_text import make_storable
 from meshpoint.ports.conversations import ConversationKey, ConversationTurn
 
@@ -28,6 +32,7 @@ _LOCK_KEY = 0x6D657368_7475726E
 """Advisory lock of those who create the table."""
 
 _TABLE = "meshpoint_conversation_turns"
+_SETTING = "encryption_keys of SqlConversations"
 _CREATE = f"""
 CREATE TABLE IF NOT EXISTS {_TABLE} (
     conversation text NOT NULL,
@@ -76,7 +81,7 @@ class SqlConversations:
 
     It creates the table `meshpoint_conversation_turns` when it is first used. Each operation has a
     connection of its own, so there is nothing to close. One object may serve several agents. The
-    messages are stored as they are, not encrypted.
+    messages are stored as they are unless there are keys.
 
     Args:
         url: The database, such as postgresql://user@host/name. It may be the tasks' database.
@@ -84,12 +89,21 @@ class SqlConversations:
             have the same names.
         max_turns: How many turns a task sees at most; a turn is what one task has added. The store
             keeps as many again for tasks that have started before, and deletes older ones.
+        encryption_keys: Encrypt the messages, as the setting of the same name does. The user and
+            the context become keyed digests. Turns in the clear stay readable.
 
     Raises:
         ConfigurationError: The URL names no such database, or `max_turns` is not positive.
     """
 
-    def __init__(self, url: str, *, namespace: str = "", max_turns: int = 50) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        namespace: str = "",
+        max_turns: int = 50,
+        encryption_keys: Sequence[str] | str = (),
+    ) -> None:
         if max_turns < 1:
             raise ConfigurationError("SqlConversations", f"max_turns is {max_turns}", "write 50")
         try:
@@ -97,6 +111,12 @@ class SqlConversations:
         except ConfigurationError as error:
             raise ConfigurationError("SqlConversations", error.problem, error.fix) from None
         self._namespace, self._max_turns = namespace, max_turns
+        ring = to_ring(read_keys(encryption_keys, "SqlConversations.encryption_keys"))
+        self._codec = Codec(
+            KeyRing([RingKey(key.secret) for key in ring], setting=_SETTING, scope="store")
+            if ring
+            else None
+        )
         self._is_sqlite = self._url.get_backend_name() == "sqlite"
         mode = "AUTOCOMMIT" if self._is_sqlite else "READ COMMITTED"
         options = {"timeout": _TIMEOUT}
@@ -141,7 +161,7 @@ class SqlConversations:
             values["first"], values["last"] = numbers
         async with self._connect() as connection:
             rows = (await connection.execute(text(statement), values)).all()
-        return [_read(row) for row in reversed(rows)]
+        return [_read(row, self._codec, str(values["conversation"])) for row in reversed(rows)]
 
     async def append(
         self,
@@ -153,17 +173,20 @@ class SqlConversations:
         replaces: int = 0,
     ) -> None:
         """See `Conversations.append`."""
+        conversation = self._digest(key)
+        text_ = self._codec.text(json.dumps(messages), MESSAGES, "", conversation, task_id)
+        user = None if key.user_id is None else make_storable(key.user_id)
         values: dict[str, object] = {
-            "conversation": self._digest(key),
+            "conversation": conversation,
             "task_id": task_id,
             "agent": key.agent,
             "requester": key.requester,
             "login": key.login,
-            "user_id": None if key.user_id is None else make_storable(key.user_id),
-            "context_id": key.context_id,
+            "user_id": self._codec.digest(user, USER, ""),
+            "context_id": self._codec.digest(key.context_id, SESSION, ""),
             "library": library,
             "replaces": replaces,
-            "messages": json.dumps(messages),
+            "messages": text_,
         }
         async with self._connect(writes=True) as connection:
             if not self._is_sqlite:  # so that the numbers have the order of the commits
@@ -220,10 +243,11 @@ class SqlConversations:
         await connection.exec_driver_sql(_CREATE)
 
 
-def _read(row: Row[Any]) -> ConversationTurn:
+def _read(row: Row[Any], codec: Codec, conversation: str) -> ConversationTurn:
     number, task_id, library, stored, replaces = tuple(row)
     try:
-        messages = json.loads(stored)
+        opened = codec.read_text(stored, MESSAGES, "", conversation, task_id)
+        messages = json.loads(opened or "")
         if not isinstance(messages, list):
             raise ValueError("not a list")
     except ValueError as error:

@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from meshpoint.adapters.sql.codec import CLEAR_CODEC, Codec
 from meshpoint.adapters.sql.dialect import Dialect
 from meshpoint.adapters.sql.engine import (
     LOCK_TIMEOUT,
@@ -77,6 +78,7 @@ class StoreOptions:
     keep_security_context: bool
     max_join_bytes: int
     timeline: TimelineOptions | None = None
+    codec: Codec = CLEAR_CODEC
 
     def backoff(self, attempts: int) -> float:
         """Seconds that the sender of an item has it leased on the given attempt, starting at 1."""

@@ -25,6 +25,7 @@ from meshpoint.adapters.sql import (
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.due_rows import DueQuery, process_due
+from meshpoint.adapters.sql.inventory import REASON
 from meshpoint.adapters.sql.locking import lock_child_rows
 from meshpoint.adapters.sql.owning import (
     OwnedTask,
@@ -44,7 +45,7 @@ from meshpoint.adapters.sql.rows import (
     run_from_row,
     version_item,
 )
-from meshpoint.errors import StoreUnavailable
+from meshpoint.errors import KeyMissing, StoreUnavailable
 from meshpoint.model.ids import AgentName, RunId, TaskId, new_id
 from meshpoint.model.secrets import mask_reason
 from meshpoint.model.tasks import (
@@ -63,6 +64,7 @@ from meshpoint.model.transitions import ExpiryResult, Overdue, Release, SuspendR
 
 _log = logging.getLogger("meshpoint.store")
 
+_SEALED_DELAY = timedelta(seconds=10)
 _LOCK_WARNING_DELAY = 1.0
 """Seconds after which a lease that waits for a locked row is logged."""
 _MAX_SEPARATE_RENEWALS = 4
@@ -305,7 +307,12 @@ class SqlDueWork:
         for task_id, task in owned.items():
             try:
                 readable[task_id] = await resumable_from_row(
-                    task.row, task.outcomes, task.log, options.names, options.max_join_bytes
+                    task.row,
+                    task.outcomes,
+                    task.log,
+                    options.names,
+                    options.codec,
+                    options.max_join_bytes,
                 )
             except Exception as error:  # one damaged row must not stop the other tasks
                 run = run_from_row(task.row, options.names)
@@ -315,8 +322,19 @@ class SqlDueWork:
                 else:
                     damaged.append((run, error))
         for run, reason in damaged:
-            await self._park_damaged(run, reason, replica)
+            if isinstance(reason, KeyMissing):
+                await self._return_sealed(run, reason)
+            else:
+                await self._park_damaged(run, reason, replica)
         return readable
+
+    async def _return_sealed(self, run: Run, error: KeyMissing) -> None:
+        """Leave a task to a replica that has its key. It is due again later, as it was."""
+        _log.error("task %s: returning it: %s", run.task_id, error)
+        try:
+            await self.release([Release(run, delay=_SEALED_DELAY)])
+        except Exception as failure:
+            _log.warning("task %s: its lease will expire: %s", run.task_id, failure)
 
     async def _park_damaged(self, run: Run, error: Exception, replica: Replica | None) -> None:
         _log.error("task %s: cannot decode its row; parking it", run.task_id, exc_info=error)
@@ -442,7 +460,8 @@ class SqlDueWork:
 
         rows = process_due(self._database, queries, sql.POSTPONE_UNSENT, body)
         leased = [*chain.from_iterable([each async for each in rows])]
-        return await outbox.decode_unsent(leased, self._database.options.names)
+        options = self._database.options
+        return await outbox.decode_unsent(leased, options.names, options.codec)
 
 
 async def _acquire(
@@ -512,7 +531,7 @@ async def _overdue(tx: Transaction, picked: Row[Any], run: Run) -> Overdue:
         return Overdue(
             endable_from_row(picked, run),
             past_deadline,
-            picked.parked_reason,
+            _shown_reason(tx, picked),
             is_suspended=is_suspended(picked),
         )
     except Exception as error:
@@ -524,7 +543,11 @@ async def _overdue(tx: Transaction, picked: Row[Any], run: Run) -> Overdue:
         await tx.execute(sql.UPDATE_UNANSWERABLE, task_id=run.task_id)
         unknown = dict.fromkeys(("reply_to", "task_deadline", "idle_timeout", "result_ttl"))
         row = SimpleNamespace(**{**picked._mapping, **unknown})
-        return Overdue(endable_from_row(row, run), False, picked.parked_reason)
+        return Overdue(endable_from_row(row, run), False, _shown_reason(tx, picked))
+
+
+def _shown_reason(tx: Transaction, row: Row[Any]) -> str | None:
+    return tx.options.codec.show_text(row.parked_reason, REASON, row.agent_name)
 
 
 def _new_run(row: Row[Any], owner: Columns, names: AgentNames) -> Run:

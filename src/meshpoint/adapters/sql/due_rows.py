@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql.database import Database, Transaction
-from meshpoint.errors import Unavailable
+from meshpoint.errors import KeyMissing, Unavailable
 
 _log = logging.getLogger("meshpoint.store")
 
@@ -67,6 +67,8 @@ async def process_due(
     """
     try:
         result = await database.write(lambda tx: body(tx, None))
+    except KeyMissing as error:
+        _log.warning("processing due tasks one at a time: a value is %s", error)
     except Unavailable:
         raise
     except Exception as error:
@@ -78,6 +80,11 @@ async def process_due(
     for task_id in dict.fromkeys(task_ids):
         try:
             result = await database.write(_for_task(body, task_id))
+        except KeyMissing as error:
+            _log.error(
+                "task %s: a value is %s; retried in %d s", task_id, error, _POSTPONE_SECONDS
+            )
+            await database.write(partial(_postpone, statements=postpone, task_id=task_id))
         except Unavailable:
             raise
         except Exception:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import Row
 
+from meshpoint.adapters.sql import inventory
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.claiming import close_pending
 from meshpoint.adapters.sql.codec import Packed
@@ -87,7 +88,9 @@ async def end(tx: Transaction, ends: Sequence[tuple[End, Packed]]) -> list[EndRe
             {
                 **_tombstone_columns(tx, row, command.state, reply, locked.now),
                 "run_id": command.run.id,
-                "dead_reason": command.dead_reason,
+                "dead_reason": tx.options.codec.text(
+                    command.dead_reason, inventory.REASON, row.agent_name
+                ),
                 "keep_request": command.dead_reason is not None,
             }
             for command, reply, row in owned
@@ -220,7 +223,7 @@ def _release_columns(tx: Transaction, command: Release, row: Row[Any], now: floa
         "incompatible_since": row.incompatible_since,
         "tried_versions": row.tried_versions,
         "parked_reason": None,
-        "death": command.crash_reason,
+        "death": tx.options.codec.text(command.crash_reason, inventory.REASON, row.agent_name),
     }
     if command.parked_reason is None or row.cancel_requested:
         return columns
@@ -232,7 +235,9 @@ def _release_columns(tx: Transaction, command: Release, row: Row[Any], now: floa
         "wake_at": parked_until(since + tx.options.parked_limit, row.task_deadline),
         "incompatible_since": since,
         "tried_versions": add_version(tried, command.version),
-        "parked_reason": command.parked_reason,
+        "parked_reason": tx.options.codec.text(
+            command.parked_reason, inventory.PARKED_REASON, row.agent_name
+        ),
     }
 
 
@@ -467,4 +472,5 @@ async def _cancel_result(
     if is_early_cancel(row) and (row.run_id == command.run_id or _adds_canceller(command, row)):
         return CancelBeforeRequest()  # a repeated cancel: its broadcast may not have been sent
     tombstone = late[command.task_id]
-    return CancelTooLate(await reply_from_row(tombstone, tombstone.now, tx.options.names))
+    names, codec = tx.options.names, tx.options.codec
+    return CancelTooLate(await reply_from_row(tombstone, tombstone.now, names, codec))

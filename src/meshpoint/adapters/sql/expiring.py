@@ -10,7 +10,6 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.claiming import close_pending
-from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import lock_child_rows
 from meshpoint.adapters.sql.owning import OwnedTasks, assign_owners, read_owned
@@ -21,7 +20,12 @@ from meshpoint.adapters.sql.retrying import (
     plan_retries,
     write_retries,
 )
-from meshpoint.adapters.sql.rows import Columns, cancel_notice_from_row, group_by_task
+from meshpoint.adapters.sql.rows import (
+    Columns,
+    cancel_notice_from_row,
+    group_by_task,
+    outcome_column,
+)
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.outcomes import (
@@ -29,7 +33,6 @@ from meshpoint.model.outcomes import (
     FailureKind,
     Ok,
     Outcome,
-    encode_outcome,
     peer_missing,
 )
 from meshpoint.model.tasks import MAX_SWEEP_DELAY, CallState, CancelNotice, Replica, Resumable
@@ -238,7 +241,9 @@ async def _close_timed_out(
             {
                 "task_id": task.row.logical_task_id,
                 "sub_task_id": call.sub_task_id,
-                "outcome": await pack(encode_outcome(task.failure(call))),
+                "outcome": await outcome_column(
+                    task.failure(call), tx.options.codec, call, task.row.agent_name
+                ),
                 "send_due_at": task.row.now + tx.options.backoff(1),
             }
             for task in tasks
@@ -252,7 +257,9 @@ async def _close_timed_out(
             {
                 "task_id": task.row.logical_task_id,
                 "sub_task_id": call.sub_task_id,
-                "outcome": await pack(encode_outcome(_wait_outcome(task, call))),
+                "outcome": await outcome_column(
+                    _wait_outcome(task, call), tx.options.codec, call, task.row.agent_name
+                ),
                 "claim_id": None,
             }
             for task in tasks
@@ -306,7 +313,9 @@ async def _write_retries(tx: Transaction, tasks: Sequence[_WaitingTask]) -> None
             if call.sub_task_id in task.retries:
                 closed[(call.logical_task_id, call.sub_task_id)] = {
                     "status": CallState.CANCELLING.value,
-                    "outcome": await pack(encode_outcome(task.failure(call))),
+                    "outcome": await outcome_column(
+                        task.failure(call), tx.options.codec, call, task.row.agent_name
+                    ),
                     "send_due_at": task.row.now + tx.options.backoff(1),
                 }
     await write_retries(tx, [retry for task in tasks for retry in task.retries.values()], closed)

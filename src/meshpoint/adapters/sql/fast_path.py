@@ -34,6 +34,7 @@ from meshpoint.adapters.sql.hand_over import (
     hand_over_arrays,
     held_arrays,
 )
+from meshpoint.adapters.sql.inventory import HEADERS, REASON
 from meshpoint.adapters.sql.log_cache import MIN_LOG_BYTES, LogCache, read_log
 from meshpoint.adapters.sql.owning import OwnedTask, OwnedTasks, complete_log, keep_log
 from meshpoint.adapters.sql.prepared import PreparedConnection
@@ -199,7 +200,7 @@ class FastPath:
                         [_offered_requests(packed.pause) for packed in each],
                         self._now,
                         self._options.backoff(1),
-                        *_call_arrays(each),
+                        *self._call_arrays(each),
                         *_task_arrays(each),
                         *more,
                         KEEP_ALIVES_PER_TIMEOUT,
@@ -240,6 +241,45 @@ class FastPath:
         ((are_writable,),) = await self._reads.read(FIND_TABLES)
         return are_writable and bool(await self._reads.read(FIND_LEASE, lease_id))
 
+    def _call_arrays(self, pauses: Sequence[PackedPause]) -> list[list[Any] | str]:
+        """The columns of the pauses' calls, as arrays.
+
+        The first four have one element per call. The others have one element per distinct
+        combination of task, peer, headers and timeouts.
+        """
+        calls = [call for packed in pauses for call in packed.pause.calls]
+        first_places = accumulate((len(packed.pause.calls) for packed in pauses), initial=1)
+        terms, term_numbers = _number_distinct(
+            (
+                packed.pause.run.task_id,
+                first,
+                call.peer,
+                to_json(call.headers),
+                call.timeout,
+                call.idle_timeout,
+            )
+            for packed, first in zip(pauses, first_places, strict=False)
+            for call in packed.pause.calls
+        )
+        codec, names = self._options.codec, self._options.names
+        agents = {each.pause.run.task_id: names.qualified(each.pause.run.agent) for each in pauses}
+        task_ids, firsts, peers, headers, timeouts, idle_timeouts = zip(*terms, strict=True)
+        return [
+            text_array([call.sub_task_id for call in calls]),
+            text_array([call.call_id for call in calls]),
+            [body for packed in pauses for body in packed.bodies],
+            term_numbers,
+            text_array(task_ids),
+            int_array(firsts),
+            text_array(peers),
+            [
+                codec.text(each.decode(), HEADERS, agents[task_id], task_id)
+                for each, task_id in zip(headers, task_ids, strict=True)
+            ],
+            [duration_seconds(timeout) for timeout in timeouts],
+            [duration_seconds(idle_timeout) for idle_timeout in idle_timeouts],
+        ]
+
     async def append(self, appends: Sequence[PackedAppend]) -> dict[int, SaveResult]:
         """Append to the logs of tasks if their rows and logs are as their runs expect.
 
@@ -274,7 +314,7 @@ class FastPath:
             _array([requester.app_id for requester in requesters]),
             _array([requester.parent_task_id for requester in requesters]),
             _array([duration_seconds(requester.idle_timeout) for requester in requesters]),
-            _array([packed.pause.digest for packed in fresh]),
+            _array([packed.digest for packed in fresh]),
             _array([duration_seconds(requester.result_ttl) for requester in requesters]),
         ]
 
@@ -388,7 +428,7 @@ class FastPath:
         return {
             row.logical_task_id: OwnedTask(
                 row,
-                list(zip(row.call_ids, row.peers, row.outcomes, strict=True))
+                list(zip(row.call_ids, row.peers, row.outcomes, row.ids, strict=True))
                 if row.outcome_bytes <= PART_BYTES
                 else None,
                 complete_log(row, None, ()),
@@ -412,7 +452,16 @@ class FastPath:
             [command.run.id for command, _ in commands],
             [command.state.value for command, _ in commands],
             [reply for _, reply in commands],
-            _array([command.dead_reason for command, _ in commands]),
+            _array(
+                [
+                    self._options.codec.text(
+                        command.dead_reason,
+                        REASON,
+                        self._options.names.qualified(command.run.agent),
+                    )
+                    for command, _ in commands
+                ]
+            ),
         )
         results: dict[int, EndResult] = {}
         for row in rows:
@@ -523,10 +572,13 @@ def _first_positions(keys: Iterable[Hashable]) -> dict[Any, int]:
 
 def _outcomes(row: Any, recorded: Sequence[Outcome]) -> list[StoredOutcome]:
     """The outcomes of an acquired task in call order: `recorded` and earlier ones."""
-    calls = list(zip(row["seqs"], row["call_ids"], row["peers"], recorded, strict=True))
+    calls = [
+        (*call, "")
+        for call in zip(row["seqs"], row["call_ids"], row["peers"], recorded, strict=True)
+    ]
     if row["seqs_before"] is not None:
         calls += zip(
-            *(row[f"{name}_before"] for name in ("seqs", "call_ids", "peers", "outcomes")),
+            *(row[f"{name}_before"] for name in ("seqs", "call_ids", "peers", "outcomes", "ids")),
             strict=True,
         )
     return [call[1:] for call in sorted(calls, key=itemgetter(0))]
@@ -588,41 +640,6 @@ def _entry_arrays(logs: Sequence[tuple[TaskId, Sequence[bytes]]]) -> list[list[A
         [task_id for task_id, entries in logs for _ in entries],
         [number for _, entries in logs for number in range(1, len(entries) + 1)],
         [entry for _, entries in logs for entry in entries],
-    ]
-
-
-def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any] | str]:
-    """The columns of the pauses' calls, as arrays.
-
-    The first four have one element per call. The others have one element per distinct combination
-    of task, peer, headers and timeouts.
-    """
-    calls = [call for packed in pauses for call in packed.pause.calls]
-    first_places = accumulate((len(packed.pause.calls) for packed in pauses), initial=1)
-    terms, term_numbers = _number_distinct(
-        (
-            packed.pause.run.task_id,
-            first,
-            call.peer,
-            to_json(call.headers),
-            call.timeout,
-            call.idle_timeout,
-        )
-        for packed, first in zip(pauses, first_places, strict=False)
-        for call in packed.pause.calls
-    )
-    task_ids, firsts, peers, headers, timeouts, idle_timeouts = zip(*terms, strict=True)
-    return [
-        text_array([call.sub_task_id for call in calls]),
-        text_array([call.call_id for call in calls]),
-        [body for packed in pauses for body in packed.bodies],
-        term_numbers,
-        text_array(task_ids),
-        int_array(firsts),
-        text_array(peers),
-        [each.decode() for each in headers],
-        [duration_seconds(timeout) for timeout in timeouts],
-        [duration_seconds(idle_timeout) for idle_timeout in idle_timeouts],
     ]
 
 

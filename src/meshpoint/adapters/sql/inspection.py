@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import catalog_statements as sql
-from meshpoint.adapters.sql import tables
+from meshpoint.adapters.sql import key_register, tables
+from meshpoint.adapters.sql.codec import Codec
 from meshpoint.adapters.sql.fleet import replica_from_row
 from meshpoint.adapters.sql.fleet_statements import READ_REPLICAS
+from meshpoint.adapters.sql.inventory import PARKED_REASON, REASON
 from meshpoint.adapters.sql.read_only import ReadOnlyConnection
 from meshpoint.adapters.sql.rows import AgentNames, instant, tried_versions
 from meshpoint.model.ids import AgentName, ReplicaId
@@ -26,11 +29,12 @@ from meshpoint.ports.inspection import (
     SuspendedTasks,
     TaskGroup,
 )
+from meshpoint.ports.sealer import Sealer
 
 _UNENDED = [state.value for state in TaskState if not state.is_final]
 _WITH_OPERATIONS, _WITH_PARKING, _WITH_SUSPENDING = "0003", "0008", "0011"
-"""The first revisions with the columns of operations, of parking and of suspending."""
-_WITH_REPLICAS = "0015"
+_WITH_REPLICAS, _WITH_KEYS = "0015", "0017"
+"""The first revisions with operations, parking, suspending, replicas and sealed values."""
 _MAX_REASONS = 10
 
 
@@ -43,7 +47,15 @@ class SqlInspection:
         timeout: Limit for connecting, and for each statement.
     """
 
-    def __init__(self, url: str, *, namespace: str, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        namespace: str,
+        timeout: timedelta,
+        sealer: Sealer | None = None,
+    ) -> None:
+        self._codec = Codec(sealer)
         self._names = AgentNames(namespace)
         self._connection = ReadOnlyConnection(url, timeout)
         self._is_sqlite = self._connection.dialect.is_sqlite
@@ -108,6 +120,9 @@ class SqlInspection:
         owners = await self._fetch(sql.READ_OWNERS, agent=name)
         parked: Sequence[Row[Any]] = ()
         operations = 0
+        keys: Sequence[Row[Any]] = ()
+        if revision >= _WITH_KEYS:
+            keys = await self._fetch(key_register.READ, agent=name)
         if revision >= _WITH_PARKING:
             parked = await self._fetch(sql.COUNT_PARKED, agent=name)
         suspended: SuspendedTasks | None = None
@@ -119,12 +134,13 @@ class SqlInspection:
             operations = rows[0].tasks
         return AgentTasks(
             tuple(map(_to_group, groups)),
-            tuple(map(_to_parked_group, parked)),
-            tuple(ReasonCount(row.dead_reason, row.tasks) for row in dead),
+            _parked_groups(parked, self._codec, name),
+            _reason_counts(dead, self._codec, name),
             tuple((AgentName(row.peer_agent), row.tasks) for row in waits),
             tuple(Owner(ReplicaId(row.owner), row.tasks, instant(row.until)) for row in owners),
             operations,
             suspended,
+            tuple(row.key_id for row in keys),
         )
 
     async def _fetch(self, template: str, **values: Any) -> Sequence[Row[Any]]:
@@ -143,7 +159,20 @@ def _to_suspended(row: Row[Any]) -> SuspendedTasks | None:
     return SuspendedTasks(row.tasks, instant(row.oldest)) if row.tasks else None
 
 
-def _to_parked_group(row: Row[Any]) -> ParkedGroup:
-    return ParkedGroup(
-        row.parked_reason or "unknown", tried_versions(row.tried_versions), row.tasks
+def _parked_groups(rows: Sequence[Row[Any]], codec: Codec, agent: str) -> tuple[ParkedGroup, ...]:
+    """Groups of parked tasks. A reason sealed with several keys has several rows."""
+    counts = Counter[tuple[str, str | None]]()
+    for row in rows:
+        reason = codec.show_text(row.parked_reason, PARKED_REASON, agent) or "unknown"
+        counts[reason, row.tried_versions] += row.tasks
+    return tuple(
+        ParkedGroup(reason, tried_versions(tried), tasks)
+        for (reason, tried), tasks in counts.most_common()
     )
+
+
+def _reason_counts(rows: Sequence[Row[Any]], codec: Codec, agent: str) -> tuple[ReasonCount, ...]:
+    counts = Counter[str]()
+    for row in rows:
+        counts[codec.show_text(row.dead_reason, REASON, agent) or "unknown"] += row.tasks
+    return tuple(ReasonCount(reason, tasks) for reason, tasks in counts.most_common())

@@ -10,12 +10,14 @@ from typing import Any, TypeAlias
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.inventory import TOKEN_USAGE
 from meshpoint.adapters.sql.records import usage_from_column
-from meshpoint.adapters.sql.subtasking import read_outcome
+from meshpoint.adapters.sql.rows import outcome_column
+from meshpoint.adapters.sql.subtasking import find_outcome
+from meshpoint.errors import KeyMissing
 from meshpoint.model.call_attempts import superseded
-from meshpoint.model.outcomes import encode_outcome, lacks_usage
+from meshpoint.model.outcomes import lacks_usage
 from meshpoint.model.tasks import TaskState
 from meshpoint.model.transitions import Claim
 from meshpoint.model.usage import TokenUsage
@@ -51,14 +53,16 @@ async def record_late_usage(tx: Transaction, late: LateClaims) -> None:
     added: list[tuple[str, str, TokenUsage]] = []
     for call in await tx.fetch(sql.READ_CALL_OUTCOMES, pairs=json.dumps(sorted(late))):
         claim, row = late[(call.logical_task_id, call.sub_task_id)]
-        recorded, usage = await read_outcome(call), claim.outcome.usage
+        recorded, usage = await find_outcome(call, tx.options.codec), claim.outcome.usage
         if recorded is None or not lacks_usage(recorded):
             continue
         await tx.execute(
             sql.UPDATE_CALL_USAGE,
             task_id=claim.task_id,
             sub_task_id=claim.sub_task_id,
-            outcome=await pack(encode_outcome(replace(recorded, usage=usage))),
+            outcome=await outcome_column(
+                replace(recorded, usage=usage), tx.options.codec, call, call.agent_name
+            ),
         )
         if TaskState(row.status).is_final or call.invocation_id != row.generation:
             added.append((claim.task_id, call.peer_agent, usage))
@@ -74,9 +78,16 @@ async def add_usage(tx: Transaction, used: Iterable[tuple[str, str, TokenUsage]]
     if not by_task:
         return
     for row in await tx.fetch(sql.READ_PAUSE_USAGE, ids=sorted(by_task)):
-        total = usage_from_column(row.token_usage) or TokenUsage()
+        codec, key = tx.options.codec, (TOKEN_USAGE, row.agent_name, row.logical_task_id)
+        try:
+            stored = codec.read_text(row.token_usage, *key)
+        except KeyMissing:
+            continue  # rather than lose the stored total
+        total = usage_from_column(stored) or TokenUsage()
         for peer, usage in by_task[row.logical_task_id]:
             total.merge(usage, source=peer)
         await tx.execute(
-            sql.UPDATE_USAGE, task_id=row.logical_task_id, token_usage=total.model_dump_json()
+            sql.UPDATE_USAGE,
+            task_id=row.logical_task_id,
+            token_usage=codec.text(total.model_dump_json(), *key),
         )

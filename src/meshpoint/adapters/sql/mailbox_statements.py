@@ -43,7 +43,7 @@ SELECT logical_task_id, seq, name FROM agent_task_signals
 
 # Read the value of a signal that its task has not received.
 READ_SIGNAL_VALUE = """
-SELECT value FROM agent_task_signals WHERE logical_task_id = :task_id AND seq = :seq
+SELECT signal_id, value FROM agent_task_signals WHERE logical_task_id = :task_id AND seq = :seq
 """
 
 # Record that a task has received a signal.
@@ -129,5 +129,8 @@ SELECT sub_task_id, answer, is_kept FROM agent_task_questions
  WHERE logical_task_id = :task_id ORDER BY sub_task_id
 """
 LIST_VALUES = """
-SELECT key, value FROM agent_task_values WHERE logical_task_id = :task_id ORDER BY key
+SELECT v.key, v.value, t.agent_name
+  FROM agent_task_values AS v JOIN agent_paused_tasks AS t
+    ON t.logical_task_id = v.logical_task_id
+ WHERE v.logical_task_id = :task_id ORDER BY v.key
 """

@@ -100,7 +100,7 @@ UPDATE agent_operations
 
 # Read an operation's list of children.
 READ_CHILDREN = """
-SELECT children FROM agent_operations WHERE operation_id = :task_id
+SELECT agent_name, children FROM agent_operations WHERE operation_id = :task_id
 """
 
 # Empty an operation's list of children.
@@ -262,7 +262,7 @@ SELECT {_READ} FROM agent_checkpoints_archive WHERE analysis_id = :task_id ORDER
 
 # Read the newest working memory among an operation's checkpoints.
 READ_SNAPSHOT = """
-SELECT c.agent_type, c.seq, c.l1_snapshot_hash, c.l1_snapshot
+SELECT c.analysis_id, c.agent_type, c.seq, c.l1_snapshot_hash, c.l1_snapshot
   FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
     ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name
    AND c.seq <= t.checkpoint_seq
@@ -272,7 +272,7 @@ SELECT c.agent_type, c.seq, c.l1_snapshot_hash, c.l1_snapshot
 # Read the other columns that decide whether a locked task can be revived.
 READ_REVIVABLE = """
 SELECT t.wake_at, t.resume_token, t.reply_sent, t.request IS NOT NULL AS has_request,
-       t.request_digest, o.exclusive
+       t.request_digest, t.agent_name, t.logical_task_id, o.exclusive
   FROM agent_paused_tasks AS t LEFT JOIN agent_operations AS o
     ON o.operation_id = t.logical_task_id AND t.checkpoint_seq IS NOT NULL
  WHERE t.logical_task_id = :task_id

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from meshpoint.adapters.sql import operation_statements as sql
 from meshpoint.adapters.sql import reviving, statements, subtasking
 from meshpoint.adapters.sql.checkpointing import PackedPause
-from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.records import (
     STATES_BY_STATUS,
@@ -48,7 +47,8 @@ class SqlOperations:
 
     async def save(self, command: Save) -> SaveResult:
         """Write a checkpoint within a segment, through the fast path if possible."""
-        rows = checkpoint_rows(command.checkpoint)
+        options = self._database.options
+        rows = checkpoint_rows(command.checkpoint, options.codec, options.names)
         locked_rows = self._database.locked_rows
         if self._fast_path is not None and not locked_rows.recently_locked([command.run.task_id]):
             try:
@@ -89,7 +89,7 @@ class SqlOperations:
                 None,
                 names.plain(row.agent_type),
             }:
-                return snapshot_from_row(row)
+                return snapshot_from_row(row, self._database.options.codec)
         return None
 
     async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
@@ -100,16 +100,17 @@ class SqlOperations:
     async def _checkpoints(self, statement: str, task_id: TaskId) -> list[AgentCheckpoint]:
         names = self._database.options.names
         return [
-            checkpoint_from_row(row, names)
+            checkpoint_from_row(row, names, self._database.options.codec)
             for row in await self._database.fetch(statement, task_id=task_id)
             if row.agent_type.startswith(names.prefix)
         ]
 
     async def revive(self, command: Revive) -> ReviveResult:
         """Make an ended task ready again, for any replica of its agent."""
-        request = await pack(command.request)
-        pause = None if command.pause is None else await PackedPause.pack(command.pause)
-        return await self._database.write(lambda tx: reviving.revive(tx, command, request, pause))
+        options, pause = self._database.options, None
+        if command.pause is not None:
+            pause = await PackedPause.pack(command.pause, options)
+        return await self._database.write(lambda tx: reviving.revive(tx, command, pause))
 
     async def last_pause(
         self, task_id: TaskId, agent: AgentName | None = None
@@ -126,7 +127,7 @@ class SqlOperations:
             return None
         if len(found[1]) != found[0].total_expected:  # an earlier release has deleted some
             return None
-        last = await last_pause_from_rows(*found, names)
+        last = await last_pause_from_rows(*found, names, self._database.options.codec)
         return last if agent in {None, last.run.agent} else None
 
     async def copy_key(self) -> bytes:
@@ -151,7 +152,7 @@ class SqlOperations:
         names = self._database.options.names
         for row in await self._database.fetch(sql.SHOW_OPERATION, task_id=task_id):
             if row.agent_name.startswith(names.prefix):
-                return summary_from_row(row, names)
+                return summary_from_row(row, names, self._database.options.codec)
         return None
 
     async def operations(
@@ -175,4 +176,5 @@ class SqlOperations:
                 sql.LIST_AGENT_OPERATIONS, agent=names.qualified(agent), **values
             )
         )
-        return [summary_from_row(row, names) for row in rows]
+        codec = self._database.options.codec
+        return [summary_from_row(row, names, codec) for row in rows]

@@ -11,8 +11,9 @@ from typing import Any
 
 from sqlalchemy import Row
 
+from meshpoint.adapters.sql import inventory
 from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.codec import Packed
+from meshpoint.adapters.sql.codec import Codec, Packed
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.due_rows import DueQuery
 from meshpoint.adapters.sql.locking import LockedTasks, lock_tasks, run_in_rounds
@@ -26,6 +27,7 @@ from meshpoint.adapters.sql.rows import (
     reply_from_row,
     requester_columns,
 )
+from meshpoint.errors import KeyMissing
 from meshpoint.model.tasks import (
     MAX_SWEEP_DELAY,
     CallState,
@@ -74,18 +76,22 @@ async def unsent(
     return rows
 
 
-async def decode_unsent(rows: Iterable[Row[Any]], names: AgentNames) -> list[OutboxItem]:
+async def decode_unsent(
+    rows: Iterable[Row[Any]], names: AgentNames, codec: Codec
+) -> list[OutboxItem]:
     """Decode the messages to send in the rows that `unsent` returned."""
     sends: list[OutboxItem] = []
     for row in rows:
         try:
             if "reply" in row._fields:
-                sends.append(await reply_from_row(row, row.now, names))
+                sends.append(await reply_from_row(row, row.now, names, codec))
             elif row.status == CallState.PENDING:
-                dispatch = await dispatch_from_row(row, names, attempt=row.attempts + 1)
+                dispatch = await dispatch_from_row(row, names, codec, attempt=row.attempts + 1)
                 sends.append(replace(dispatch, unroutable_for=None) if _is_late(row) else dispatch)
             else:
                 sends.append(cancel_notice_from_row(row, names))
+        except KeyMissing as error:
+            _log.warning("task %s: a message to send is %s", row.logical_task_id, error)
         except Exception:  # it stays due, and a replica of another release may decode it
             _log.exception("task %s: cannot decode a message to send", row.logical_task_id)
     return sends
@@ -211,13 +217,16 @@ def _stored_reply_columns(
     if command.retention is not None:
         expires_at = now + command.retention.total_seconds()
     result_ttl = reply.requester.result_ttl or timedelta()
+    agent = tx.options.names.qualified(reply.agent)
     return {
         **_reply_due_columns(tx, command, now),
-        "agent": tx.options.names.qualified(reply.agent),
+        "agent": agent,
         "status": reply.state.value,
         "run_id": command.run_id,
         "reply": body,
-        "digest": command.digest,
+        "digest": tx.options.codec.text(
+            command.digest, inventory.REQUEST_DIGEST, agent, reply.task_id
+        ),
         "now": now,
         "expires_at": max(expires_at, now + result_ttl.total_seconds()),
     }

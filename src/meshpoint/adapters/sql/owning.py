@@ -130,7 +130,10 @@ async def read_owned(tx: Transaction, task_ids: Sequence[str]) -> OwnedTasks:
     return {
         task_id: OwnedTask(
             rows[task_id],
-            [(row.call_id, row.peer_agent, row.outcome) for row in calls.get(task_id, ())]
+            [
+                (row.call_id, row.peer_agent, row.outcome, row.sub_task_id)
+                for row in calls.get(task_id, ())
+            ]
             if rows[task_id].outcome_bytes <= PART_BYTES
             else None,
             logs.get(task_id, ()),
@@ -243,4 +246,7 @@ async def _read_outcomes_in_parts(database: Database, row: Any) -> list[StoredOu
         ids = [call.sub_task_id for call in part]
         calls = await database.fetch(sql.READ_OUTCOMES_BY_ID, task_id=task_id, ids=ids)
         found.update({call.sub_task_id: call.outcome for call in calls})
-    return [(call.call_id, call.peer_agent, found[call.sub_task_id]) for call in sizes]
+    return [
+        (call.call_id, call.peer_agent, found[call.sub_task_id], call.sub_task_id)
+        for call in sizes
+    ]

@@ -15,13 +15,13 @@ from typing import Any, TypeAlias
 
 from sqlalchemy import Row
 
-from meshpoint.adapters.sql import operation_statements
+from meshpoint.adapters.sql import inventory, operation_statements
 from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.codec import Packed, pack, unpack
+from meshpoint.adapters.sql.codec import RAW, Codec, Packed
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.late_usage import add_usage
-from meshpoint.adapters.sql.records import children_json
-from meshpoint.adapters.sql.rows import Columns
+from meshpoint.adapters.sql.records import children_json, parse_children
+from meshpoint.adapters.sql.rows import Columns, headers_from_row, unpack_request
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.bodies import renamed_request
 from meshpoint.model.call_attempts import (
@@ -33,7 +33,6 @@ from meshpoint.model.call_attempts import (
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.messages import Header
 from meshpoint.model.outcomes import Failed, encode_outcome
-from meshpoint.model.subtasks import Child
 from meshpoint.model.tasks import NO_DEADLINE, CallState
 from meshpoint.model.transitions import CallRetried
 
@@ -82,16 +81,17 @@ class PlannedRetry:
         row = self.row
         return self.next.deadlines(row.idle_timeout, row.task_deadline, NO_DEADLINE.timestamp())
 
-    def to_columns(self) -> Columns:
+    def to_columns(self, codec: Codec) -> Columns:
         """The columns of the next attempt."""
         absolute_deadline, timeout_deadline = self._deadlines()
-        headers = json.loads(self.row.correlation_data)
+        key = (inventory.HEADERS, self.row.agent_name, self.row.logical_task_id)
+        headers = headers_from_row(self.row, codec)
         headers.pop(Header.RESUME.value, None)
         return {
             "task_id": self.row.logical_task_id,
             "sub_task_id": self.row.sub_task_id,
             "next_id": self.next.sub_task_id,
-            "headers": json.dumps(headers),
+            "headers": codec.text(json.dumps(headers), *key),
             "request": self.request,
             "due_at": self.next.due_at,
             "timeout_deadline": timeout_deadline,
@@ -126,11 +126,15 @@ async def plan_retries(
         if following is None:
             continue
         try:
-            body = renamed_request(await unpack(row.request) or b"", following.sub_task_id)
+            body = renamed_request(
+                await unpack_request(row, tx.options.codec), following.sub_task_id
+            )
         except (PoisonMessage, ValueError) as error:
             _log.error("task %s: a call cannot be retried: %s", row.logical_task_id, error)
             continue
-        planned[key] = PlannedRetry(row, failure, following, await pack(body))
+        place = (row.agent_name, row.logical_task_id, following.sub_task_id)
+        request = await tx.options.codec.pack(body, inventory.CALL_REQUEST, *place)
+        planned[key] = PlannedRetry(row, failure, following, request)
     return planned
 
 
@@ -145,7 +149,8 @@ async def write_retries(
     """
     if not planned:
         return
-    await tx.execute_many(sql.INSERT_ATTEMPT, [each.to_columns() for each in planned])
+    codec = tx.options.codec
+    await tx.execute_many(sql.INSERT_ATTEMPT, [each.to_columns(codec) for each in planned])
     keys = [(each.row.logical_task_id, each.row.sub_task_id) for each in planned]
     await tx.execute_many(
         sql.UPDATE_ATTEMPT,
@@ -173,12 +178,13 @@ async def _add_children(tx: Transaction, planned: Iterable[PlannedRetry]) -> Non
             by_task.setdefault(each.row.logical_task_id, []).append(ids)
     for task_id, attempts in by_task.items():
         for row in await tx.fetch(operation_statements.READ_CHILDREN, task_id=task_id):
-            known = [Child.model_validate(child) for child in json.loads(row.children)]
+            key = (tx.options.codec, row.agent_name, task_id)
+            known = parse_children(row.children, *key)
             if added := children_of_attempts(known, attempts):
                 await tx.execute(
                     operation_statements.ADD_CHILDREN,
                     task_id=task_id,
-                    children=children_json(tuple(added)),
+                    children=children_json(tuple(added), *key),
                 )
 
 
@@ -198,7 +204,7 @@ async def supersede_open_attempt(
                 **swapped,
                 "sub_task_id": open_attempt.sub_task_id,
                 "status": CallState.CANCELLING.value,
-                "outcome": await pack(encode_outcome(ANSWERED_EARLIER)),
+                "outcome": RAW + encode_outcome(ANSWERED_EARLIER),  # a constant: never sealed
                 "send_due_at": now,
             },
             {

@@ -7,13 +7,14 @@ from typing import Any
 
 from sqlalchemy import Row
 
+from meshpoint.adapters.sql import inventory, statements
 from meshpoint.adapters.sql import operation_statements as sql
-from meshpoint.adapters.sql import statements
 from meshpoint.adapters.sql.checkpointing import PackedPause, write_revived
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import lock_task
 from meshpoint.adapters.sql.rows import (
     epoch_seconds,
+    input_digest,
     instant,
     is_early_cancel,
     keep_alive_at,
@@ -37,10 +38,8 @@ from meshpoint.model.operations import (
 from meshpoint.model.tasks import Requester, TaskState, parked_until, same_input
 
 
-async def revive(
-    tx: Transaction, command: Revive, request: bytes | None, pause: PackedPause | None
-) -> ReviveResult:
-    """Make an ended task ready again. `request` is packed and replaces the stored one if given.
+async def revive(tx: Transaction, command: Revive, pause: PackedPause | None) -> ReviveResult:
+    """Make an ended task ready again. The request of `command` replaces the stored one if given.
 
     With `pause`, the task is resumed at its last pause.
 
@@ -54,7 +53,9 @@ async def revive(
     if command.agent not in {None, agent}:
         return NotRevived(Refusal.NOT_FOUND)
     (details,) = await tx.fetch(sql.READ_REVIVABLE, task_id=command.task_id)
-    if (refusal := _requester_refusal(command, row, details)) is not None:
+    codec, key = tx.options.codec, (row.agent_name, command.task_id)
+    known_digest = input_digest(details, codec)
+    if (refusal := _requester_refusal(command, row, details, known_digest)) is not None:
         return refusal
     if row.run_id == command.token or (
         command.order is not None and command.order == details.resume_token
@@ -65,7 +66,7 @@ async def revive(
             sql.UPDATE_ADOPTED,
             task_id=command.task_id,
             order=command.order,
-            digest=command.digest,
+            digest=codec.text(command.digest, inventory.REQUEST_DIGEST, *key),
             keep_alive_at=keep_alive_at(command.requester, now),
             parked_until=_parked_until(tx, row, command.requester),
             **requester_columns(command.requester),
@@ -82,10 +83,10 @@ async def revive(
         task_id=command.task_id,
         token=command.token,
         order=command.order,
-        request=request,
+        request=await codec.pack(command.request, inventory.REQUEST, *key),
         now=now,
-        replaced=request is not None,
-        digest=command.digest,
+        replaced=command.request is not None,
+        digest=codec.text(command.digest, inventory.REQUEST_DIGEST, *key),
         keep_alive_at=keep_alive_at(requester, now),
         **requester_columns(requester),
     )
@@ -113,7 +114,9 @@ def _requester(command: Revive, row: Row[Any], details: Row[Any]) -> Requester:
     return command.kept_requester(requester_from_row(row), reply_sent=details.reply_sent)
 
 
-def _requester_refusal(command: Revive, row: Row[Any], details: Row[Any]) -> NotRevived | None:
+def _requester_refusal(
+    command: Revive, row: Row[Any], details: Row[Any], known_digest: str | None
+) -> NotRevived | None:
     """The refusal of a request that asks for the task again, or `None` if it is accepted.
 
     It is refused if the task belongs to another requester, if the input differs, or if a newer
@@ -123,7 +126,7 @@ def _requester_refusal(command: Revive, row: Row[Any], details: Row[Any]) -> Not
         return None
     if not is_early_cancel(row) and row.requester_app_id not in {None, command.requester.app_id}:
         return NotRevived(Refusal.NOT_FOUND, DIFFERENT_REQUESTER)
-    if not same_input(details.request_digest, command.digest):
+    if not same_input(known_digest, command.digest):
         return NotRevived(Refusal.NOT_FOUND, DIFFERENT_INPUT)
     if details.resume_token is not None and command.order < details.resume_token:
         return NotRevived(Refusal.RUNNING, "asked again since")

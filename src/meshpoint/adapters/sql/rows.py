@@ -12,14 +12,19 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json, to_json
 from sqlalchemy import Row
 
+from meshpoint.adapters.encryption import is_envelope, is_text_envelope
+from meshpoint.adapters.sql import inventory
 from meshpoint.adapters.sql.codec import (
     RAW,
-    pack,
+    Codec,
+    Packed,
     pack_all,
     unpack,
     unpack_entries,
     unpacked_size,
 )
+from meshpoint.adapters.sql.inventory import OUTCOME, Sealed
+from meshpoint.errors import KeyMissing
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
@@ -33,6 +38,7 @@ from meshpoint.model.tasks import (
     Resumable,
     Run,
     TaskState,
+    has_log,
 )
 from meshpoint.model.transitions import ExistingTask
 
@@ -45,14 +51,17 @@ _EARLIEST = 0.0
 _MAX_TRIED_VERSIONS = 20  # an older version may try the task again
 _YIELD_ABOVE_BYTES = 1_000_000
 
-_JSON_COLUMNS = (
-    "a2a_context",
-    "produced_artifacts",
-    "artifact_signals_to_return",
-    "response_buffer",
-    "flags",
-    "token_usage",
-)
+_JSON_COLUMNS = {
+    each.column: each
+    for each in (
+        inventory.A2A_CONTEXT,
+        inventory.ARTIFACTS,
+        inventory.ARTIFACT_SIGNALS,
+        inventory.RESPONSE_BUFFER,
+        inventory.FLAGS,
+        inventory.TOKEN_USAGE,
+    )
+}
 
 
 _OWN_COLUMNS = frozenset({*_JSON_COLUMNS, "security_context"})
@@ -95,31 +104,51 @@ class AgentNames:
         return AgentName(stored.removeprefix(self.prefix))
 
 
-async def context_columns(context: CheckpointDict) -> dict[str, Any]:
+async def context_columns(
+    context: CheckpointDict, codec: Codec, agent: str, task_id: TaskId, seq: int
+) -> dict[str, Any]:
     """Encode a context as column values; keys without a column of their own share one."""
     columns: dict[str, Any] = {
-        name: to_json(context[name]).decode() if name in context else None
-        for name in _JSON_COLUMNS
+        name: codec.text(to_json(context[name]).decode(), column, agent, task_id, seq=seq)
+        if name in context
+        else None
+        for name, column in _JSON_COLUMNS.items()
     }
     rest = {key: value for key, value in context.items() if key not in _OWN_COLUMNS}
-    columns["context_rest"] = to_json(rest).decode()
+    columns["context_rest"] = codec.text(
+        to_json(rest).decode(), inventory.CONTEXT_REST, agent, task_id, seq=seq
+    )
     secret = to_json(context["security_context"]) if "security_context" in context else None
-    columns["security_context"] = await pack(secret)
+    columns["security_context"] = await codec.pack(
+        secret, inventory.SECURITY_CONTEXT, agent, task_id, seq=seq
+    )
     origin = context.get("a2a_context")
     sources = (context, origin) if isinstance(origin, dict) else (context,)
-    columns["effective_session_id"] = _text_copy(sources, "effective_session_id", "session_id")
-    columns["user_id"] = _text_copy(sources, "user_id")
+    columns |= columns_for_people(context, codec, agent)
     columns["current_invocation_id"] = _text_copy(sources, "current_invocation_id")
     return columns
 
 
-async def context_from_row(row: Any) -> CheckpointDict:
+def columns_for_people(context: CheckpointDict, codec: Codec, agent: str) -> dict[str, Any]:
+    """Copies of the user and the session; keyed digests of them if `codec` seals."""
+    origin = context.get("a2a_context")
+    sources = (context, origin) if isinstance(origin, dict) else (context,)
+    session = _text_copy(sources, "effective_session_id", "session_id")
+    return {
+        "effective_session_id": codec.digest(session, inventory.SESSION, agent),
+        "user_id": codec.digest(_text_copy(sources, "user_id"), inventory.USER, agent),
+    }
+
+
+async def context_from_row(row: Any, codec: Codec) -> CheckpointDict:
     """Decode a context from the columns that `context_columns` returned."""
-    context: CheckpointDict = from_json(row.context_rest) if row.context_rest else {}
-    for name in _JSON_COLUMNS:
-        if (column := getattr(row, name)) is not None:
-            context[name] = from_json(column)
-    secret = await unpack(row.security_context)
+    key = (row.agent_name, row.logical_task_id)
+    rest = codec.read_text(row.context_rest, inventory.CONTEXT_REST, *key)
+    context: CheckpointDict = from_json(rest) if rest else {}
+    for name, column in _JSON_COLUMNS.items():
+        if (stored := codec.read_text(getattr(row, name), column, *key)) is not None:
+            context[name] = from_json(stored)
+    secret = await codec.unpack(row.security_context, inventory.SECURITY_CONTEXT, *key)
     if secret is not None:
         context["security_context"] = from_json(secret)
     return context
@@ -186,34 +215,44 @@ def keep_alive_at(requester: Requester, now: float) -> float | None:
     return None if idle is None else now + idle.total_seconds() / KEEP_ALIVES_PER_TIMEOUT
 
 
-async def reply_from_row(row: Any, now: float, names: AgentNames) -> Reply:
+async def reply_from_row(row: Any, now: float, names: AgentNames, codec: Codec) -> Reply:
     """Decode the reply from an ended task's row. `now` is database time."""
     return Reply(
         agent=names.plain(row.agent_name),
         task_id=TaskId(row.logical_task_id),
         state=TaskState(row.status),
-        body=await unpack(row.reply) or b"",
+        body=await codec.unpack(row.reply, inventory.REPLY, row.agent_name, row.logical_task_id)
+        or b"",
         requester=requester_from_row(row),
         age=timedelta(seconds=max(0.0, now - row.ended_at)),
         fence=row.fence,
     )
 
 
-async def existing_task_from_row(row: Any, names: AgentNames) -> ExistingTask:
+async def existing_task_from_row(row: Any, names: AgentNames, codec: Codec) -> ExistingTask:
     """Decode the parts of a task's row that decide what to do with a repeated request."""
     state = TaskState(row.status)
-    reply = await reply_from_row(row, row.now, names) if state.is_final else None
+    reply = await reply_from_row(row, row.now, names, codec) if state.is_final else None
     return ExistingTask(
         TaskId(row.logical_task_id),
         names.plain(row.agent_name),
         state,
         reply,
         requester=row.requester_app_id,
-        digest=row.request_digest,
+        digest=input_digest(row, codec),
         is_early_cancel=is_early_cancel(row),
         reply_to=None if row.reply_to is None else Address(row.reply_to),
         order=row.resume_token,
     )
+
+
+def input_digest(row: Any, codec: Codec) -> str | None:
+    """Decode the digest of a task's input; `None`, which matches any, without its key."""
+    key = (row.agent_name, row.logical_task_id)
+    try:
+        return codec.read_text(row.request_digest, inventory.REQUEST_DIGEST, *key)
+    except KeyMissing:
+        return None
 
 
 def is_early_cancel(row: Any) -> bool:
@@ -226,7 +265,9 @@ def is_later_attempt(row: Row[Any]) -> bool:
     return row.retry is not None and row.send_due_at is not None
 
 
-async def dispatch_from_row(row: Row[Any], names: AgentNames, attempt: int) -> Dispatch:
+async def dispatch_from_row(
+    row: Row[Any], names: AgentNames, codec: Codec, attempt: int
+) -> Dispatch:
     """Decode the request to send from a pending call's row."""
     return Dispatch(
         agent=names.plain(row.agent_name),
@@ -234,8 +275,8 @@ async def dispatch_from_row(row: Row[Any], names: AgentNames, attempt: int) -> D
         generation=row.invocation_id,
         sub_task_id=TaskId(row.sub_task_id),
         peer=AgentName(row.peer_agent),
-        body=await unpack(row.request) or b"",
-        headers=json.loads(row.correlation_data),
+        body=await unpack_request(row, codec),
+        headers=headers_from_row(row, codec),
         deadline=instant(row.absolute_deadline),
         attempt=attempt,
         is_retry=is_later_attempt(row),
@@ -255,19 +296,61 @@ def cancel_notice_from_row(row: Row[Any], names: AgentNames) -> CancelNotice:
     )
 
 
-async def outcome_columns(outcomes: Iterable[Outcome | None]) -> list[bytes | None]:
-    """Encode and pack outcomes, in the same order. A missing outcome stays `None`."""
-    return await pack_all(
-        None if outcome is None else encode_outcome(outcome) for outcome in outcomes
+async def unpack_request(row: Any, codec: Codec) -> bytes:
+    """Decode the request in a call's row."""
+    key = (row.agent_name, row.logical_task_id, row.sub_task_id)
+    return await codec.unpack(row.request, inventory.CALL_REQUEST, *key) or b""
+
+
+def headers_from_row(row: Any, codec: Codec) -> dict[str, Any]:
+    """Decode the headers in a call's row."""
+    key = (row.agent_name, row.logical_task_id)
+    headers: dict[str, Any] = json.loads(
+        codec.read_text(row.correlation_data, inventory.HEADERS, *key) or "{}"
     )
+    return headers
 
 
-StoredOutcome: TypeAlias = tuple[str, AgentName, bytes | Outcome | None]
-"""A call's id, its peer, and its outcome, packed or not yet encoded."""
+async def outcome_columns(
+    outcomes: Iterable[tuple[TaskId, TaskId, Outcome | None]],
+    codec: Codec,
+    agent: str,
+    column: Sealed = OUTCOME,
+) -> list[bytes | None]:
+    """Encode outcomes, each given with its task and its call, in the same order.
+
+    A missing outcome stays `None`.
+    """
+    given = list(outcomes)
+    packed = await pack_all(
+        None if outcome is None else encode_outcome(outcome) for _, _, outcome in given
+    )
+    if not codec.seals(agent):
+        return packed
+    return [
+        codec.seal(each, column, agent, task_id, sub_task_id)
+        for each, (task_id, sub_task_id, _) in zip(packed, given, strict=True)
+    ]
+
+
+async def outcome_column(outcome: Outcome, codec: Codec, call: Any, agent: str) -> Packed:
+    """Encode the outcome of one call, given as its row."""
+    key = (call.logical_task_id, call.sub_task_id)
+    return await codec.pack(encode_outcome(outcome), OUTCOME, agent, *key)
+
+
+StoredOutcome: TypeAlias = tuple[str, AgentName, bytes | Outcome | None, str]
+"""A call's id, its peer, its outcome, packed or not yet encoded, and the id of its task."""
+
+
+async def read_outcome(row: Any, codec: Codec) -> Outcome:
+    """Decode the outcome in a call's row. A closed call without one counts as cancelled."""
+    key = (row.agent_name, row.logical_task_id, row.sub_task_id)
+    return await unpack_outcome(codec.open(row.outcome, OUTCOME, *key))
 
 
 async def unpack_outcome(packed: bytes | None) -> Outcome:
-    """Decode a packed outcome. A closed call without one counts as cancelled."""
+    """Decode a packed outcome that is not sealed."""
     stored = packed[1:] if packed is not None and packed[:1] == RAW else await unpack(packed)
     if stored is None:
         return Failed(FailureKind.CANCELLED, "the call was closed")
@@ -293,6 +376,7 @@ async def resumable_from_row(
     calls: Sequence[StoredOutcome] | None,
     log: Sequence[bytes] | None,
     names: AgentNames,
+    codec: Codec,
     max_join_bytes: int,
 ) -> Resumable:
     """Build the input of a task's next segment from its row, its calls in call order, and its log.
@@ -302,14 +386,18 @@ async def resumable_from_row(
 
     Raises:
         ValueError: A value in the row is damaged, or `log` is `None` because entries are missing.
+        KeyMissing: A value is sealed with a key that `codec` lacks.
     """
     if log is None:
         raise ValueError(f"entries of its log up to {row.log_seq} are missing")
     refused = None
+    key = (row.agent_name, row.logical_task_id)
+    if calls:
+        calls = _open_outcomes(calls, codec, *key)
     size = (
         row.outcome_bytes
         if calls is None
-        else sum(unpacked_size(found) for _, _, found in calls if isinstance(found, bytes))
+        else sum(unpacked_size(found) for _, _, found, _ in calls if isinstance(found, bytes))
     )
     if calls is None or size > max_join_bytes:
         refused = (
@@ -322,28 +410,52 @@ async def resumable_from_row(
             peer,
             await unpack_outcome(found) if found is None or isinstance(found, bytes) else found,
         )
-        for call_id, peer, found in calls
+        for call_id, peer, found, _ in calls
     ]
     return Resumable(
         run=run_from_row(row, names),
         requester=requester_from_row(row),
-        context=await context_from_row(row),
-        state=await unpack(row.state) or b"",
+        context=await context_from_row(row, codec),
+        state=await codec.unpack(row.state, inventory.STATE, *key) or b"",
         state_format=row.state_format or "",
         outcomes=tuple(outcomes),
-        request=await unpack(row.request),
+        request=await codec.unpack(row.request, inventory.REQUEST, *key),
         attempt=row.attempt,
         cancel_requested=bool(row.cancel_requested),
         checkpoint=row.checkpoint_seq,
         retry_count=row.retry_count,
         rescues=row.rescues,
-        crash_reason=row.dead_reason,
+        crash_reason=codec.show_text(row.dead_reason, inventory.REASON, row.agent_name),
         refusal_reason=refused,
-        digest=row.request_digest,
-        log=await unpack_entries(log) if log else (),
+        digest=input_digest(row, codec),
+        log=await unpack_entries(_open_log(row, log, codec)) if log else (),
         log_seq=row.log_seq,
         followers=followers_from_row(row),
     )
+
+
+def _open_outcomes(
+    calls: Sequence[StoredOutcome], codec: Codec, agent: str, task_id: str
+) -> Sequence[StoredOutcome]:
+    return [
+        (call_id, peer, codec.open(found, OUTCOME, agent, task_id, sub_task_id), sub_task_id)
+        if isinstance(found, bytes)
+        else (call_id, peer, found, sub_task_id)
+        for call_id, peer, found, sub_task_id in calls
+    ]
+
+
+def _open_log(row: Any, log: Sequence[bytes], codec: Codec) -> Sequence[bytes]:
+    """Open the entries of a task's log, which end with number `log_seq`."""
+    if codec.sealer is None and not any(map(is_envelope, log)):
+        return log
+    if row.generation and not has_log(row.state_format or ""):  # it continues an older state
+        return ()
+    key = (row.agent_name, row.logical_task_id)
+    return [
+        codec.open(entry, inventory.LOG_ENTRY, *key, str(seq)) or b""
+        for seq, entry in enumerate(log, row.log_seq - len(log) + 1)
+    ]
 
 
 def endable_from_row(row: Any, run: Run) -> Resumable:
@@ -361,7 +473,7 @@ def endable_from_row(row: Any, run: Run) -> Resumable:
         checkpoint=row.checkpoint_seq,
         retry_count=row.retry_count,
         rescues=row.rescues,
-        digest=row.request_digest,
+        digest=None if is_text_envelope(row.request_digest) else row.request_digest,
     )
 
 

@@ -587,8 +587,8 @@ WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
 
 # Read attempts at calls by key, with what the next attempt repeats.
 READ_ATTEMPTS = """
-SELECT c.logical_task_id, c.sub_task_id, c.peer_agent, c.correlation_data, c.request,
-       c.idle_timeout, c.retry, t.task_deadline, t.checkpoint_seq, j.join_deadline
+SELECT c.logical_task_id, c.sub_task_id, c.agent_name, c.peer_agent, c.correlation_data,
+       c.request, c.idle_timeout, c.retry, t.task_deadline, t.checkpoint_seq, j.join_deadline
   FROM {pairs} JOIN agent_peer_sub_tasks AS c
     ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
   JOIN agent_paused_tasks AS t
@@ -628,7 +628,7 @@ SELECT c.logical_task_id, c.sub_task_id, c.agent_name, c.peer_agent, c.request, 
 
 # Read the outcomes of calls by key.
 READ_CALL_OUTCOMES = """
-SELECT c.logical_task_id, c.sub_task_id, c.invocation_id, c.peer_agent, c.outcome
+SELECT c.logical_task_id, c.sub_task_id, c.agent_name, c.invocation_id, c.peer_agent, c.outcome
   FROM {pairs} JOIN agent_peer_sub_tasks AS c
     ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
 """
@@ -695,7 +695,7 @@ SELECT c.logical_task_id, c.sub_task_id, c.agent_name, c.peer_agent, c.status
 
 # Read the outcomes of tasks, in call order.
 READ_OUTCOMES = """
-SELECT c.logical_task_id, c.call_id, c.peer_agent, c.outcome
+SELECT c.logical_task_id, c.sub_task_id, c.call_id, c.peer_agent, c.outcome
   FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
     ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
  WHERE c.logical_task_id {one_of:ids} ORDER BY c.logical_task_id, c.seq
@@ -790,7 +790,8 @@ SELECT c.* FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
 
 # Read the tokens that tasks had used at their last pause.
 READ_PAUSE_USAGE = """
-SELECT logical_task_id, token_usage FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
+SELECT logical_task_id, agent_name, token_usage FROM agent_paused_tasks
+ WHERE logical_task_id {one_of:ids}
 """
 
 # Replace the tokens that a task has used.

@@ -18,6 +18,8 @@ from meshpoint.adapters.sql import (
     claiming,
     ending,
     expiring,
+    inventory,
+    key_register,
     mailbox,
     outbox,
     sessions,
@@ -27,13 +29,14 @@ from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.appending import PackedAppend
 from meshpoint.adapters.sql.batcher import Batcher, split_by_size
 from meshpoint.adapters.sql.catalog import SqlCatalog
-from meshpoint.adapters.sql.codec import Packed, pack
+from meshpoint.adapters.sql.codec import Codec, Packed
 from meshpoint.adapters.sql.database import Database, StoreOptions, Transaction
 from meshpoint.adapters.sql.due import SqlDueWork
 from meshpoint.adapters.sql.engine import FAST_PATH_CONNECTIONS, LOCK_TIMEOUT
 from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors
 from meshpoint.adapters.sql.fleet import SqlFleet
 from meshpoint.adapters.sql.hand_over import size_of
+from meshpoint.adapters.sql.inventory import Sealed
 from meshpoint.adapters.sql.operations import SqlOperations
 from meshpoint.adapters.sql.owning import OwnedTask, OwnedTasks
 from meshpoint.adapters.sql.rows import (
@@ -92,6 +95,7 @@ from meshpoint.model.transitions import (
     WrongSender,
 )
 from meshpoint.ports.clock import Clock
+from meshpoint.ports.sealer import Sealer
 
 if TYPE_CHECKING:
     from meshpoint.adapters.sql.fast_path import FastPath
@@ -203,6 +207,9 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
         timeline: Which changes of tasks to record in their timelines. `None`: none.
         lock_timeout: How long a statement on PostgreSQL waits for a lock. After a timeout, the
             step is repeated and skips locked rows.
+        sealer: Encrypts what `inventory` lists. Rows in the clear stay readable.
+        agent: The agent whose replica uses it. `open` registers its key, and refuses to open
+            without a key that has sealed values of the agent.
 
     Raises:
         ConfigurationError: `url` names no database that Meshpoint supports.
@@ -228,6 +235,8 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
         lock_timeout: timedelta = LOCK_TIMEOUT,
         max_join_bytes: int = 2_000_000_000,
         timeline: TimelineOptions | None = None,
+        sealer: Sealer | None = None,
+        agent: AgentName | None = None,
     ) -> None:
         options = StoreOptions(
             names=AgentNames(namespace),
@@ -240,6 +249,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
             keep_security_context=keep_security_context,
             max_join_bytes=max_join_bytes,
             timeline=timeline,
+            codec=Codec(sealer),
         )
         self._database = Database(
             url,
@@ -250,6 +260,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
             clock=clock,
         )
         self._locked_rows = self._database.locked_rows
+        self._agent = agent
         self._clock, self._time = clock, sessions.DatabaseTime()
         self._separate_renewals: dict[Run, asyncio.Task[None]] = {}
         self._command_timeout = command_timeout
@@ -287,6 +298,11 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
             linger=confirm_linger.total_seconds(),
             max_items=_CONFIRM_BATCH_ITEMS,
         )
+
+    @property
+    def database(self) -> Database:
+        """The connections, for commands that read or change rows themselves."""
+        return self._database
 
     @property
     def durable(self) -> bool:
@@ -329,6 +345,9 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
             problem = f"the database's tables are at revision {revision or 'none'}"
             fix = "run: meshpoint db upgrade --db URL (or --config FILE)"
             raise ConfigurationError("database", problem, fix)
+        if self._agent is not None:
+            agent = self._database.options.names.qualified(self._agent)
+            await self._database.transact(lambda tx: key_register.check(tx, agent))
 
     async def finds_lease(self, lease_id: int) -> bool:
         """Whether the queues that have this lease are in this database, and can be written."""
@@ -368,27 +387,47 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
             rows = await self._database.fetch(sql.LOOKUP, ids=ids)
         found: dict[TaskId, ExistingTask] = {}
         for row in rows:
-            found[row.logical_task_id] = await existing_task_from_row(row, names)
+            found[row.logical_task_id] = await existing_task_from_row(
+                row, names, self._database.options.codec
+            )
         return found
 
     async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
         """Insert tasks before their first segment, as running or, if queued, as ready."""
         if not begins:
             return []
-        packed = [(command, await pack(command.request)) for command in begins]
+        packed = [
+            (
+                command,
+                await self._pack(
+                    command.request, inventory.REQUEST, command.run.agent, command.run.task_id
+                ),
+            )
+            for command in begins
+        ]
         return self._locked_rows.require_unlocked(
             await self._database.write(lambda tx: checkpointing.begin(tx, packed))
         )
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
         """Write checkpoints, in batches shared with concurrent callers."""
-        packed = [await checkpointing.PackedPause.pack(command) for command in pauses]
+        options = self._database.options
+        packed = [await checkpointing.PackedPause.pack(command, options) for command in pauses]
         fits = all(command.fits_fast_path for command in packed)
         return await self._pauses.run(packed, fits_fast_path=fits)
 
     async def append(self, appends: Sequence[Append]) -> list[SaveResult]:
         """Append to the logs of running tasks, in batches shared with concurrent callers."""
-        return await self._appends.run([await PackedAppend.pack(command) for command in appends])
+        options = self._database.options
+        return await self._appends.run(
+            [await PackedAppend.pack(command, options) for command in appends]
+        )
+
+    async def _pack(
+        self, value: bytes | None, column: Sealed, agent: AgentName, *keys: str
+    ) -> Packed:
+        options = self._database.options
+        return await options.codec.pack(value, column, options.names.qualified(agent), *keys)
 
     async def claim(
         self, claims: Sequence[Claim], replica: Replica, slots: int
@@ -396,7 +435,12 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
         """Record outcomes, one claim per call, and acquire tasks whose joins are met."""
         if not claims:
             return []
-        outcomes = await outcome_columns(command.outcome for command in claims)
+        options = self._database.options
+        outcomes = await outcome_columns(
+            ((command.task_id, command.sub_task_id, command.outcome) for command in claims),
+            options.codec,
+            options.names.qualified(replica.agent),
+        )
         firsts: dict[str, _PackedClaim] = {}
         for command, outcome in zip(claims, outcomes, strict=True):
             firsts.setdefault(command.id, (command, outcome))
@@ -474,13 +518,28 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
 
     async def end(self, ends: Sequence[End]) -> list[EndResult]:
         """Turn running tasks into tombstones, in batches shared with concurrent callers."""
-        return await self._ends.run([(command, await pack(command.reply)) for command in ends])
+        packed = [
+            (
+                command,
+                await self._pack(
+                    command.reply, inventory.REPLY, command.run.agent, command.run.task_id
+                ),
+            )
+            for command in ends
+        ]
+        return await self._ends.run(packed)
 
     async def cancel(self, cancels: Sequence[Cancel]) -> list[CancelResult]:
         """Cancel tasks in any state. Unknown tasks get a tombstone."""
         if not cancels:
             return []
-        packed = [(command, await pack(command.reply)) for command in cancels]
+        packed = [
+            (
+                command,
+                await self._pack(command.reply, inventory.REPLY, command.agent, command.task_id),
+            )
+            for command in cancels
+        ]
         return await self._database.write(lambda tx: ending.cancel(tx, packed))
 
     async def attach(self, attaches: Sequence[Attach]) -> list[AttachResult]:
@@ -498,7 +557,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
         keys = json.dumps(sorted(set(calls)))
         found = {
             (row.logical_task_id, row.sub_task_id): await dispatch_from_row(
-                row, self._database.options.names, row.send_attempts
+                row, self._database.options.names, self._database.options.codec, row.send_attempts
             )
             for row in await self._database.fetch(sql.READ_REQUESTS, pairs=keys)
         }
@@ -515,20 +574,44 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
         """Keep signals, and deliver them to tasks that wait for them."""
         if not signals:
             return []
-        packed = [(command, await pack(command.value)) for command in signals]
+        packed = [
+            (
+                command,
+                await self._pack(
+                    command.value,
+                    inventory.SIGNAL_VALUE,
+                    command.agent,
+                    command.task_id,
+                    command.id,
+                ),
+            )
+            for command in signals
+        ]
         return await self._database.write(lambda tx: mailbox.signal(tx, packed))
 
     async def answer(self, answers: Sequence[RecordAnswer]) -> list[MailResult]:
         """Record answers to questions, or keep them for the next wait."""
         if not answers:
             return []
-        outcomes = await outcome_columns(command.outcome for command in answers)
-        packed = list(zip(answers, outcomes, strict=True))
+        options = self._database.options
+        packed = [
+            (command, outcome)
+            for command in answers
+            for outcome in await outcome_columns(
+                [(command.key.task_id, command.key.sub_task_id, command.outcome)],
+                options.codec,
+                options.names.qualified(command.key.agent),
+                inventory.ANSWER,
+            )
+        ]
         return await self._database.write(lambda tx: mailbox.answer(tx, packed))
 
     async def set_value(self, command: SetValue) -> SaveResult | TooManyValues:
         """Set a value of the task running under exactly this fence."""
-        packed = await pack(command.value)
+        run = command.run
+        packed = await self._pack(
+            command.value, inventory.VALUE, run.agent, run.task_id, command.key
+        )
         return await self._database.write(lambda tx: mailbox.set_value(tx, command, packed))
 
     async def value(self, task_id: TaskId, agent: AgentName, key: str) -> StoredValue | None:
@@ -573,7 +656,18 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
         """Store replies of tasks without a row, to be sent later. Returns whether each will be."""
         if not replies:
             return []
-        packed = [(command, await pack(command.reply.body)) for command in replies]
+        packed = [
+            (
+                command,
+                await self._pack(
+                    command.reply.body,
+                    inventory.REPLY,
+                    command.reply.agent,
+                    command.reply.task_id,
+                ),
+            )
+            for command in replies
+        ]
         return self._locked_rows.require_unlocked(
             await self._database.transact(lambda tx: outbox.store_replies(tx, packed))
         )

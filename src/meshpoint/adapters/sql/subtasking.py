@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 
 from sqlalchemy import Row
 
+from meshpoint.adapters.sql import inventory, statements
 from meshpoint.adapters.sql import operation_statements as sql
-from meshpoint.adapters.sql import statements
 from meshpoint.adapters.sql.batcher import split_by_size
-from meshpoint.adapters.sql.codec import Packed, pack, unpack
+from meshpoint.adapters.sql.codec import Codec, Packed
 from meshpoint.adapters.sql.database import StoreOptions, Transaction
 from meshpoint.adapters.sql.locking import lock_task
 from meshpoint.adapters.sql.records import (
@@ -27,9 +27,11 @@ from meshpoint.adapters.sql.rows import (
     FAR_FUTURE,
     Columns,
     group_by_task,
+    read_outcome,
     tombstone_expiry,
-    unpack_outcome,
+    unpack_request,
 )
+from meshpoint.errors import KeyMissing
 from meshpoint.model.bodies import without_security_context
 from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, SaveCommitted
@@ -56,7 +58,7 @@ async def track(tx: Transaction, run: Run, operation: Operation) -> BeginResult:
         if row.cancel_requested:
             return CancelFound(run)
         await tx.execute(sql.UPDATE_TRACKED, task_id=run.task_id)
-        columns = operation_columns(run.task_id, row.agent_name, operation, now)
+        columns = operation_columns(run.task_id, row.agent_name, operation, now, tx.options)
         await tx.execute(sql.INSERT_OPERATION, **columns)
     return BeginCommitted(run)
 
@@ -174,10 +176,16 @@ async def _keep_pauses(
         return {}
     calls = group_by_task(await tx.fetch(statements.READ_KEPT_CALLS, ids=ids))
     usage: dict[str, TokenUsage] = {}
+    codec = tx.options.codec
     for row in await tx.fetch(statements.READ_PAUSE_USAGE, ids=ids):
-        counted = TokenUsage.model_validate_json(row.token_usage or "{}")
+        key = (inventory.TOKEN_USAGE, row.agent_name, row.logical_task_id)
+        try:
+            stored = codec.read_text(row.token_usage, *key)
+        except KeyMissing:
+            continue  # the stored total stays
+        counted = TokenUsage.model_validate_json(stored or "{}")
         for call in calls.get(row.logical_task_id, ()):
-            if (outcome := await read_outcome(call)) is not None:
+            if (outcome := await find_outcome(call, codec)) is not None:
                 counted.merge(outcome.usage, source=call.peer_agent)
         if not counted.is_empty:
             usage[row.logical_task_id] = counted
@@ -196,28 +204,36 @@ async def _keep_pauses(
     return usage
 
 
-async def read_outcome(call: Row[Any]) -> Outcome | None:
-    """The outcome of a call; `None` if missing or damaged, which must not stop an end."""
+async def find_outcome(call: Row[Any], codec: Codec) -> Outcome | None:
+    """The outcome of a call; `None` if missing or unreadable, which must not stop an end."""
     if call.outcome is None:
         return None
     try:
-        return await unpack_outcome(call.outcome)
+        return await read_outcome(call, codec)
+    except KeyMissing as error:
+        _log.warning("task %s: the outcome of a call is %s", call.logical_task_id, error)
+        return None
     except Exception:
         _log.exception("task %s: the outcome of a call is damaged", call.logical_task_id)
         return None
 
 
 async def _kept_request(call: Row[Any], options: StoreOptions) -> Packed:
-    if isinstance(await read_outcome(call), Ok):
-        return await pack(b"")
+    codec = options.codec
+    key = (inventory.CALL_REQUEST, call.agent_name, call.logical_task_id, call.sub_task_id)
+    if isinstance(await find_outcome(call, codec), Ok):
+        return await codec.pack(b"", *key)
     try:
-        request = await unpack(call.request) or b""
-        return await pack(
-            request if options.keep_security_context else without_security_context(request)
+        request = await unpack_request(call, codec)
+        return await codec.pack(
+            request if options.keep_security_context else without_security_context(request), *key
         )
+    except KeyMissing:
+        kept: Packed = call.request
+        return kept
     except Exception:
         _log.exception("task %s: the request of a call is damaged", call.logical_task_id)
-        return await pack(b"")
+        return await codec.pack(b"", *key)
 
 
 async def close_operations(
@@ -249,7 +265,12 @@ async def close_operations(
             "keep_security_context": closing.keeps_pause and tx.options.keep_security_context,
             "usage": None
             if (total := closing.usage or usage.get(closing.row.logical_task_id)) is None
-            else total.model_dump_json(),
+            else tx.options.codec.text(
+                total.model_dump_json(),
+                inventory.TOKEN_USAGE,
+                closing.row.agent_name,
+                closing.row.logical_task_id,
+            ),
             "expires_at": expiry(
                 closing.row,
                 closing.state,
@@ -271,7 +292,8 @@ async def _write_last_checkpoint(tx: Transaction, closing: EndingOperation, now:
     if closing.checkpoint is not None:
         # A save whose response was lost may have used this number, and must not hide the failure.
         seq = max(closing.checkpoint.seq, current_seq + 1)
-        await _write_checkpoints(tx, [(row, seq, checkpoint_rows(closing.checkpoint))], now)
+        rows = checkpoint_rows(closing.checkpoint, tx.options.codec, tx.options.names)
+        await _write_checkpoints(tx, [(row, seq, rows)], now)
         return seq
     if current_seq > 0:
         await _copy_last_checkpoint(tx, row, closing.reason, now)
@@ -287,15 +309,18 @@ async def _copy_last_checkpoint(
     copy = _checkpoint_key(row, row.checkpoint_seq + 1)
     stored = await tx.fetch(sql.READ_RECORDS, **last)
     in_row = not stored or stored[0].in_row
+    codec, key = tx.options.codec, (row.agent_name, row.logical_task_id)
     records, changed = without_counted_usage(
-        stored[0].subtasks if stored else "[]", row.retry_count, row.generation, in_row=in_row
+        stored[0].subtasks if stored else "[]", row, codec, in_row=in_row
     )
+    usage = stored[0].token_usage if stored else None
+    details = usage_details(codec.read_text(usage, inventory.TOKEN_USAGE, *key))
     await tx.execute(
         sql.COPY_LAST_CHECKPOINT,
         **last,
         now=now,
-        reason=sanitize(reason),
-        error_details=usage_details(stored[0].token_usage if stored else None),
+        reason=codec.text(sanitize(reason), inventory.FAILURE_REASON, *key),
+        error_details=codec.json(details, inventory.ERROR_DETAILS, *key),
         retry_count=row.retry_count,
         subtasks=records if in_row else "[]",
     )

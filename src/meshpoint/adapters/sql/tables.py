@@ -346,6 +346,17 @@ operator_actions = Table(
 )
 
 
+# The keys that may have sealed values of an agent. A replica without all of them refuses to
+# start, and `meshpoint db reseal` deletes unused ones.
+keys = Table(
+    "agent_mesh_keys",
+    metadata,
+    Column("agent_name", _id(), primary_key=True),
+    Column("key_id", String, primary_key=True),
+    Column("used_at", Float, nullable=False),
+)
+
+
 def _checkpoint_columns() -> list[Column[Any]]:
     return [
         Column("analysis_id", _id(), primary_key=True),  # the id of the operation

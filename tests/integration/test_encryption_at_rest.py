@@ -1,0 +1,221 @@
+"""With encryption, no canary is found in what the store keeps, and keys can be replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sealed_stores import (
+    CANARY,
+    NEW,
+    OLD,
+    WORD,
+    a_ring,
+    columns_with,
+    encoded_forms,
+    fill,
+    open_sealed,
+)
+from sqlalchemy import text
+
+from meshpoint.adapters.encryption import KeyRing
+from meshpoint.adapters.sql import SqlStore, resealing
+from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.inventory import DIGESTED, SEALED
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.tasks import TaskFilter, TaskState
+from meshpoint.model.transitions import JoinCompleted, Pause
+from meshpoint.ports.inspection import AgentKeys
+from meshpoint.testing.conformance.build import (
+    AGENT,
+    HERE,
+    a_claim,
+    a_pause,
+    an_end,
+    ok,
+    outcomes,
+    paused,
+    ready,
+    reply_of,
+    resumed,
+    row,
+    write_pause,
+)
+
+QUALIFIED = f"test/{AGENT}"
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
+def database_url(request: pytest.FixtureRequest) -> str:
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+@pytest.mark.parametrize("archive", [True])
+async def test_canaries_are_found_only_in_the_clear(
+    database_url: str, tmp_path: Path, archive: bool
+) -> None:
+    forms = encoded_forms(CANARY)
+    async with open_sealed(database_url, a_ring(NEW), archive=archive) as store:
+        await fill(store)
+        assert await columns_with(database_url, *forms) == set()
+        if database_url.startswith("sqlite"):  # before the WAL is merged
+            for file in tmp_path.glob("*.db*"):
+                assert not any(form in file.read_bytes() for form in forms), file
+
+
+async def test_without_keys_each_place_has_a_canary(database_url: str) -> None:
+    async with open_sealed(database_url, None, archive=True) as store:
+        await fill(store)
+    found = await columns_with(database_url, CANARY.encode())
+    places = {f"{each.table}.{each.column}" for each in SEALED} | set(DIGESTED)
+    assert places - found == {"agent_task_signals.digest"}  # it has only a digest of one
+
+
+async def test_keys_are_replaced_and_removed(database_url: str) -> None:
+    async with open_sealed(database_url, None, archive=True) as store:
+        await fill(store)
+    await _reseal(database_url, a_ring(OLD))
+    async with open_sealed(database_url, a_ring(OLD), archive=True) as store:
+        await fill(store)
+    old, new = a_ring(OLD).key_id(), a_ring(NEW).key_id()
+    found = await _reseal(database_url, a_ring(NEW, OLD))
+    assert found.unused == (old,)
+    assert set(found.values) == {new}
+    assert found.clear == found.damaged == 0
+    assert await columns_with(database_url, *encoded_forms(CANARY)) == set()
+    async with open_sealed(database_url, a_ring(NEW)) as store:
+        await _read_all(store)
+    cleared = await _reseal(database_url, a_ring(b"", NEW))
+    assert not cleared.values
+    assert cleared.unused == (new,)
+    async with open_sealed(database_url, None) as store:
+        await _read_all(store)
+
+
+async def test_resealing_under_load_loses_nothing(database_url: str) -> None:
+    async with open_sealed(database_url, a_ring(OLD)) as store:
+        waiting = [await paused(store, "a", "b", state=b"%d" % number) for number in range(20)]
+    async with open_sealed(database_url, a_ring(NEW, OLD)) as store:
+        stop, found = asyncio.Event(), list[AgentKeys]()
+
+        async def keep_resealing() -> None:
+            while not stop.is_set():
+                found.append(await _reseal(database_url, a_ring(NEW, OLD)))
+
+        async def run(pause: Pause) -> None:
+            await store.claim([a_claim(pause, "a", ok(["a", pause.run.task_id]))], HERE, 0)
+            (result,) = await store.claim([a_claim(pause, "b", ok("b"))], HERE, 1)
+            assert isinstance(result, JoinCompleted)
+            task = result.task
+            assert task.state == pause.state
+            assert outcomes(task) == {"a": ok(["a", pause.run.task_id]), "b": ok("b")}
+            again = a_pause(run=task.run, state=b"again " + pause.state)
+            await write_pause(store, again)
+            task = await resumed(store, again)
+            assert task.state == again.state
+            assert await store.end([an_end(task.run, reply=b"reply to " + pause.state)])
+
+        resealing_ = asyncio.create_task(keep_resealing())
+        await asyncio.gather(*map(run, waiting))
+        stop.set()
+        await resealing_
+        for pause in waiting:
+            reply = await reply_of(store, pause.run.task_id)
+            assert reply.body == b"reply to " + pause.state
+    assert found
+    last = await _reseal(database_url, a_ring(NEW, OLD))
+    assert set(last.values) == {a_ring(NEW).key_id()}
+    async with open_sealed(database_url, a_ring(NEW)) as store:
+        for pause in waiting:
+            assert (await reply_of(store, pause.run.task_id)).body.startswith(b"reply to ")
+
+
+async def _reseal(url: str, ring: KeyRing) -> AgentKeys:
+    async with open_sealed(url, ring, replica=False) as store:
+        return await resealing.reseal(store._database, QUALIFIED)
+
+
+async def _read_all(store: SqlStore) -> None:
+    """Read everything that `fill` wrote; it must be as it was."""
+    failed = 0
+    tasks = await store.tasks(where=TaskFilter(), limit=1000)
+    assert len(tasks) >= 12
+    for task in tasks:
+        await store.lookup([task.task_id])
+        await store.task(task.task_id)
+        mailbox = await store.mailbox(task.task_id)
+        assert all(WORD.encode() in value for _, value in mailbox.values)
+        for checkpoint in await store.history(task.task_id):
+            assert checkpoint.subject in {CANARY, "ACME"}
+            assert checkpoint.subtasks[0].result
+        if (operation := await store.operation(task.task_id)) is not None:
+            assert operation.parameters == {"of": WORD}
+            last = await store.last_pause(task.task_id)
+            if last is not None:
+                failed += 1
+                assert last.state == WORD.encode()
+                assert last.context["security_context"] == {"token": WORD}
+        if not task.state.is_final:
+            stored = await store.stored_task(task.task_id)
+            assert stored is not None
+    assert failed == 2
+    user = TaskFilter(user=CANARY)
+    assert len(await store.tasks(where=user)) == 2
+    assert len(await store.tasks(where=TaskFilter(subject=CANARY))) == 4
+
+
+async def test_a_replica_without_a_used_key_refuses_to_start(database_url: str) -> None:
+    async with open_sealed(database_url, a_ring(OLD)) as store:
+        await fill(store)
+    for ring in (None, a_ring(NEW)):
+        with pytest.raises(ConfigurationError, match=f"has no key {a_ring(OLD).key_id()}"):
+            async with open_sealed(database_url, ring):
+                pass
+    async with open_sealed(database_url, a_ring(NEW, OLD)) as store:
+        await _read_all_of_one(store)
+
+
+async def _read_all_of_one(store: SqlStore) -> None:
+    assert len(await store.tasks(where=TaskFilter(user=CANARY))) == 1
+
+
+async def test_a_task_whose_key_is_missing_stays_as_it_is(database_url: str) -> None:
+    async with open_sealed(database_url, a_ring(NEW)) as store:
+        pause = await ready(store)
+    async with open_sealed(database_url, a_ring(OLD), replica=False) as store:
+        assert await store.acquire(HERE, 10) == []
+        (task, (call,)) = await row(store, pause.run.task_id)
+        assert (task.state, task.attempt) == (TaskState.READY, 1)
+        assert call.message is not None
+        assert f"sealed with key {a_ring(NEW).key_id()}" in call.message
+    async with open_sealed(database_url, a_ring(NEW)) as store:
+        (stored,) = (await store.stored_task(pause.run.task_id),)
+        assert stored is not None
+        assert stored.resumable.state == b"state"
+
+
+async def test_a_value_opens_only_in_its_place(database_url: str) -> None:
+    async with open_sealed(database_url, a_ring(NEW)) as store:
+        one_, two = await paused(store), await paused(store)
+        for statement in (
+            "UPDATE agent_paused_tasks SET state = (SELECT o.state FROM agent_paused_tasks AS o "
+            "WHERE o.logical_task_id = :other) WHERE logical_task_id = :task",
+            "UPDATE agent_paused_tasks SET agent_name = 'test/hotels' "
+            "WHERE logical_task_id = :task",
+            "UPDATE agent_paused_tasks SET request = state WHERE logical_task_id = :task",
+        ):
+            pause = await paused(store)
+            values = {"task": pause.run.task_id, "other": one_.run.task_id}
+
+            async def move(
+                tx: Transaction, statement: str = statement, values: Any = values
+            ) -> None:
+                await tx.connection.execute(text(statement), values)
+
+            await store._database.transact(move)
+            with pytest.raises(ValueError, match="was changed, or belongs elsewhere"):
+                await store.stored_task(pause.run.task_id)
+        assert await store.stored_task(two.run.task_id)
