@@ -48,7 +48,7 @@ class Operations:
     Args:
         db_url: The `session_db_url` of the agents.
         namespace: The namespace of their mesh.
-        encryption_keys: Their `encryption_keys`, the one that encrypts first.
+        encryption_keys: Their `encryption_keys`, of which the first encrypts.
         encryption_tenant: Their `encryption_tenant`.
 
     Raises:

@@ -309,7 +309,7 @@ class ShownReplica:
 
 
 async def _read_replicas(store: OperatorStore) -> list[ShownReplica]:
-    """The registered replicas, and those of earlier releases that run tasks now."""
+    """The registered replicas, and replicas of earlier releases that run tasks now."""
     page = await store.due_tasks(TaskState.RUNNING, limit=_MAX_GROUPED)
     running = Counter(
         (each.task.agent, each.task.owner) for each in page.items if each.task.owner is not None

@@ -77,7 +77,7 @@ async def test_connections_of_an_isolated_process_say_so_in_their_names(
 ) -> None:
     mesh = MeshSettings(namespace="mesh", broker_url="amqp://guest@localhost")
     for purpose in ("", "isolated"):
-        broker = wiring.make_broker(mesh, purpose)
+        broker = wiring._make_clear_broker(mesh, purpose)
         assert isinstance(broker, RabbitMqBroker)
         with pytest.raises(BrokerUnavailable):
             await broker._publish_connection.ensure_connected()
