@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from meshpoint.adapters.encryption import KeyRing, RingKey
 from meshpoint.adapters.postgres_queue import PostgresBroker
+from meshpoint.adapters.sealed_broker import SealedBroker
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.ids import new_id
 from meshpoint.model.timeline import TimelineOptions
@@ -15,6 +17,8 @@ from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import TIMINGS
 from meshpoint.testing.conformance.hand_over import HandOverSuite
+
+RING = KeyRing([RingKey(b"k" * 32)], setting="mesh.encryption_keys", scope="mesh")
 
 pytestmark = pytest.mark.servers
 
@@ -44,9 +48,12 @@ class TestOnPostgres(HandOverSuite):
         yield store
         await store.close()
 
-    @pytest.fixture
-    async def broker(self, module_postgres_url: str, namespace: str) -> AsyncIterator[Broker]:
-        broker = PostgresBroker(module_postgres_url, namespace=namespace)
+    @pytest.fixture(params=[None, RING], ids=["clear", "sealed"])
+    async def broker(
+        self, request: pytest.FixtureRequest, module_postgres_url: str, namespace: str
+    ) -> AsyncIterator[Broker]:
+        clear = PostgresBroker(module_postgres_url, namespace=namespace)
+        broker = SealedBroker(clear, request.param, namespace)
         await broker.open()
         yield broker
         await broker.close()

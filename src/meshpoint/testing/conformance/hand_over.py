@@ -160,7 +160,8 @@ class HandOverSuite:
     ) -> None:
         task = await resumed(store, await paused(store))
         hand_over = await prepared(broker, [(request_queue(PEER), a_message())])
-        requester = replace(a_requester(), deadline=clock.now() + TIMEOUT)  # the row has no deadline
+        # The row has no deadline.
+        requester = replace(a_requester(), deadline=clock.now() + TIMEOUT)
         pause = a_handed_over(a_pause(run=task.run, requester=requester), hand_over)
         (result,) = await store.pause([pause])
         assert isinstance(result, PauseCommitted)
