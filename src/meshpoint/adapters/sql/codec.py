@@ -18,6 +18,7 @@ from pydantic_core import from_json
 
 from meshpoint.adapters.encryption import (
     DIGEST_PREFIX,
+    TEXT_PREFIX,
     compress,
     expand,
     from_text,
@@ -193,9 +194,8 @@ class Codec:
 
     def read_text(self, stored: str | None, column: Sealed, agent: str, *keys: str) -> str | None:
         """Decode what `text` encoded."""
-        if not is_text_envelope(stored):
+        if stored is None or not stored.startswith(TEXT_PREFIX):
             return stored
-        assert stored is not None
         opened = self._open(from_text(stored), column, agent, *keys)
         return expand(opened).decode(errors="surrogatepass")
 

@@ -261,8 +261,6 @@ class FastPath:
             for packed, first in zip(pauses, first_places, strict=False)
             for call in packed.pause.calls
         )
-        codec, names = self._options.codec, self._options.names
-        agents = {each.pause.run.task_id: names.qualified(each.pause.run.agent) for each in pauses}
         task_ids, firsts, peers, headers, timeouts, idle_timeouts = zip(*terms, strict=True)
         return [
             text_array([call.sub_task_id for call in calls]),
@@ -272,12 +270,21 @@ class FastPath:
             text_array(task_ids),
             int_array(firsts),
             text_array(peers),
-            [
-                codec.text(each.decode(), HEADERS, agents[task_id], task_id)
-                for each, task_id in zip(headers, task_ids, strict=True)
-            ],
+            self._seal_headers(pauses, task_ids, [each.decode() for each in headers]),
             [duration_seconds(timeout) for timeout in timeouts],
             [duration_seconds(idle_timeout) for idle_timeout in idle_timeouts],
+        ]
+
+    def _seal_headers(
+        self, pauses: Sequence[PackedPause], task_ids: Sequence[TaskId], headers: list[str]
+    ) -> list[Any]:
+        codec, names = self._options.codec, self._options.names
+        if codec.sealer is None:
+            return headers
+        agents = {each.pause.run.task_id: names.qualified(each.pause.run.agent) for each in pauses}
+        return [
+            codec.text(each, HEADERS, agents[task_id], task_id)
+            for each, task_id in zip(headers, task_ids, strict=True)
         ]
 
     async def append(self, appends: Sequence[PackedAppend]) -> dict[int, SaveResult]:
@@ -343,7 +350,7 @@ class FastPath:
         held = [
             (number, *message)
             for number, (command, _) in enumerate(commands, 1)
-            if isinstance(command.hand_over, QueueHandOver)
+            if command.hand_over is not None and isinstance(command.hand_over, QueueHandOver)
             for message in command.hand_over.held
         ]
         values = (

@@ -437,6 +437,9 @@ async def resumable_from_row(
 def _open_outcomes(
     calls: Sequence[StoredOutcome], codec: Codec, agent: str, task_id: str
 ) -> Sequence[StoredOutcome]:
+    stored = [found for _, _, found, _ in calls if type(found) is bytes]
+    if not any(map(is_envelope, stored)):
+        return calls
     return [
         (call_id, peer, codec.open(found, OUTCOME, agent, task_id, sub_task_id), sub_task_id)
         if isinstance(found, bytes)
