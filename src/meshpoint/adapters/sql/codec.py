@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -152,10 +152,17 @@ class Codec:
         """Whether it seals what belongs to `agent`."""
         return self.sealer is not None and self.sealer.key_id(agent) is not None
 
-    async def pack(
+    def pack(
         self, value: bytes | None, column: Sealed, agent: str, *keys: str, seq: int = 0
-    ) -> Packed:
+    ) -> Awaitable[Packed]:
         """Encode bytes."""
+        if self.sealer is None:
+            return pack(value)
+        return self._pack_sealed(value, column, agent, *keys, seq=seq)
+
+    async def _pack_sealed(
+        self, value: bytes | None, column: Sealed, agent: str, *keys: str, seq: int
+    ) -> Packed:
         return self.seal(await pack(value), column, agent, *keys, seq=seq)
 
     def seal(self, packed: Packed, column: Sealed, agent: str, *keys: str, seq: int = 0) -> Packed:
@@ -164,11 +171,11 @@ class Codec:
             return packed
         return self.sealer.seal(packed, (column.place, agent, *keys), seq)
 
-    async def unpack(
+    def unpack(
         self, stored: bytes | None, column: Sealed, agent: str, *keys: str
-    ) -> bytes | None:
+    ) -> Awaitable[bytes | None]:
         """Decode what `pack` encoded."""
-        return await unpack(self.open(stored, column, agent, *keys))
+        return unpack(self.open(stored, column, agent, *keys))
 
     def open(self, stored: bytes | None, column: Sealed, agent: str, *keys: str) -> bytes | None:
         """Undo `seal`. Bytes that are not sealed are returned as they are."""

@@ -146,8 +146,8 @@ async def context_from_row(row: Any, codec: Codec) -> CheckpointDict:
     rest = codec.read_text(row.context_rest, inventory.CONTEXT_REST, *key)
     context: CheckpointDict = from_json(rest) if rest else {}
     for name, column in _JSON_COLUMNS.items():
-        if (stored := codec.read_text(getattr(row, name), column, *key)) is not None:
-            context[name] = from_json(stored)
+        if (stored := getattr(row, name)) is not None:
+            context[name] = from_json(codec.read_text(stored, column, *key) or "null")
     secret = await codec.unpack(row.security_context, inventory.SECURITY_CONTEXT, *key)
     if secret is not None:
         context["security_context"] = from_json(secret)
