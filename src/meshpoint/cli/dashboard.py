@@ -169,12 +169,9 @@ def _choose_access(
         option = "--proxy" if proxies else "--operator"
         raise ConfigurationError(option, "needs --user-header", "name the header of the proxy")
     if has_tokens:
-        chosen: Access = (
-            TokenAccess.from_file(tokens, read_only=read_only)
-            if tokens is not None
-            else TokenAccess.from_text(lines or "", TOKENS_VARIABLE, read_only=read_only)
-        )
-        return chosen
+        if tokens is not None:
+            return TokenAccess.from_file(tokens, read_only=read_only)
+        return TokenAccess.from_text(lines or "", TOKENS_VARIABLE, read_only=read_only)
     if user_header is not None:
         return ProxyAccess(user_header, proxies, [] if read_only else operators)
     if not is_loopback(host):

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_POOL_SIZE = 5
 _INSPECTION_TIMEOUT = timedelta(seconds=3)
 _NOTICE_TIMEOUT = 5.0
 _QUEUE_SECONDS = 2.0

@@ -67,19 +67,10 @@ def _is_plain(call: PlannedCall) -> bool:
 
 def _dispatch(pause: Pause, call: PlannedCall, now: datetime | None) -> Dispatch:
     """The request of a call whose timeout begins at `now`."""
-    run, deadline = pause.run, pause.requester.deadline or NO_DEADLINE
+    deadline = pause.requester.deadline or NO_DEADLINE
     if call.timeout is not None and now is not None and call.timeout < NO_DEADLINE - now:
         deadline = min(deadline, now + call.timeout)
-    return Dispatch(
-        run.agent,
-        run.task_id,
-        run.generation + 1,
-        call.sub_task_id,
-        call.peer,
-        call.body,
-        call.headers,
-        deadline,
-    )
+    return pause.dispatch(call, deadline)
 
 
 async def prepare_end(

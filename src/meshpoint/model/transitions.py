@@ -160,6 +160,20 @@ class Pause:
     hand_over: HandOver | None = field(default=None, compare=False, kw_only=True)
     planned_at: datetime | None = field(default=None, compare=False, kw_only=True)
 
+    def dispatch(self, call: PlannedCall, deadline: datetime) -> Dispatch:
+        """The request of one of its calls."""
+        run = self.run
+        return Dispatch(
+            run.agent,
+            run.task_id,
+            run.generation + 1,
+            call.sub_task_id,
+            call.peer,
+            call.body,
+            call.headers,
+            deadline,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:

@@ -55,7 +55,6 @@ from meshpoint.model.tasks import (
     MAX_ROW_BYTES,
     NO_DEADLINE,
     CallState,
-    Dispatch,
     PlannedCall,
     Requester,
     Run,
@@ -530,22 +529,10 @@ def committed_pause(packed: PackedPause, now: float) -> PauseCommitted:
     pause = packed.pause
     if packed.met:
         return PauseCommitted(TaskState.READY, ())
-    run, deadline_of = pause.run, _deadlines(pause, now)
+    deadline_of = _deadlines(pause, now)
     return PauseCommitted(
         TaskState.WAITING,
-        tuple(
-            Dispatch(
-                run.agent,
-                run.task_id,
-                run.generation + 1,
-                call.sub_task_id,
-                call.peer,
-                call.body,
-                call.headers,
-                deadline_of[call.timeout],
-            )
-            for call in packed.sendable
-        ),
+        tuple(pause.dispatch(call, deadline_of[call.timeout]) for call in packed.sendable),
     )
 
 
