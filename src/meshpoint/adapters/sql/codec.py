@@ -18,6 +18,7 @@ from pydantic_core import from_json
 
 from meshpoint.adapters.encryption import (
     DIGEST_PREFIX,
+    MARKER,
     TEXT_PREFIX,
     compress,
     expand,
@@ -105,6 +106,7 @@ async def unpack(stored: bytes | None) -> bytes | None:
     """Decode what `pack` encoded.
 
     Raises:
+        KeyMissing: It is sealed.
         ValueError: This release does not know the marker.
     """
     if stored is None:
@@ -112,11 +114,24 @@ async def unpack(stored: bytes | None) -> bytes | None:
     marker, rest = stored[:1], stored[1:]
     if marker == RAW:
         return rest
+    if marker == MARKER:
+        raise missing_key(bytes(stored))
     if marker != ZSTD:
         raise ValueError(f"a stored value begins with unknown marker {marker!r}")
     if len(rest) < _MIN_THREAD_BYTES:
         return _decompress(rest)
     return await run_in_own_thread(_decompress, rest)
+
+
+def require_clear(text: str | None) -> None:
+    """Check that a stored text is not sealed.
+
+    Raises:
+        KeyMissing: It is.
+        ValueError: It is a damaged envelope.
+    """
+    if is_text_envelope(text):
+        raise missing_key(from_text(str(text)))
 
 
 def unpacked_size(stored: bytes) -> int:
@@ -175,7 +190,9 @@ class Codec:
         self, stored: bytes | None, column: Sealed, agent: str, *keys: str
     ) -> Awaitable[bytes | None]:
         """Decode what `pack` encoded."""
-        return unpack(self.open(stored, column, agent, *keys))
+        if self.sealer is not None:
+            stored = self.open(stored, column, agent, *keys)
+        return unpack(stored)
 
     def open(self, stored: bytes | None, column: Sealed, agent: str, *keys: str) -> bytes | None:
         """Undo `seal`. Bytes that are not sealed are returned as they are."""

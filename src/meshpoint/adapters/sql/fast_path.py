@@ -287,6 +287,12 @@ class FastPath:
             for each, task_id in zip(headers, task_ids, strict=True)
         ]
 
+    def _seal_reason(self, end: End) -> str | None:
+        if end.dead_reason is None:
+            return None
+        agent = self._options.names.qualified(end.run.agent)
+        return self._options.codec.text(end.dead_reason, REASON, agent)
+
     async def append(self, appends: Sequence[PackedAppend]) -> dict[int, SaveResult]:
         """Append to the logs of tasks if their rows and logs are as their runs expect.
 
@@ -459,16 +465,7 @@ class FastPath:
             [command.run.id for command, _ in commands],
             [command.state.value for command, _ in commands],
             [reply for _, reply in commands],
-            _array(
-                [
-                    self._options.codec.text(
-                        command.dead_reason,
-                        REASON,
-                        self._options.names.qualified(command.run.agent),
-                    )
-                    for command, _ in commands
-                ]
-            ),
+            _array([self._seal_reason(command) for command, _ in commands]),
         )
         results: dict[int, EndResult] = {}
         for row in rows:

@@ -19,6 +19,7 @@ from meshpoint.adapters.sql.codec import (
     Codec,
     Packed,
     pack_all,
+    require_clear,
     unpack,
     unpack_entries,
     unpacked_size,
@@ -62,8 +63,7 @@ _JSON_COLUMNS = {
         inventory.TOKEN_USAGE,
     )
 }
-
-
+_TEXT_COLUMNS = {**_JSON_COLUMNS, "context_rest": inventory.CONTEXT_REST}
 _OWN_COLUMNS = frozenset({*_JSON_COLUMNS, "security_context"})
 
 
@@ -94,7 +94,7 @@ class AgentNames:
 
     def qualified(self, agent: AgentName) -> str:
         """The agent's name as stored, with the namespace."""
-        return self.prefix + agent
+        return f"{self.namespace}/{agent}"
 
     def plain(self, stored: str) -> AgentName:
         """The agent's name without this namespace.
@@ -109,45 +109,61 @@ async def context_columns(
 ) -> dict[str, Any]:
     """Encode a context as column values; keys without a column of their own share one."""
     columns: dict[str, Any] = {
-        name: codec.text(to_json(context[name]).decode(), column, agent, task_id, seq=seq)
-        if name in context
-        else None
-        for name, column in _JSON_COLUMNS.items()
+        name: to_json(context[name]).decode() if name in context else None
+        for name in _JSON_COLUMNS
     }
     rest = {key: value for key, value in context.items() if key not in _OWN_COLUMNS}
-    columns["context_rest"] = codec.text(
-        to_json(rest).decode(), inventory.CONTEXT_REST, agent, task_id, seq=seq
-    )
+    columns["context_rest"] = to_json(rest).decode()
+    if codec.seals(agent):
+        for name, column in _TEXT_COLUMNS.items():
+            columns[name] = codec.text(columns[name], column, agent, task_id, seq=seq)
     secret = to_json(context["security_context"]) if "security_context" in context else None
     columns["security_context"] = await codec.pack(
         secret, inventory.SECURITY_CONTEXT, agent, task_id, seq=seq
     )
-    origin = context.get("a2a_context")
-    sources = (context, origin) if isinstance(origin, dict) else (context,)
     columns |= columns_for_people(context, codec, agent)
-    columns["current_invocation_id"] = _text_copy(sources, "current_invocation_id")
+    columns["current_invocation_id"] = _text_copy(_sources(context), "current_invocation_id")
     return columns
 
 
 def columns_for_people(context: CheckpointDict, codec: Codec, agent: str) -> dict[str, Any]:
     """Copies of the user and the session; keyed digests of them if `codec` seals."""
-    origin = context.get("a2a_context")
-    sources = (context, origin) if isinstance(origin, dict) else (context,)
+    sources = _sources(context)
     session = _text_copy(sources, "effective_session_id", "session_id")
-    return {
-        "effective_session_id": codec.digest(session, inventory.SESSION, agent),
-        "user_id": codec.digest(_text_copy(sources, "user_id"), inventory.USER, agent),
-    }
+    user = _text_copy(sources, "user_id")
+    if codec.seals(agent):
+        session = codec.digest(session, inventory.SESSION, agent)
+        user = codec.digest(user, inventory.USER, agent)
+    return {"effective_session_id": session, "user_id": user}
+
+
+def _sources(context: CheckpointDict) -> Sequence[Mapping[str, object]]:
+    """The context and its origin, where `columns_for_people` looks."""
+    origin = context.get("a2a_context")
+    return (context, origin) if isinstance(origin, dict) else (context,)
 
 
 async def context_from_row(row: Any, codec: Codec) -> CheckpointDict:
-    """Decode a context from the columns that `context_columns` returned."""
+    """Decode a context from the columns that `context_columns` returned.
+
+    Raises:
+        ValueError: A value is damaged.
+        KeyMissing: A value is sealed with a key that `codec` lacks.
+    """
     key = (row.agent_name, row.logical_task_id)
-    rest = codec.read_text(row.context_rest, inventory.CONTEXT_REST, *key)
-    context: CheckpointDict = from_json(rest) if rest else {}
-    for name, column in _JSON_COLUMNS.items():
-        if (stored := getattr(row, name)) is not None:
-            context[name] = from_json(codec.read_text(stored, column, *key) or "null")
+    texts = {name: getattr(row, name) for name in _TEXT_COLUMNS}
+    if codec.sealer is not None:
+        for name, column in _TEXT_COLUMNS.items():
+            texts[name] = codec.read_text(texts[name], column, *key)
+    try:
+        context: CheckpointDict = from_json(texts["context_rest"] or "{}")
+        for name in _JSON_COLUMNS:
+            if (text := texts[name]) is not None:
+                context[name] = from_json(text)
+    except ValueError:
+        for text in texts.values():
+            require_clear(text)
+        raise
     secret = await codec.unpack(row.security_context, inventory.SECURITY_CONTEXT, *key)
     if secret is not None:
         context["security_context"] = from_json(secret)
@@ -248,9 +264,12 @@ async def existing_task_from_row(row: Any, names: AgentNames, codec: Codec) -> E
 
 def input_digest(row: Any, codec: Codec) -> str | None:
     """Decode the digest of a task's input; `None`, which matches any, without its key."""
+    stored: str | None = row.request_digest
+    if not is_text_envelope(stored):
+        return stored
     key = (row.agent_name, row.logical_task_id)
     try:
-        return codec.read_text(row.request_digest, inventory.REQUEST_DIGEST, *key)
+        return codec.read_text(stored, inventory.REQUEST_DIGEST, *key)
     except KeyMissing:
         return None
 
@@ -350,7 +369,12 @@ async def read_outcome(row: Any, codec: Codec) -> Outcome:
 
 
 async def unpack_outcome(packed: bytes | None) -> Outcome:
-    """Decode a packed outcome that is not sealed."""
+    """Decode a packed outcome that is not sealed.
+
+    Raises:
+        ValueError: It is damaged.
+        KeyMissing: It is sealed.
+    """
     stored = packed[1:] if packed is not None and packed[:1] == RAW else await unpack(packed)
     if stored is None:
         return Failed(FailureKind.CANCELLED, "the call was closed")
@@ -425,7 +449,9 @@ async def resumable_from_row(
         checkpoint=row.checkpoint_seq,
         retry_count=row.retry_count,
         rescues=row.rescues,
-        crash_reason=codec.show_text(row.dead_reason, inventory.REASON, row.agent_name),
+        crash_reason=None
+        if row.dead_reason is None
+        else codec.show_text(row.dead_reason, inventory.REASON, row.agent_name),
         refusal_reason=refused,
         digest=input_digest(row, codec),
         log=await unpack_entries(_open_log(row, log, codec)) if log else (),
@@ -437,8 +463,7 @@ async def resumable_from_row(
 def _open_outcomes(
     calls: Sequence[StoredOutcome], codec: Codec, agent: str, task_id: str
 ) -> Sequence[StoredOutcome]:
-    stored = [found for _, _, found, _ in calls if type(found) is bytes]
-    if not any(map(is_envelope, stored)):
+    if codec.sealer is None:
         return calls
     return [
         (call_id, peer, codec.open(found, OUTCOME, agent, task_id, sub_task_id), sub_task_id)
