@@ -5,7 +5,13 @@ from __future__ import annotations
 import asyncpg
 import pytest
 
-from meshpoint.adapters.sql.array_literals import int_array, text_array
+from meshpoint.adapters.sql.array_literals import (
+    int_array,
+    joined_values,
+    number_array,
+    text_array,
+)
+from meshpoint.adapters.sql.batch_statements import value_of
 
 
 @pytest.mark.parametrize(
@@ -45,5 +51,43 @@ async def test_integers_arrive_unchanged(postgres_url: str) -> None:
         for values in ([], [0], [1, -2, 2**63 - 1, -(2**63)]):
             literal = int_array(values)
             assert await connection.fetchval("SELECT $1::text::bigint[]", literal) == values
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("double precision", [None]),
+        ("double precision", [0.1, None, 1e-9, 1e22, -2.5, 1_764_300_000.123456]),
+        ("bigint", [1, None, -(2**63)]),
+        ("boolean", [True, None, False]),
+    ],
+)
+async def test_numbers_and_nulls_arrive_unchanged(
+    postgres_url: str, kind: str, values: list[float | None]
+) -> None:
+    connection = await asyncpg.connect(postgres_url)
+    try:
+        literal = number_array(values)
+        assert await connection.fetchval(f"SELECT $1::text::{kind}[]", literal) == values
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize(
+    "values", [[], [b"a"], [b"\0", b"bc", None, b"\xff" * 1000], [None, None]]
+)
+async def test_joined_values_are_found_again(
+    postgres_url: str, values: list[bytes | None]
+) -> None:
+    connection = await asyncpg.connect(postgres_url)
+    try:
+        rows = await connection.fetch(
+            f"SELECT {value_of('v', '$1')} FROM unnest($2::text::int[], $3::text::int[])"
+            " WITH ORDINALITY AS v(first, size, place) ORDER BY place",
+            *joined_values(values),
+        )
+        assert [row[0] for row in rows] == values
     finally:
         await connection.close()

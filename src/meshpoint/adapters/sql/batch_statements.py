@@ -39,6 +39,22 @@ from meshpoint.adapters.sql.operation_statements import (
 )
 from meshpoint.model.tasks import NO_DEADLINE
 
+SHORT_TEXTS = frozenset(
+    {
+        *("run_id", "status", "agent", "request_digest"),
+        *("reply_to", "requester_app_id", "parent_task_id"),
+        *("effective_session_id", "user_id", "current_invocation_id"),
+        *("state_format", "app_version", "framework"),
+    }
+)
+"""The texts of `_items` that are passed as `array_literals`, as all numbers are."""
+
+
+def _item(name: str, number: int, kind: str) -> str:
+    is_literal = name in SHORT_TEXTS if kind == "text" else kind != "bytea"
+    array = f"(SELECT ${number}::text::{kind}[])" if is_literal else f"${number}::{kind}[]"
+    return f"({array})[i.place::int]"
+
 
 def _items(first: int, **types: str) -> dict[str, str]:
     """SQL for the element at `i.place` of the arrays `$first`, `$first + 1`, …, by name.
@@ -50,9 +66,13 @@ def _items(first: int, **types: str) -> dict[str, str]:
     proportional to the place.
     """
     return {
-        name: f"(${number}::{kind}[])[i.place::int]"
-        for number, (name, kind) in enumerate(types.items(), first)
+        name: _item(name, number, kind) for number, (name, kind) in enumerate(types.items(), first)
     }
+
+
+def value_of(row: str, values: str) -> str:
+    """SQL for the value of a row with `first` and `size`: see `array_literals.joined_values`."""
+    return f"CASE WHEN {row}.size > 0 THEN substr({values}::bytea, {row}.first, {row}.size) END"
 
 
 # The time of a batch, read after the last lock.
@@ -108,7 +128,7 @@ done_calls AS (
 
 # The values of every pause, and the additional ones of pauses of new tasks.
 PAUSED = _items(
-    13,
+    15,
     task_id="text",
     run_id="text",
     generation="int",
@@ -127,6 +147,8 @@ PAUSED = _items(
     request_digest="text",
     result_ttl="double precision",
 )
+PAUSED_FENCE = _item("fence", 37, "int")
+"""Of a pause of a task that has a row."""
 
 
 def _wake_at(deadline: str) -> str:
@@ -156,14 +178,16 @@ calls AS (
   INSERT INTO agent_peer_sub_tasks (
     {_NEW_CALL})
   SELECT w.logical_task_id, c.sub_task_id, w.agent_name, w.generation, c.place - terms.first,
-         c.call_id, terms.peer, terms.headers, c.request, 'pending', 1, terms.idle_timeout,
+         c.call_id, terms.peer, terms.headers, {value_of("c", "$5")}, 'pending', 1,
+         terms.idle_timeout,
          LEAST({begin} + terms.timeout, w.now + terms.idle_timeout, w.task_deadline),
          coalesce(LEAST({begin} + terms.timeout, w.task_deadline), {NO_DEADLINE.timestamp()}),
          w.now
-    FROM unnest($3::text::text[], $4::text::text[], $5::bytea[], $6::text::int[])
-         WITH ORDINALITY AS c(sub_task_id, call_id, request, terms, place)
-    JOIN unnest($7::text::text[], $8::text::int[], $9::text::text[], $10::text[],
-                 $11::double precision[], $12::double precision[])
+    FROM unnest($3::text::text[], $4::text::text[], $6::text::int[], $7::text::int[],
+                $8::text::int[])
+         WITH ORDINALITY AS c(sub_task_id, call_id, first, size, terms, place)
+    JOIN unnest($9::text::text[], $10::text::int[], $11::text::text[], $12::text[],
+                 $13::text::double precision[], $14::text::double precision[])
          WITH ORDINALITY AS terms(task_id, first, peer, headers, timeout, idle_timeout, number)
       ON terms.number = c.terms
     JOIN written AS w ON w.logical_task_id = terms.task_id{source}),
@@ -217,7 +241,7 @@ def _pause_new(
 WITH locked AS (SELECT 1), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT i.task_id, i.place, {_wake_at(deadline)} AS wake_at
-    FROM unnest($13::text[]) WITH ORDINALITY AS i(task_id, place), clock
+    FROM unnest($15::text[]) WITH ORDINALITY AS i(task_id, place), clock
    WHERE {deadline} IS NULL OR {deadline} > clock.now),
 written AS (
   INSERT INTO agent_paused_tasks (
@@ -226,7 +250,7 @@ written AS (
     {_CONTEXT})
   SELECT i.task_id, {PAUSED["agent"]}, 'waiting', {PAUSED["generation"]}, 1,
          {PAUSED["run_id"]}, 0, i.wake_at, {PAUSED["request"]}, {requester},
-         clock.now + {PAUSED["idle_timeout"]} / $44::int, clock.now,
+         clock.now + {PAUSED["idle_timeout"]} / $46::int, clock.now,
          {PAUSED["request_digest"]},{value} {context}
     FROM given AS i, clock
   ON CONFLICT DO NOTHING
@@ -238,19 +262,19 @@ written AS (
 
 # Insert tasks that have no row, with their first checkpoints.
 PAUSE_NEW = _pause_new("pause")
-PAUSE_NEW_HANDING_OVER = _pause_new("pause handing over", hand_over_at=45)
+PAUSE_NEW_HANDING_OVER = _pause_new("pause handing over", hand_over_at=47)
 
 # The same, with the first entries of their logs.
 _pause_new_with_log = partial(
     _pause_new,
     column=" log_seq,",
-    value=" ($45::int[])[i.place::int],",
+    value=f" {_item('new_entries', 47, 'int')},",
     returned=", run_id, log_seq, log_seq AS new_entries",
-    logged=_append_entries(46),
+    logged=_append_entries(48),
 )
 PAUSE_NEW_WITH_LOG = _pause_new_with_log("pause with log")
 PAUSE_NEW_WITH_LOG_HANDING_OVER = _pause_new_with_log(
-    "pause with log handing over", hand_over_at=49
+    "pause with log handing over", hand_over_at=51
 )
 
 
@@ -269,8 +293,8 @@ def _pause_existing(
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id, i.place, t.task_deadline
     FROM agent_paused_tasks AS t
-    JOIN unnest($13::text[]) WITH ORDINALITY AS i(task_id, place) ON i.task_id = t.logical_task_id
-   WHERE t.logical_task_id = ANY($13::text[]) AND t.fence = ($35::int[])[i.place::int]
+    JOIN unnest($15::text[]) WITH ORDINALITY AS i(task_id, place) ON i.task_id = t.logical_task_id
+   WHERE t.logical_task_id = ANY($15::text[]) AND t.fence = {PAUSED_FENCE}
      AND t.status = 'running' AND NOT t.cancel_requested{guard}
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
@@ -281,7 +305,7 @@ written AS (
   UPDATE agent_paused_tasks AS t SET
     status = 'waiting', generation = {PAUSED["generation"]}, run_id = {PAUSED["run_id"]},
     owner = NULL, attempt = 0, rescues = 0, wake_at = i.wake_at,
-    keep_alive_at = clock.now + t.idle_timeout / $36::int, checkpointed_at = clock.now,
+    keep_alive_at = clock.now + t.idle_timeout / $38::int, checkpointed_at = clock.now,
     dead_reason = NULL, {emptied(columns.PARKING)},{log_seq}
     ({_CONTEXT}) = ROW({context})
     FROM given AS i, clock WHERE t.logical_task_id = i.task_id
@@ -297,12 +321,12 @@ met_joins AS (
 # Write the checkpoints of tasks that have a row, and delete the done calls and the joins of their
 # earlier pauses.
 PAUSE_EXISTING = _pause_existing("pause existing")
-PAUSE_EXISTING_HANDING_OVER = _pause_existing("pause existing handing over", hand_over_at=37)
+PAUSE_EXISTING_HANDING_OVER = _pause_existing("pause existing handing over", hand_over_at=39)
 
-# The same, with changes of their logs. `$37` has the last entry that each run has read, NULL for a
+# The same, with changes of their logs. `$39` has the last entry that each run has read, NULL for a
 # pause that leaves the log as it is. A row with another last entry, or with entries after it, is
 # left to the general transaction.
-_LOG = _items(37, after="int", replaces="boolean", keeps_state="boolean", new_entries="int")
+_LOG = _items(39, after="int", replaces="boolean", keeps_state="boolean", new_entries="int")
 _pause_existing_with_log = partial(
     _pause_existing,
     guard=f"""
@@ -318,11 +342,11 @@ _pause_existing_with_log = partial(
 replaced AS (
   DELETE FROM agent_task_log AS l
    WHERE l.logical_task_id = ANY(ARRAY(SELECT logical_task_id FROM written WHERE replaces))),
-{_append_entries(41)}""",
+{_append_entries(43)}""",
 )
 PAUSE_EXISTING_WITH_LOG = _pause_existing_with_log("pause existing with log")
 PAUSE_EXISTING_WITH_LOG_HANDING_OVER = _pause_existing_with_log(
-    "pause existing with log handing over", hand_over_at=44
+    "pause existing with log handing over", hand_over_at=46
 )
 
 # Append entries to the logs of running tasks, if the logs are as their runs have read them. The
@@ -356,9 +380,9 @@ SELECT written.logical_task_id FROM written, clock
 # - the positions in the arrays of the outcomes recorded;
 # - `acquired`: whether the replica owns the task now, or NULL if the join is not met;
 # - for an acquired task, its row, and its earlier outcomes as far as the statement's snapshot has
-#   them. Earlier outcomes of more than `$15` bytes are left to `READ_OWNED`, since a result row
+#   them. Earlier outcomes of more than `$17` bytes are left to `READ_OWNED`, since a result row
 #   must stay below 1 GiB;
-# - its log, unless that has more than `$16` bytes: a driver reads a large array more slowly than
+# - its log, unless that has more than `$18` bytes: a driver reads a large array more slowly than
 #   the rows of `READ_OWNED_LOG`. The snapshot has the whole log if it has the last entry: all
 #   entries were committed by pauses, and a later pause would have changed the generation.
 #
@@ -377,15 +401,17 @@ WITH locked AS MATERIALIZED (
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT c.*, terms.task_id, terms.ok, terms.sender, l.generation, l.state_format
-    FROM unnest($5::text::text[], $6::text::text[], $7::bytea[], $8::text::int[])
-         WITH ORDINALITY AS c(sub_task_id, claim_id, outcome, terms, place)
-    JOIN unnest($9::text::text[], $10::boolean[], $11::text::text[]) WITH ORDINALITY
+    FROM unnest($5::text::text[], $6::text::text[], $8::text::int[], $9::text::int[],
+                $10::text::int[])
+         WITH ORDINALITY AS c(sub_task_id, claim_id, first, size, terms, place)
+    JOIN unnest($11::text::text[], $12::text::boolean[], $13::text::text[]) WITH ORDINALITY
          AS terms(task_id, ok, sender, number)
       ON terms.number = c.terms
     JOIN locked AS l ON l.logical_task_id = terms.task_id),
 recorded AS (
   UPDATE agent_peer_sub_tasks AS c
-     SET status = 'done', outcome = g.outcome, claim_id = g.claim_id, send_due_at = NULL
+     SET status = 'done', outcome = {value_of("g", "$7")}, claim_id = g.claim_id,
+         send_due_at = NULL
     FROM given AS g
    WHERE c.logical_task_id = g.task_id AND c.sub_task_id = g.sub_task_id AND c.status = 'pending'
      AND c.invocation_id = g.generation AND (g.sender IS NULL OR g.sender = c.peer_agent)
@@ -410,16 +436,16 @@ joined AS (
             j.completed_count >= j.total_expected AS met),
 met AS MATERIALIZED (
   SELECT logical_task_id, last_claim, total_expected,
-         state_format = ANY($12::text[])
-         AND sum((state_format = ANY($12::text[]))::int)
-               OVER (ORDER BY logical_task_id) <= $13::int AS acquired
+         state_format = ANY($14::text[])
+         AND sum((state_format = ANY($14::text[]))::int)
+               OVER (ORDER BY logical_task_id) <= $15::int AS acquired
     FROM joined WHERE met),
 owned AS (
   UPDATE agent_paused_tasks AS t SET
     status = CASE WHEN met.acquired THEN 'running' ELSE 'ready' END,
     fence = t.fence + met.acquired::int, run_id = met.last_claim,
     owner = CASE WHEN met.acquired THEN $2::text END, attempt = met.acquired::int,
-    wake_at = CASE WHEN met.acquired THEN clock.now + $14::double precision ELSE clock.now END
+    wake_at = CASE WHEN met.acquired THEN clock.now + $16::double precision ELSE clock.now END
     FROM met, clock WHERE t.logical_task_id = met.logical_task_id
   RETURNING {_RESUME_COLUMNS}),
 logs AS MATERIALIZED (
@@ -432,7 +458,7 @@ logs AS MATERIALIZED (
          LATERAL (
            SELECT array_agg(l.entry ORDER BY l.seq) AS log_entries, max(l.seq) AS log_last
              FROM agent_task_log AS l
-            WHERE size.log_bytes <= $16::bigint
+            WHERE size.log_bytes <= $18::bigint
               AND l.logical_task_id = owned.logical_task_id AND l.seq <= owned.log_seq) AS entries
    WHERE owned.log_seq > 0)
 SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*, logs.*,
@@ -452,7 +478,7 @@ SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*, logs
        AND (SELECT coalesce(sum(octet_length(s.outcome)), 0) FROM agent_peer_sub_tasks AS s
              WHERE s.logical_task_id = counted.logical_task_id
                AND s.invocation_id = counted.generation
-               AND s.status <> 'pending') <= $15::bigint) AS before ON true
+               AND s.status <> 'pending') <= $17::bigint) AS before ON true
   LEFT JOIN logs ON logs.task_id = owned.logical_task_id
 """
 

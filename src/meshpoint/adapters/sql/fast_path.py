@@ -11,14 +11,19 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import accumulate
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from meshpoint.adapters.sql import batch_statements as sql
 from meshpoint.adapters.sql.appending import PackedAppend
-from meshpoint.adapters.sql.array_literals import int_array, text_array
+from meshpoint.adapters.sql.array_literals import (
+    int_array,
+    joined_values,
+    number_array,
+    text_array,
+)
 from meshpoint.adapters.sql.batcher import PART_BYTES
 from meshpoint.adapters.sql.checkpointing import PackedPause, committed_pause
 from meshpoint.adapters.sql.codec import Packed
@@ -67,6 +72,9 @@ from meshpoint.model.transitions import (
     TaskReady,
 )
 from meshpoint.ports.clock import Clock
+
+Array: TypeAlias = Sequence[Any] | str | None
+"""The elements of an array, an array literal, or NULL, whose elements are all NULL."""
 
 INLINE_LOG_BYTES = MIN_LOG_BYTES
 """Larger logs are not part of a claim's result row."""
@@ -186,7 +194,7 @@ class FastPath:
         written: dict[str, tuple[float, float | None]] = {}
         fresh = [pauses[place] for place in places.values() if not pauses[place].pause.run.fence]
         known = [pauses[place] for place in places.values() if pauses[place].pause.run.fence]
-        fences: list[Sequence[Any] | None] = [[packed.pause.run.fence for packed in known]]
+        fences: list[Array] = [int_array(packed.pause.run.fence for packed in known)]
         for statements, each, more, logs in (
             (_PAUSE_NEW, fresh, self._new_task_arrays(fresh), _new_log_arrays),
             (_PAUSE_EXISTING, known, fences, _log_arrays),
@@ -241,11 +249,11 @@ class FastPath:
         ((are_writable,),) = await self._reads.read(FIND_TABLES)
         return are_writable and bool(await self._reads.read(FIND_LEASE, lease_id))
 
-    def _call_arrays(self, pauses: Sequence[PackedPause]) -> list[list[Any] | str]:
+    def _call_arrays(self, pauses: Sequence[PackedPause]) -> list[Array]:
         """The columns of the pauses' calls, as arrays.
 
-        The first four have one element per call. The others have one element per distinct
-        combination of task, peer, headers and timeouts.
+        The first six are about one call each, and the others about one distinct combination of
+        task, peer, headers and timeouts.
         """
         calls = [call for packed in pauses for call in packed.pause.calls]
         first_places = accumulate((len(packed.pause.calls) for packed in pauses), initial=1)
@@ -265,14 +273,14 @@ class FastPath:
         return [
             text_array([call.sub_task_id for call in calls]),
             text_array([call.call_id for call in calls]),
-            [body for packed in pauses for body in packed.bodies],
+            *joined_values([body for packed in pauses for body in packed.bodies]),
             term_numbers,
             text_array(task_ids),
             int_array(firsts),
             text_array(peers),
             self._seal_headers(pauses, task_ids, [each.decode() for each in headers]),
-            [duration_seconds(timeout) for timeout in timeouts],
-            [duration_seconds(idle_timeout) for idle_timeout in idle_timeouts],
+            number_array(map(duration_seconds, timeouts)),
+            number_array(map(duration_seconds, idle_timeouts)),
         ]
 
     def _seal_headers(
@@ -317,18 +325,18 @@ class FastPath:
         )
         return {places[row.logical_task_id]: SaveCommitted() for row in rows}
 
-    def _new_task_arrays(self, fresh: Sequence[PackedPause]) -> list[Sequence[Any] | None]:
+    def _new_task_arrays(self, fresh: Sequence[PackedPause]) -> list[Array]:
         requesters = [packed.pause.requester for packed in fresh]
         return [
-            _array([epoch_seconds(requester.deadline) for requester in requesters]),
-            [self._options.names.qualified(packed.pause.run.agent) for packed in fresh],
+            number_array([epoch_seconds(requester.deadline) for requester in requesters]),
+            text_array([self._options.names.qualified(each.pause.run.agent) for each in fresh]),
             [packed.request for packed in fresh],
-            _array([requester.reply_to for requester in requesters]),
-            _array([requester.app_id for requester in requesters]),
-            _array([requester.parent_task_id for requester in requesters]),
-            _array([duration_seconds(requester.idle_timeout) for requester in requesters]),
-            _array([packed.digest for packed in fresh]),
-            _array([duration_seconds(requester.result_ttl) for requester in requesters]),
+            text_array([requester.reply_to for requester in requesters]),
+            text_array([requester.app_id for requester in requesters]),
+            text_array([requester.parent_task_id for requester in requesters]),
+            number_array([duration_seconds(requester.idle_timeout) for requester in requesters]),
+            text_array([packed.digest for packed in fresh]),
+            number_array([duration_seconds(requester.result_ttl) for requester in requesters]),
         ]
 
     async def claim(
@@ -366,10 +374,10 @@ class FastPath:
             self._options.names.qualified(replica.agent),
             text_array([command.sub_task_id for command, _ in commands]),
             text_array([command.id for command, _ in commands]),
-            [outcome for _, outcome in commands],
+            *joined_values([outcome for _, outcome in commands]),
             term_numbers,
             text_array([task_id for task_id, _, _ in terms]),
-            [ok for _, ok, _ in terms],
+            number_array([ok for _, ok, _ in terms]),
             text_array([sender for _, _, sender in terms]),
             sorted(replica.formats),
             slots,
@@ -461,9 +469,9 @@ class FastPath:
             self._options.backoff(1),
             self._options.tombstone_ttl,
             list(places),
-            [command.run.fence for command, _ in commands],
-            [command.run.id for command, _ in commands],
-            [command.state.value for command, _ in commands],
+            int_array(command.run.fence for command, _ in commands),
+            text_array([command.run.id for command, _ in commands]),
+            text_array([command.state.value for command, _ in commands]),
             [reply for _, reply in commands],
             _array([self._seal_reason(command) for command, _ in commands]),
         )
@@ -588,52 +596,48 @@ def _outcomes(row: Any, recorded: Sequence[Outcome]) -> list[StoredOutcome]:
     return [call[1:] for call in sorted(calls, key=itemgetter(0))]
 
 
-def _task_arrays(pauses: Sequence[PackedPause]) -> list[Sequence[Any] | None]:
-    """The columns of the pauses' tasks, each as an array with one element per pause.
-
-    An array of NULLs only is NULL: the driver looks at each element of an array.
-    """
-    plain = [
-        (
-            packed.pause.run.task_id,
-            packed.pause.run.id,
-            packed.pause.run.generation + 1,
-            packed.earliest_timeout,
-            len(packed.pause.calls),
-            packed.pause.join.needed,
-            duration_seconds(packed.pause.join.deadline),
-        )
-        for packed in pauses
-    ]
+def _task_arrays(pauses: Sequence[PackedPause]) -> list[Array]:
+    """The columns of the pauses' tasks, each as an array with one element per pause."""
     return [
-        *map(_array, zip(*plain, strict=True)),
-        *(_array([packed.columns[name] for packed in pauses]) for name in CONTEXT),
+        [packed.pause.run.task_id for packed in pauses],
+        text_array([packed.pause.run.id for packed in pauses]),
+        int_array([packed.pause.run.generation + 1 for packed in pauses]),
+        number_array([packed.earliest_timeout for packed in pauses]),
+        int_array([len(packed.pause.calls) for packed in pauses]),
+        number_array([packed.pause.join.needed for packed in pauses]),
+        number_array([duration_seconds(packed.pause.join.deadline) for packed in pauses]),
+        *(
+            (text_array if name in sql.SHORT_TEXTS else _array)(
+                [packed.columns[name] for packed in pauses]
+            )
+            for name in CONTEXT
+        ),
     ]
 
 
-def _array(values: Sequence[Any]) -> Sequence[Any] | None:
-    """`values`, or `None` if all are `None`."""
-    return values if any(value is not None for value in values) else None
+def _array(values: list[Any]) -> list[Any] | None:
+    """`values`, or `None` if all are `None`: the driver looks at each element of an array."""
+    return None if values.count(None) == len(values) else values
 
 
-def _log_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
+def _log_arrays(pauses: Sequence[PackedPause]) -> list[Array]:
     """The changes of the tasks' logs, as arrays.
 
     The first four have one element per pause, in the order of `_task_arrays`, and the others one
     per entry.
     """
     return [
-        [packed.log.after if packed.pause.log is not None else None for packed in pauses],
-        [packed.log.replaces for packed in pauses],
-        [packed.log.keeps_state for packed in pauses],
+        number_array([packed.log.after if packed.pause.log else None for packed in pauses]),
+        number_array([packed.log.replaces for packed in pauses]),
+        number_array([packed.log.keeps_state for packed in pauses]),
         *_new_log_arrays(pauses),
     ]
 
 
-def _new_log_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
+def _new_log_arrays(pauses: Sequence[PackedPause]) -> list[Array]:
     """The logs of new tasks: how many entries each pause has, and then the entries."""
     return [
-        [len(packed.entries) for packed in pauses],
+        int_array(len(packed.entries) for packed in pauses),
         *_entry_arrays([(packed.pause.run.task_id, packed.entries) for packed in pauses]),
     ]
 

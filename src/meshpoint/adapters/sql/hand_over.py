@@ -169,8 +169,8 @@ def held_arrays(held: Sequence[tuple[int, int, int, int, int]]) -> list[str]:
 ACK_RECORDED = """
 acked AS (
   DELETE FROM meshpoint_queue_message AS m
-   USING unnest($17::text::int[], $18::text::int[], $19::text::bigint[], $20::text::int[],
-                $21::text::bigint[]) AS a(place, queue, id, deliveries, holder)
+   USING unnest($19::text::int[], $20::text::int[], $21::text::bigint[], $22::text::int[],
+                $23::text::bigint[]) AS a(place, queue, id, deliveries, holder)
     JOIN recorded ON recorded.place = a.place
    WHERE m.queue = a.queue AND m.id = a.id AND m.deliveries = a.deliveries
      AND m.holder = a.holder

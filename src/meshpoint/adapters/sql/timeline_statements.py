@@ -139,8 +139,6 @@ def _end(statement: str) -> str:
     )
 
 
-_FENCE = "($35::int[])[i.place::int]"
-
 WRITING_ENTRIES = {
     **{
         statement: _pause(statement, fence="1")
@@ -152,7 +150,7 @@ WRITING_ENTRIES = {
         )
     },
     **{
-        statement: _pause(statement, fence=_FENCE)
+        statement: _pause(statement, fence=batch.PAUSED_FENCE)
         for statement in (
             batch.PAUSE_EXISTING,
             batch.PAUSE_EXISTING_HANDING_OVER,
