@@ -24,6 +24,7 @@ from meshpoint.adapters.encryption import KeyRing
 from meshpoint.adapters.sql import SqlStore, resealing
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.inventory import DIGESTED, SEALED
+from meshpoint.adapters.sql.operator_store import SqlOperatorStore
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.tasks import TaskFilter, TaskState
 from meshpoint.model.transitions import JoinCompleted, Pause
@@ -138,8 +139,10 @@ async def _reseal(url: str, ring: KeyRing) -> AgentKeys:
         return await resealing.reseal(store._database, QUALIFIED)
 
 
-async def _read_all(store: SqlStore) -> None:
+async def _read_all(store: SqlOperatorStore) -> None:
     """Read everything that `fill` wrote; it must be as it was."""
+    for action in (await store.actions(limit=9)).items:
+        assert (action.details, action.result) == ({"answer": CANARY}, f"not {CANARY}")
     failed = 0
     tasks = await store.tasks(where=TaskFilter(), limit=1000)
     assert len(tasks) >= 12

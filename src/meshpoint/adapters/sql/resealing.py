@@ -51,15 +51,22 @@ class _Columns:
     def key(self) -> tuple[Column[Any], ...]:
         return tuple(self.table.primary_key.columns)
 
-    def agent(self) -> Any:
-        """The qualified name of a row's agent."""
+    @property
+    def is_shared(self) -> bool:
+        """Whether its rows belong to all agents of a namespace, whose keys may differ."""
+        return "namespace" in self.table.c
+
+    def belongs_to(self, agent: str) -> Any:
+        """The condition for the rows of an agent, a qualified name."""
+        if self.is_shared:
+            return self.table.c.namespace == agent.rpartition("/")[0]
         for name in _AGENT_COLUMNS:
             if name in self.table.c:
-                return self.table.c[name]
+                return self.table.c[name] == agent
         owner = select(tasks.c.agent_name).where(
             tasks.c.logical_task_id == self.table.c.logical_task_id
         )
-        return owner.scalar_subquery()
+        return owner.scalar_subquery() == agent
 
     def values(self) -> list[Any]:
         """The columns to read: JSON as text, and what the sealed values are bound to."""
@@ -88,7 +95,8 @@ async def count_rows(database: Database, agent: str) -> int:
     async def read(tx: Transaction) -> int:
         total = 0
         for each in TABLES:
-            query = select(func.count()).select_from(each.table).where(each.agent() == agent)
+            query = select(func.count()).select_from(each.table)
+            query = query.where(each.belongs_to(agent))
             total += (await tx.connection.execute(query, {})).scalar_one()
         return total
 
@@ -123,7 +131,7 @@ async def reseal(
                 else:
                     read = page
                 for row in read:
-                    _count(row, each, found)
+                    _count(row, each, found, database)
         if not skipped:
             break
     if changes:
@@ -134,7 +142,7 @@ async def reseal(
 async def _pages(database: Database, each: _Columns, agent: str) -> Any:
     last: Sequence[Any] | None = None
     while True:
-        query = select(*each.values()).where(each.agent() == agent).order_by(*each.key)
+        query = select(*each.values()).where(each.belongs_to(agent)).order_by(*each.key)
         if last is not None:
             query = query.where(tuple_(*each.key) > tuple_(*last))
         query = query.limit(_PAGE_ROWS)
@@ -299,8 +307,12 @@ def _parts(value: Any, kind: Kind) -> list[Any]:
             return [value]
 
 
-def _count(row: Row[Any], each: _Columns, found: AgentKeys) -> None:
+def _count(row: Row[Any], each: _Columns, found: AgentKeys, database: Database) -> None:
     keys = [key for column in each.sealed for key in _keys_in(getattr(row, column.column), column)]
+    if each.is_shared:  # another agent may have sealed it, with a key of its own
+        sealer = database.options.codec.sealer
+        known = () if sealer is None else sealer.key_ids
+        keys = [key for key in keys if key is None or key in known]
     if each.table is tasks:
         copies = [row.user_id, row.effective_session_id]
         keys += [key_of(copy) for copy in copies if copy is not None]
@@ -312,7 +324,7 @@ def _convert(
     stored: Any, column: Sealed, agent: str, row: Row[Any], codec: Codec, prefix: str
 ) -> Any:
     """A stored value as `codec` writes it."""
-    bound = prefix if column is inventory.SUBJECT else agent
+    bound = prefix if column in inventory.BOUND_TO_NAMESPACE else agent
     place: Any = (column, bound, *(str(getattr(row, name)) for name in column.keys))
     match column.kind:
         case Kind.PACKED | Kind.BYTES:
