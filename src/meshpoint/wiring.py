@@ -86,7 +86,7 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
     if isinstance(broker, InProcessBroker):
         return broker
     sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
-    return SealedBroker(broker, sealer, mesh.namespace)
+    return SealedBroker(broker, sealer, mesh.namespace, mesh.max_message_bytes)
 
 
 def _make_clear_broker(mesh: MeshSettings, purpose: str) -> Broker:
@@ -639,7 +639,7 @@ def make_dead_letters(
     if letters is None:
         return None
     sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
-    return SealedDeadLetters(letters, sealer, mesh.namespace)
+    return SealedDeadLetters(letters, sealer, mesh.namespace, mesh.max_message_bytes)
 
 
 def _make_clear_dead_letters(

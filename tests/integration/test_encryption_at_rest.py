@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,28 @@ from sealed_stores import (
 )
 from sqlalchemy import text
 
-from meshpoint.adapters.encryption import KeyRing
+from meshpoint.adapters.encryption import KeyRing, to_text
 from meshpoint.adapters.sql import SqlStore, resealing
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.inventory import DIGESTED, SEALED
 from meshpoint.adapters.sql.operator_store import SqlOperatorStore
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.tasks import TaskFilter, TaskState
-from meshpoint.model.transitions import JoinCompleted, Pause
+from meshpoint.model.transitions import BeginCommitted, JoinCompleted, Pause, Save
 from meshpoint.ports.inspection import AgentKeys
 from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
+    a_begin,
+    a_checkpoint,
     a_claim,
     a_pause,
+    a_record,
+    a_release,
     an_end,
+    an_operation,
     ok,
+    one,
     outcomes,
     paused,
     ready,
@@ -222,3 +229,34 @@ async def test_a_value_opens_only_in_its_place(database_url: str) -> None:
             with pytest.raises(ValueError, match="was changed, or belongs elsewhere"):
                 await store.stored_task(pause.run.task_id)
         assert await store.stored_task(two.run.task_id)
+
+
+@pytest.mark.parametrize("ring", [None, a_ring(NEW)])
+async def test_a_text_may_look_like_an_envelope(database_url: str, ring: KeyRing | None) -> None:
+    """Whoever sends a task chooses its subject, and agents choose the reasons of failures."""
+    for text_ in ("sealed: a bid", to_text(a_ring(OLD).seal(b"x", ("a", "b")))):
+        async with open_sealed(database_url, ring) as store:
+            begin = a_begin(operation=an_operation(subject=text_, parameters={"of": "x"}))
+            begun = one(await store.begin([begin]))
+            assert isinstance(begun, BeginCommitted)
+            run = begun.run
+            record = a_record("fetch", json.dumps(text_))
+            await store.save(
+                Save(run, a_checkpoint(run, 1, record, subject=text_, failure_reason=text_))
+            )
+            operation = await store.operation(run.task_id)
+            assert operation is not None
+            assert operation.subject == text_
+            (checkpoint,) = await store.history(run.task_id)
+            assert (checkpoint.subject, checkpoint.failure_reason) == (text_, text_)
+            assert checkpoint.subtasks[0].result == json.dumps(text_)
+            (found,) = await store.tasks(where=TaskFilter(subject=text_))
+            assert found.subject == text_
+            await store.release([a_release(run, parked=text_)])
+            (parked,) = await store.tasks(where=TaskFilter(subject=text_))
+            assert parked.parked_reason == text_
+        await _reseal(database_url, a_ring(NEW))
+        async with open_sealed(database_url, a_ring(NEW)) as store:
+            (found,) = await store.tasks(where=TaskFilter(subject=text_))
+            assert found.subject == text_
+        await _reseal(database_url, a_ring(b"", NEW))

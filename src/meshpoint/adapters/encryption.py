@@ -20,7 +20,7 @@ import hmac
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -36,15 +36,19 @@ MARKER = b"\x02"
 """First byte of an envelope. No other stored value begins with it."""
 TEXT_PREFIX = "sealed:"
 """Begins an envelope in a text column; the rest is Base64."""
+_ESCAPE = "sealed::"
+"""Begins a text in the clear that would otherwise look like an envelope."""
 DIGEST_PREFIX = "hmac:"
 
 _RAW, _ZSTD = b"\x00", b"\x01"
 _MIN_COMPRESS_BYTES = 1024
 _MAX_PLAIN_BYTES = 2**30
+_MAX_VARINT_BYTES = 10
 
 HEADER = MARKER + b"\x01"
 """The first bytes of each envelope of this version."""
 _KEY_ID, _SALT, _NONCE = slice(2, 6), slice(6, 22), slice(22, 34)
+_MIN_BYTES = 34 + 1 + 16  # with a sequence of one byte, and the tag
 _FIXED_SALT = bytes(16)
 _MAX_PER_SALT = 2**28
 """Values sealed with one subkey. Forked processes share a salt, so this is far below the limit."""
@@ -53,7 +57,7 @@ _MAX_PER_SALT = 2**28
 @dataclass(frozen=True, slots=True)
 class _Key:
     id: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -84,7 +88,7 @@ class RingKey:
         agent: The agent that it belongs to.
     """
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     tenant: str | None = None
     agent: str | None = None
 
@@ -158,7 +162,9 @@ class KeyRing:
         return {key.name: self._seal_fixed(key, content, place) for key in self._keys.values()}
 
     def _seal_fixed(self, key: _Key, content: bytes, place: Place) -> bytes:
-        nonce = _expand(key.secret, b"nonce", _encode_place(place) + content)[:12]
+        where = _encode_place(place)
+        bound = len(where).to_bytes(4) + where + content
+        nonce = hmac.digest(_expand(key.secret, b"nonce"), bound, "sha256")[:12]
         return self._seal(key.id, _FIXED_SALT, nonce, content, place, 0)
 
     def _seal(
@@ -173,9 +179,11 @@ class KeyRing:
         """See `Sealer`."""
         id_ = envelope[_KEY_ID]
         if id_ not in self._keys:
+            if len(envelope) < _MIN_BYTES:
+                raise ValueError("a sealed value is truncated")
             raise missing_key(envelope, self)
         end = _NONCE.stop
-        while envelope[end : end + 1] >= b"\x80":
+        while envelope[end : end + 1] >= b"\x80" and end < _NONCE.stop + _MAX_VARINT_BYTES:
             end += 1
         head, tail = envelope[: _SALT.stop], envelope[_NONCE.stop : end + 1]
         try:
@@ -198,7 +206,8 @@ class KeyRing:
 
 
 def _digest(key: _Key, content: str, purpose: str) -> str:
-    mac = _expand(key.secret, b"digest", purpose.encode(), content.encode(errors="replace"))
+    purpose_key = _expand(key.secret, b"digest", purpose.encode())
+    mac = hmac.digest(purpose_key, content.encode(errors="surrogatepass"), "sha256")
     return f"{DIGEST_PREFIX}{key.name}:{base64.urlsafe_b64encode(mac[:24]).decode()}"
 
 
@@ -225,7 +234,21 @@ def is_envelope(stored: bytes) -> bool:
 
 def is_text_envelope(stored: object) -> bool:
     """Whether a stored text is an envelope. It may be damaged."""
-    return isinstance(stored, str) and stored.startswith(TEXT_PREFIX)
+    return (
+        isinstance(stored, str)
+        and stored.startswith(TEXT_PREFIX)
+        and not stored.startswith(_ESCAPE)
+    )
+
+
+def escape_text(text: str) -> str:
+    """A text to store in the clear, changed if it looks like an envelope."""
+    return _ESCAPE + text if text.startswith(TEXT_PREFIX) else text
+
+
+def unescape_text(stored: str) -> str:
+    """Undo `escape_text`."""
+    return stored.removeprefix(_ESCAPE)
 
 
 def key_of(stored: bytes | str) -> str | None:
@@ -245,7 +268,7 @@ def key_of(stored: bytes | str) -> str | None:
 def seq_of(envelope: bytes) -> int:
     """The sequence in an envelope, not verified."""
     number = shift = 0
-    for byte in envelope[_NONCE.stop :]:
+    for byte in envelope[_NONCE.stop : _NONCE.stop + _MAX_VARINT_BYTES]:
         number |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:

@@ -20,12 +20,14 @@ from meshpoint.adapters.encryption import (
     DIGEST_PREFIX,
     TEXT_PREFIX,
     compress,
+    escape_text,
     expand,
     from_text,
     is_envelope,
     is_text_envelope,
     missing_key,
     to_text,
+    unescape_text,
 )
 from meshpoint.adapters.sql.inventory import SEALED_KEY, Kind, Sealed
 from meshpoint.errors import KeyMissing
@@ -193,7 +195,7 @@ class Codec:
     ) -> str | None:
         """Encode a text."""
         if value is None or self.sealer is None or not self.seals(agent):
-            return value
+            return value if value is None else escape_text(value)
         content, place = value.encode(errors="surrogatepass"), (column.place, agent, *keys)
         if column.kind is Kind.FIXED:
             return to_text(self.sealer.seal_fixed(compress(content), place))
@@ -203,6 +205,8 @@ class Codec:
         """Decode what `text` encoded."""
         if stored is None or not stored.startswith(TEXT_PREFIX):
             return stored
+        if not is_text_envelope(stored):
+            return unescape_text(stored)
         opened = self._open(from_text(stored), column, agent, *keys)
         return expand(opened).decode(errors="surrogatepass")
 
@@ -215,11 +219,12 @@ class Codec:
 
     def variants(self, value: str, column: Sealed, agent: str) -> list[str]:
         """All stored forms of a text that can be searched."""
+        clear = escape_text(value)
         if self.sealer is None:
-            return [value]
+            return [clear]
         content = compress(value.encode(errors="surrogatepass"))
         sealed = self.sealer.fixed_variants(content, (column.place, agent))
-        return [value, *map(to_text, sealed.values())]
+        return [clear, *map(to_text, sealed.values())]
 
     def json(
         self, value: str | None, column: Sealed, agent: str, *keys: str, seq: int = 0
