@@ -83,9 +83,15 @@ class _Columns:
         ]
 
 
+_COPIED_FIRST = "agent_subtask_records"
+"""Transitions copy from this table to checkpoints, and from these to the archive."""
+
 TABLES = tuple(
     _Columns(metadata.tables[table], tuple(columns))
-    for table, columns in groupby(sorted(SEALED, key=attrgetter("table")), attrgetter("table"))
+    for table, columns in groupby(
+        sorted(SEALED, key=lambda each: (each.table != _COPIED_FIRST, each.table)),
+        attrgetter("table"),
+    )
 )
 
 
@@ -115,9 +121,11 @@ async def reseal(
     Without `changes`, only counts what is sealed with which key. `on_rows` gets the number of rows
     of each page of the first pass.
     """
+    # A transition may copy a stale value behind the page that is read. So a pass that has changed
+    # something is not the last one.
     found = AgentKeys()
     for number in range(_MAX_PASSES if changes else 1):
-        found = AgentKeys(changed=found.changed)
+        found, before = AgentKeys(changed=found.changed), found.changed
         skipped = False
         for each in TABLES:
             async for page in _pages(database, each, agent):
@@ -132,7 +140,7 @@ async def reseal(
                     read = page
                 for row in read:
                     _count(row, each, found, database)
-        if not skipped:
+        if not skipped and found.changed == before:
             break
     if changes:
         await _update_register(database, agent, found)
