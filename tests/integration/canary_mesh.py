@@ -75,7 +75,7 @@ async def faulty(ctx: Context, secret: str) -> str:
 
 @agent("caller")
 async def caller(ctx: Context, secret: str) -> str:
-    """Wait for an agent that nobody serves."""
+    """Wait for an agent without replicas."""
     return await ghost(secret)
 
 

@@ -237,7 +237,7 @@ async def test_a_value_opens_only_in_its_place(database_url: str) -> None:
 
 @pytest.mark.parametrize("ring", [None, a_ring(NEW)])
 async def test_a_text_may_look_like_an_envelope(database_url: str, ring: KeyRing | None) -> None:
-    """Whoever sends a task chooses its subject, and agents choose the reasons of failures."""
+    """Senders choose the subjects of tasks, and agents choose the reasons of failures."""
     for text_ in ("sealed: a bid", to_text(a_ring(OLD).seal(b"x", ("a", "b")))):
         async with open_sealed(database_url, ring) as store:
             begin = a_begin(operation=an_operation(subject=text_, parameters={"of": "x"}))
