@@ -16,6 +16,7 @@ can be found by comparison.
 from __future__ import annotations
 
 import base64
+import binascii
 import hmac
 import json
 import os
@@ -278,7 +279,7 @@ def seq_of(envelope: bytes) -> int:
 
 def to_text(envelope: bytes) -> str:
     """An envelope as text."""
-    return TEXT_PREFIX + base64.b64encode(envelope).decode()
+    return TEXT_PREFIX + binascii.b2a_base64(envelope, newline=False).decode()
 
 
 def from_text(stored: str) -> bytes:
@@ -287,7 +288,7 @@ def from_text(stored: str) -> bytes:
     Raises:
         ValueError: It is damaged.
     """
-    return base64.b64decode(stored[len(TEXT_PREFIX) :], validate=True)
+    return binascii.a2b_base64(stored[len(TEXT_PREFIX) :], strict_mode=True)
 
 
 def missing_key(envelope: bytes, ring: KeyRing | None = None, setting: str = "") -> KeyMissing:

@@ -61,7 +61,7 @@ class Envelopes:
         if self._sealer is None or not self.seals or not message.body:
             return message
         sealed = self._sealer.seal(compress(message.body), self._place(message))
-        return replace(message, body=sealed)
+        return _with_body(message, sealed)
 
     def open(self, message: Message) -> Message:
         """The message with its body as it was sent.
@@ -75,11 +75,26 @@ class Envelopes:
         if self._sealer is None:
             raise missing_key(message.body, setting=SETTING)
         opened = self._sealer.open(message.body, self._place(message))
-        return replace(message, body=expand(opened, self._max_body_bytes))
+        return _with_body(message, expand(opened, self._max_body_bytes))
 
     def _place(self, message: Message) -> Place:
         ids = (message.message_id, message.correlation_id, message.app_id)
         return ("message", self._namespace, message.type.value, *ids)
+
+
+def _with_body(message: Message, body: bytes) -> Message:
+    """The message with another body. For each message twice, so it is spelled out."""
+    return Message(
+        message.type,
+        body,
+        message.message_id,
+        message.correlation_id,
+        message.app_id,
+        message.reply_to,
+        message.user_id,
+        message.headers,
+        message.timestamp,
+    )
 
 
 class _OpenedDelivery:

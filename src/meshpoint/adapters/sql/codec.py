@@ -40,6 +40,9 @@ Packed: TypeAlias = bytes | None
 RAW = b"\x00"
 ZSTD = b"\x01"
 
+EMPTY = frozenset({"", "[]", "{}"})
+"""Texts that are never sealed. Most columns of most tasks have one."""
+
 _MIN_COMPRESS_BYTES = 1024
 _MAX_ENTRY_RATIO = 0.75
 """Log entries that compress less are stored plain, because each resume decodes all of them."""
@@ -165,6 +168,8 @@ class Codec:
     async def _pack_sealed(
         self, value: bytes | None, column: Sealed, agent: str, *keys: str, seq: int
     ) -> Packed:
+        if value is not None and len(value) < _MIN_COMPRESS_BYTES:
+            return self.seal(RAW + value, column, agent, *keys, seq=seq)
         return self.seal(await pack(value), column, agent, *keys, seq=seq)
 
     def seal(self, packed: Packed, column: Sealed, agent: str, *keys: str, seq: int = 0) -> Packed:
@@ -194,8 +199,10 @@ class Codec:
         self, value: str | None, column: Sealed, agent: str, *keys: str, seq: int = 0
     ) -> str | None:
         """Encode a text."""
-        if value is None or self.sealer is None or not self.seals(agent):
-            return value if value is None else escape_text(value)
+        if value is None or value in EMPTY:
+            return value
+        if self.sealer is None or not self.seals(agent):
+            return escape_text(value)
         content, place = value.encode(errors="surrogatepass"), (column.place, agent, *keys)
         if column.kind is Kind.FIXED:
             return to_text(self.sealer.seal_fixed(compress(content), place))
@@ -230,7 +237,7 @@ class Codec:
         self, value: str | None, column: Sealed, agent: str, *keys: str, seq: int = 0
     ) -> str | None:
         """Encode JSON text as the text of a JSON string."""
-        if value is None or not self.seals(agent):
+        if value is None or value in EMPTY or not self.seals(agent):
             return value
         return json.dumps(self.text(value, column, agent, *keys, seq=seq))
 

@@ -26,7 +26,7 @@ from meshpoint.adapters.encryption import (
     seq_of,
 )
 from meshpoint.adapters.sql import inventory, key_register
-from meshpoint.adapters.sql.codec import Codec
+from meshpoint.adapters.sql.codec import EMPTY, Codec
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.inventory import SEALED, SEALED_KEY, Kind, Sealed
 from meshpoint.adapters.sql.rows import columns_for_people, context_from_row
@@ -291,7 +291,7 @@ def _stale_value(stored: Any, column: Sealed, agent: str, codec: Codec) -> bool:
 
 def _keys_in(stored: Any, column: Sealed) -> Iterator[str | None]:
     """The key of each value in a column: `None` for a value in the clear."""
-    if stored is None:
+    if stored is None or stored in EMPTY:
         return
     match column.kind:
         case Kind.PACKED | Kind.BYTES:
@@ -300,6 +300,8 @@ def _keys_in(stored: Any, column: Sealed) -> Iterator[str | None]:
             yield key_of(stored) or "?" if is_text_envelope(stored) else None
         case _:
             for value in _parts(json.loads(stored), column.kind):
+                if isinstance(value, str) and value in EMPTY:
+                    continue
                 yield key_of(value) or "?" if is_text_envelope(value) else None
 
 
