@@ -45,6 +45,7 @@ _RAW, _ZSTD = b"\x00", b"\x01"
 _MIN_COMPRESS_BYTES = 1024
 _MAX_PLAIN_BYTES = 2**30
 _MAX_VARINT_BYTES = 10
+_ZERO = b"\x00"
 
 HEADER = MARKER + b"\x01"
 """The first bytes of each envelope of this version."""
@@ -119,10 +120,14 @@ class KeyRing:
         }
         self.setting = setting
         self._cipher = lru_cache(maxsize=4096)(self._make_cipher)
+        self._newest_name = None if self._newest is None else self._newest.name
         self._salt, self._left = b"", 0
+        self._sealing: dict[bytes, tuple[bytes, AESGCM]] = {}
 
     def key_id(self, agent: str = "") -> str | None:
         """See `Sealer`."""
+        if not self._by_agent:
+            return self._newest_name
         key = self._sealing_key(agent)
         return None if key is None else key.name
 
@@ -139,10 +144,17 @@ class KeyRing:
     def seal(self, content: bytes, place: Place, seq: int = 0) -> bytes:
         """See `Sealer`."""
         if self._left <= 0:
-            self._salt, self._left = os.urandom(16), _MAX_PER_SALT
+            self._salt, self._left, self._sealing = os.urandom(16), _MAX_PER_SALT, {}
         self._left -= 1
-        id_ = self._require_key(place).id
-        return self._seal(id_, self._salt, os.urandom(12), content, place, seq)
+        key = self._require_key(place) if self._by_agent or self._newest is None else self._newest
+        found = self._sealing.get(key.id)
+        if found is None:
+            salt = self._salt
+            found = self._sealing[key.id] = (HEADER + key.id + salt, self._cipher(key.id, salt))
+        head, cipher = found
+        nonce, tail = os.urandom(12), _ZERO if not seq else _varint(seq)
+        sealed = cipher.encrypt(nonce, content, head + tail + _encode_place(place))
+        return head + nonce + tail + sealed
 
     def _sealing_key(self, agent: str) -> _Key | None:
         if not self._by_agent:
@@ -166,15 +178,8 @@ class KeyRing:
         where = _encode_place(place)
         bound = len(where).to_bytes(4) + where + content
         nonce = hmac.digest(_expand(key.secret, b"nonce"), bound, "sha256")[:12]
-        return self._seal(key.id, _FIXED_SALT, nonce, content, place, 0)
-
-    def _seal(
-        self, key_id: bytes, salt: bytes, nonce: bytes, content: bytes, place: Place, seq: int
-    ) -> bytes:
-        head, tail = HEADER + key_id + salt, _varint(seq)
-        cipher = self._cipher(key_id, salt)
-        sealed = cipher.encrypt(nonce, content, head + tail + _encode_place(place))
-        return head + nonce + tail + sealed
+        head, cipher = HEADER + key.id + _FIXED_SALT, self._cipher(key.id, _FIXED_SALT)
+        return head + nonce + _ZERO + cipher.encrypt(nonce, content, head + _ZERO + where)
 
     def open(self, envelope: bytes, place: Place) -> bytes:
         """See `Sealer`."""
@@ -184,7 +189,7 @@ class KeyRing:
                 raise ValueError("a sealed value is truncated")
             raise missing_key(envelope, self)
         end = _NONCE.stop
-        while envelope[end : end + 1] >= b"\x80" and end < _NONCE.stop + _MAX_VARINT_BYTES:
+        while envelope[end : end + 1] > b"\x7f" and end < _NONCE.stop + _MAX_VARINT_BYTES:
             end += 1
         head, tail = envelope[: _SALT.stop], envelope[_NONCE.stop : end + 1]
         try:
@@ -213,10 +218,10 @@ def _digest(key: _Key, content: str, purpose: str) -> str:
 
 
 def _encode_place(place: Place) -> bytes:
-    joined = "\0".join(place)
-    if joined.count("\0") >= len(place):  # an id with the separator
-        joined = json.dumps(place)
-    return joined.encode(errors="surrogatepass")
+    joined = "\0".join(place).encode("utf-8", "surrogatepass")
+    if joined.count(0) >= len(place):  # an id with the separator
+        joined = json.dumps(place).encode()
+    return joined
 
 
 def _varint(number: int) -> bytes:
