@@ -229,6 +229,7 @@ def export_checkpoint(
         sealer = sources.database_sealer(config, database)
         with sources.exported(file, sealer, unencrypted) as sealer:
             write_document(document, file, "--output", fix, sealer)
+            print_note(f"wrote {file}")
 
 
 def _to_json(operation: OperationSummary) -> dict[str, object]:

@@ -168,6 +168,7 @@ def show_letter(
         mesh_sealer = make_sealer(mesh.settings.key_ring, "mesh.encryption_keys")
         with sources.exported(raw, mesh_sealer, unencrypted) as sealer:
             write_atomically(raw, seal_file(sealer, body, _EXPORT_PLACE))
+            print_note(f"wrote {quantity(len(body), 'byte')} to {raw}")
     if as_json:
         shown = facts.letter_to_json(letter, keys)
         print_json({**shown, "body": facts.show_body(body, keys)})

@@ -226,6 +226,7 @@ def _write_export(document: CheckpointDocument | None, file: Path, *, unencrypte
     fix = "name a file in a folder that you can write to"
     with sources.exported(file, sources.environment_sealer(), unencrypted) as sealer:
         write_document(document, file, "--export", fix, sealer)
+        print_note(f"wrote {file}")
 
 
 def _forecast_code(forecast: Forecast) -> ExitCode:

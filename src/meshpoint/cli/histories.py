@@ -61,6 +61,7 @@ def export_one(task_id: str, export: Export) -> None:
         return
     with sources.exported(export.output, export.sealer(), export.unencrypted) as sealer:
         _write(history, export.output, sealer)
+        print_text(f"wrote {export.output}")
 
 
 def export_all(agent: str, states: Sequence[str], limit: int, export: Export) -> None:

@@ -263,19 +263,19 @@ def database_sealer(config: Path | None, database: str | None) -> Sealer | None:
 
 @contextmanager
 def exported(path: Path, sealer: Sealer | None, unencrypted: bool) -> Iterator[Sealer | None]:
-    """Yield the sealer for an exported file or folder; then print that it was written.
+    """Yield the sealer for an exported file or folder. Then say whether it is encrypted.
 
-    A file that is not encrypted, although there are keys, is reported as such.
+    Says nothing without keys.
     """
     from meshpoint.cli.output import print_note
 
     yield None if unencrypted else sealer
     if sealer is None:
-        print_note(f"wrote {path}")
-    elif unencrypted or sealer.key_id() is None:
-        print_note(f"wrote {path}, which is not encrypted: keep it as safe as the keys")
+        return
+    if unencrypted or sealer.key_id() is None:
+        print_note(f"{path} is not encrypted: keep it as safe as the keys")
     else:
-        print_note(f"wrote {path}, encrypted")
+        print_note(f"{path} is encrypted")
 
 
 async def open_each(
