@@ -11,6 +11,7 @@
 #   make dashboard-check   the dashboard in Chromium: pictures, every action, axe-core, 100,000 tasks; needs chromium and npm
 #   make model   the store's model at length, with new seeds; MESHPOINT_MODEL_EXAMPLES=1000 says how long
 #   make sealed  the suites of stores and brokers with encryption; the suite searches for canaries
+#   make letters  10,000 dead letters on every broker, of which one group is replayed; the suite has a short form
 #   make simulation SEEDS=2000   the whole worker on a simulated loop, broker and store; SEED=17 replays one
 #   make check   formatting, lint, types, layers
 #   make fmt     format in place
@@ -37,7 +38,7 @@ MINUTES ?= 20
 # The tests start many interpreters. Without bytecode files, each would recompile every module.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lowest coverage sealed acceptance outages deploys frameworks simulation chaos application dashboard-check fuzz bench since model docs manifests check fmt dist install-check clean
+.PHONY: demo test lowest coverage sealed acceptance letters outages deploys frameworks simulation chaos application dashboard-check fuzz bench since model docs manifests check fmt dist install-check clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -64,6 +65,9 @@ acceptance: $(STAMPS)/dev
 
 sealed: $(STAMPS)/dev
 	@MESHPOINT_SEALED=1 $(BIN)/python -m pytest -n $(JOBS) -k Sealed tests/conformance $(ARGS)
+
+letters: $(STAMPS)/dev
+	@MESHPOINT_ALL_BACKENDS=1 MESHPOINT_LETTERS=10000 $(BIN)/python -m pytest -q -rP tests/acceptance/test_replayed_letters.py $(ARGS)
 
 outages: $(STAMPS)/dev
 	@MESHPOINT_OUTAGE_SECONDS=60 $(BIN)/python -m pytest tests/acceptance/test_outages.py $(ARGS)

@@ -7,6 +7,7 @@ process, on one broker connection.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from meshpoint.engine.runtime import build_runtime
 from meshpoint.engine.worker import Worker
 from meshpoint.errors import ConfigurationError
 from meshpoint.extras import TELEMETRY
-from meshpoint.model.encryption_keys import EncryptionKey
+from meshpoint.model.encryption_keys import EncryptionKey, environment_keys, to_ring
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, new_id
 from meshpoint.model.options import Options, StoreTimings
@@ -49,6 +50,7 @@ from meshpoint.ports.sealer import Place, Sealer
 from meshpoint.ports.task_store import CheckpointCache, CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentOptions, AgentSettings, MeshSettings, Settings, StoreSettings
+from meshpoint.settings.loading import read_overrides
 from meshpoint.settings.urls import redact_url
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
     if isinstance(broker, InProcessBroker):
         return broker
     sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
-    return SealedBroker(broker, sealer, mesh.namespace)
+    return SealedBroker(broker, sealer, mesh.namespace, mesh.max_message_bytes)
 
 
 def _make_clear_broker(mesh: MeshSettings, purpose: str) -> Broker:
@@ -194,17 +196,30 @@ def make_sealer(keys: Sequence[EncryptionKey], setting: str) -> Sealer | None:
     return KeyRing(given, setting=setting, scope=scope)
 
 
-def seal_text(sealer: Sealer | None, text: str, place: Place) -> str:
-    """Encrypt the text of a file, if there is a sealer."""
-    if sealer is None or sealer.key_id() is None:
-        return text
+def environment_sealer() -> Sealer | None:
+    """The sealer with the keys in the environment, for commands and tests that read no file.
+
+    Raises:
+        ConfigurationError: A key cannot be used.
+    """
+    variables = read_overrides(os.environ)
+    tenant = variables.get("agent", {}).get("encryption_tenant")
+    ring = to_ring(environment_keys(variables), tenant)
+    return make_sealer(ring, "encryption_keys")
+
+
+def seal_file(sealer: Sealer | None, content: bytes, place: Place) -> bytes:
+    """Encrypt the content of a file as one line of text, if there is a sealer."""
+    if sealer is None or sealer.key_id(place[1]) is None:
+        return content
     from meshpoint.adapters import encryption
 
-    return encryption.to_text(sealer.seal(encryption.compress(text.encode()), place)) + "\n"
+    sealed = encryption.to_text(sealer.seal(encryption.compress(content), place))
+    return f"{sealed}\n".encode()
 
 
-def open_text(sealer: Sealer | None, stored: str, place: Place) -> str:
-    """Undo `seal_text`. A text in the clear is returned as it is.
+def open_file(sealer: Sealer | None, stored: bytes, place: Place) -> bytes:
+    """Undo `seal_file`. Content in the clear is returned as it is.
 
     Raises:
         KeyMissing: The key that encrypted it is missing.
@@ -212,12 +227,12 @@ def open_text(sealer: Sealer | None, stored: str, place: Place) -> str:
     """
     from meshpoint.adapters import encryption
 
-    if not encryption.is_text_envelope(stored):
+    if not stored.startswith(encryption.TEXT_PREFIX.encode()):
         return stored
-    envelope = encryption.from_text(stored.strip())
+    envelope = encryption.from_text(stored.decode().strip())
     if sealer is None:
         raise encryption.missing_key(envelope)
-    return encryption.expand(sealer.open(envelope, place)).decode()
+    return encryption.expand(sealer.open(envelope, place))
 
 
 @asynccontextmanager
@@ -624,7 +639,7 @@ def make_dead_letters(
     if letters is None:
         return None
     sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
-    return SealedDeadLetters(letters, sealer, mesh.namespace)
+    return SealedDeadLetters(letters, sealer, mesh.namespace, mesh.max_message_bytes)
 
 
 def _make_clear_dead_letters(

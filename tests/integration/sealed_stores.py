@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from meshpoint.adapters.encryption import KeyRing, RingKey
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.adapters.sql.engine import async_url
+from meshpoint.adapters.sql.operator_store import SqlOperatorStore
 from meshpoint.adapters.sql.tables import metadata
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.mailbox import RecordAnswer, SendSignal, SetValue
@@ -60,9 +61,9 @@ def a_ring(*secrets: bytes) -> KeyRing:
 @asynccontextmanager
 async def open_sealed(
     url: str, ring: KeyRing | None, *, archive: bool = False, replica: bool = True
-) -> AsyncIterator[SqlStore]:
+) -> AsyncIterator[SqlOperatorStore]:
     """A store with this ring."""
-    store = SqlStore(
+    store = SqlOperatorStore(
         url,
         namespace="test",
         checkpoint_archive=archive,
@@ -91,8 +92,9 @@ def _context(word: str) -> dict[str, Any]:
     }
 
 
-async def fill(store: SqlStore) -> list[TaskId]:
-    """Write tasks in many states. Returns their ids."""
+async def fill(store: SqlOperatorStore) -> list[TaskId]:
+    """Write tasks in many states, and a record of an action. Returns the ids of the tasks."""
+    await act(store)
     return [
         await _waiting(store),
         await _failed_operation(store),
@@ -101,6 +103,13 @@ async def fill(store: SqlStore) -> list[TaskId]:
         await _parked(store),
         await _mailbox(store),
     ]
+
+
+async def act(store: SqlOperatorStore) -> str:
+    """Record what a person did. Returns the id of the record."""
+    action = await store.record_action("ada", "answer", "task", {"answer": CANARY})
+    await store.complete_action(action, succeeded=False, result=f"not {CANARY}")
+    return action
 
 
 async def _waiting(store: SqlStore) -> TaskId:

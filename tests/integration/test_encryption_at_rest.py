@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from sealed_stores import (
     OLD,
     WORD,
     a_ring,
+    act,
     columns_with,
     encoded_forms,
     fill,
@@ -20,21 +23,29 @@ from sealed_stores import (
 )
 from sqlalchemy import text
 
-from meshpoint.adapters.encryption import KeyRing
+from meshpoint.adapters.encryption import KeyRing, to_text
 from meshpoint.adapters.sql import SqlStore, resealing
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.inventory import DIGESTED, SEALED
-from meshpoint.errors import ConfigurationError
+from meshpoint.adapters.sql.operator_store import SqlOperatorStore
+from meshpoint.conversations import ConversationKey, SqlConversations
+from meshpoint.errors import ConfigurationError, KeyMissing
 from meshpoint.model.tasks import TaskFilter, TaskState
-from meshpoint.model.transitions import JoinCompleted, Pause
+from meshpoint.model.transitions import BeginCommitted, JoinCompleted, Pause, Save
 from meshpoint.ports.inspection import AgentKeys
 from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
+    a_begin,
+    a_checkpoint,
     a_claim,
     a_pause,
+    a_record,
+    a_release,
     an_end,
+    an_operation,
     ok,
+    one,
     outcomes,
     paused,
     ready,
@@ -43,6 +54,7 @@ from meshpoint.testing.conformance.build import (
     row,
     write_pause,
 )
+from meshpoint.testing.conformance.store_fleet import a_registration
 
 QUALIFIED = f"test/{AGENT}"
 
@@ -138,8 +150,10 @@ async def _reseal(url: str, ring: KeyRing) -> AgentKeys:
         return await resealing.reseal(store._database, QUALIFIED)
 
 
-async def _read_all(store: SqlStore) -> None:
+async def _read_all(store: SqlOperatorStore) -> None:
     """Read everything that `fill` wrote; it must be as it was."""
+    for action in (await store.actions(limit=9)).items:
+        assert (action.details, action.result) == ({"answer": CANARY}, f"not {CANARY}")
     failed = 0
     tasks = await store.tasks(where=TaskFilter(), limit=1000)
     assert len(tasks) >= 12
@@ -219,3 +233,123 @@ async def test_a_value_opens_only_in_its_place(database_url: str) -> None:
             with pytest.raises(ValueError, match="was changed, or belongs elsewhere"):
                 await store.stored_task(pause.run.task_id)
         assert await store.stored_task(two.run.task_id)
+
+
+@pytest.mark.parametrize("ring", [None, a_ring(NEW)])
+async def test_a_text_may_look_like_an_envelope(database_url: str, ring: KeyRing | None) -> None:
+    """Senders choose the subjects of tasks, and agents choose the reasons of failures."""
+    for text_ in ("sealed: a bid", to_text(a_ring(OLD).seal(b"x", ("a", "b")))):
+        async with open_sealed(database_url, ring) as store:
+            begin = a_begin(operation=an_operation(subject=text_, parameters={"of": "x"}))
+            begun = one(await store.begin([begin]))
+            assert isinstance(begun, BeginCommitted)
+            run = begun.run
+            record = a_record("fetch", json.dumps(text_))
+            await store.save(
+                Save(run, a_checkpoint(run, 1, record, subject=text_, failure_reason=text_))
+            )
+            operation = await store.operation(run.task_id)
+            assert operation is not None
+            assert operation.subject == text_
+            (checkpoint,) = await store.history(run.task_id)
+            assert (checkpoint.subject, checkpoint.failure_reason) == (text_, text_)
+            assert checkpoint.subtasks[0].result == json.dumps(text_)
+            (found,) = await store.tasks(where=TaskFilter(subject=text_))
+            assert found.subject == text_
+            await store.release([a_release(run, parked=text_)])
+            (parked,) = await store.tasks(where=TaskFilter(subject=text_))
+            assert parked.parked_reason == text_
+        await _reseal(database_url, a_ring(NEW))
+        async with open_sealed(database_url, a_ring(NEW)) as store:
+            (found,) = await store.tasks(where=TaskFilter(subject=text_))
+            assert found.subject == text_
+        await _reseal(database_url, a_ring(b"", NEW))
+
+
+async def test_a_value_copied_behind_the_page_is_found_by_another_pass(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transitions copy checkpoints while they run."""
+    async with open_sealed(database_url, a_ring(OLD), archive=True) as store:
+        await fill(store)
+    change, copies = resealing._change, list[str]()
+
+    async def change_and_copy(database: Any, each: Any, *arguments: Any) -> int:
+        if each.table.name == "agent_checkpoints" and not copies:
+            copies.append("copied")
+            columns = [name for name in each.table.c.keys() if name != "seq"]  # noqa: SIM118
+            listed = ", ".join(columns)
+            statement = (
+                f"INSERT INTO agent_checkpoints (seq, {listed}) "
+                f"SELECT seq - 100, {listed} FROM agent_checkpoints"
+            )
+
+            async def copy(tx: Transaction) -> None:
+                await tx.connection.execute(text(statement), {})
+
+            await database.transact(copy)
+        return await change(database, each, *arguments)
+
+    monkeypatch.setattr(resealing, "_change", change_and_copy)
+    found = await _reseal(database_url, a_ring(NEW, OLD))
+    assert copies
+    assert set(found.values) == {a_ring(NEW).key_id()}
+    counted = await _count(database_url, a_ring(NEW, OLD))
+    assert set(counted.values) == {a_ring(NEW).key_id()}
+
+
+async def _count(url: str, ring: KeyRing) -> AgentKeys:
+    async with open_sealed(url, ring, replica=False) as store:
+        return await resealing.reseal(store._database, QUALIFIED, changes=False)
+
+
+async def test_a_key_that_a_replica_still_uses_is_registered_again(database_url: str) -> None:
+    """A replica of an earlier configuration may write after `db reseal` has read its tasks."""
+    async with open_sealed(database_url, a_ring(OLD)) as replica:
+        found = await _reseal(database_url, a_ring(NEW, OLD))
+        assert found.unused == (a_ring(OLD).key_id(),)
+        await paused(replica)
+        await replica.register(a_registration())
+    with pytest.raises(ConfigurationError, match=f"has no key {a_ring(OLD).key_id()}"):
+        async with open_sealed(database_url, a_ring(NEW)):
+            pass
+
+
+async def test_records_of_actions_do_not_concern_the_keys_of_another_agent(
+    database_url: str,
+) -> None:
+    async with open_sealed(database_url, a_ring(OLD)) as store:
+        action = await act(store)
+    found = await _reseal(database_url, a_ring(NEW))
+    assert (found.values, found.changed, found.damaged) == ({}, 0, 0)
+    async with open_sealed(database_url, a_ring(NEW), replica=False) as store:
+        shown = await store.action(action)
+        assert shown is not None
+        assert f"sealed with key {a_ring(OLD).key_id()}" in f"{shown.details}"
+        assert f"sealed with key {a_ring(OLD).key_id()}" in f"{shown.result}"
+
+
+async def test_two_commands_reseal_at_once(database_url: str) -> None:
+    async with open_sealed(database_url, a_ring(OLD), archive=True) as store:
+        await fill(store)
+        await fill(store)
+    rings = [a_ring(NEW, OLD)] * 3
+    await asyncio.gather(*(_reseal(database_url, ring) for ring in rings))
+    async with open_sealed(database_url, a_ring(NEW)) as store:
+        await _read_all(store)
+
+
+async def test_conversations_are_resealed(database_url: str) -> None:
+    old, new = (base64.b64encode(key).decode() for key in (OLD, NEW))
+    keys = [ConversationKey("travel", "client", None, None, CANARY + str(n)) for n in range(3)]
+    for given, key in zip(((), (old,), (old,)), keys, strict=True):
+        conversations = SqlConversations(database_url, encryption_keys=given)
+        for turn in range(70):
+            await conversations.append(key, f"{turn}", "library", [CANARY])
+    assert await SqlConversations(database_url, encryption_keys=(new, old)).reseal() == 210
+    resealed = SqlConversations(database_url, encryption_keys=(new,))
+    assert await resealed.reseal() == 0
+    for key in keys:
+        assert [turn.messages for turn in await resealed.load(key)] == [[CANARY]] * 50
+    with pytest.raises(KeyMissing):
+        await SqlConversations(database_url, encryption_keys=(old,)).reseal()

@@ -132,6 +132,22 @@ async def test_a_message_without_its_key_is_kept(
         await delivery.ack()
 
 
+async def test_a_small_body_that_expands_beyond_the_limit_is_a_dead_letter(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its sender has the key of the mesh, but need not be honest."""
+    path, bomb = tmp_path / "mesh.db", replace(a_message(), body=bytes(20_000_000))
+    async with open_broker(path, NEW) as broker:
+        await broker.declare(AGENT)
+        await broker.publish([(REQUESTS, bomb)])
+        inbox = Inbox()
+        await broker.consume(REQUESTS, 1, inbox)
+        await until_depth(broker, dead_letter_queue(AGENT), 1)
+        assert inbox.empty()
+    assert path.stat().st_size < 1_000_000
+    assert "a compressed value has 20000000 bytes; the limit is 10000000" in caplog.text
+
+
 @pytest.mark.servers
 async def test_copies_in_redis(redis_url: str, namespace: str) -> None:
     copy = AgentCheckpoint.model_validate(

@@ -16,11 +16,12 @@ can be found by comparison.
 from __future__ import annotations
 
 import base64
+import binascii
 import hmac
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -36,15 +37,20 @@ MARKER = b"\x02"
 """First byte of an envelope. No other stored value begins with it."""
 TEXT_PREFIX = "sealed:"
 """Begins an envelope in a text column; the rest is Base64."""
+_ESCAPE = "sealed::"
+"""Begins a text in the clear that would otherwise look like an envelope."""
 DIGEST_PREFIX = "hmac:"
 
 _RAW, _ZSTD = b"\x00", b"\x01"
 _MIN_COMPRESS_BYTES = 1024
 _MAX_PLAIN_BYTES = 2**30
+_MAX_VARINT_BYTES = 10
+_ZERO = b"\x00"
 
 HEADER = MARKER + b"\x01"
 """The first bytes of each envelope of this version."""
 _KEY_ID, _SALT, _NONCE = slice(2, 6), slice(6, 22), slice(22, 34)
+_MIN_BYTES = 34 + 1 + 16  # with a sequence of one byte, and the tag
 _FIXED_SALT = bytes(16)
 _MAX_PER_SALT = 2**28
 """Values sealed with one subkey. Forked processes share a salt, so this is far below the limit."""
@@ -53,7 +59,7 @@ _MAX_PER_SALT = 2**28
 @dataclass(frozen=True, slots=True)
 class _Key:
     id: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -84,7 +90,7 @@ class RingKey:
         agent: The agent that it belongs to.
     """
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     tenant: str | None = None
     agent: str | None = None
 
@@ -114,10 +120,14 @@ class KeyRing:
         }
         self.setting = setting
         self._cipher = lru_cache(maxsize=4096)(self._make_cipher)
+        self._newest_name = None if self._newest is None else self._newest.name
         self._salt, self._left = b"", 0
+        self._sealing: dict[bytes, tuple[bytes, AESGCM]] = {}
 
     def key_id(self, agent: str = "") -> str | None:
         """See `Sealer`."""
+        if not self._by_agent:
+            return self._newest_name
         key = self._sealing_key(agent)
         return None if key is None else key.name
 
@@ -134,10 +144,17 @@ class KeyRing:
     def seal(self, content: bytes, place: Place, seq: int = 0) -> bytes:
         """See `Sealer`."""
         if self._left <= 0:
-            self._salt, self._left = os.urandom(16), _MAX_PER_SALT
+            self._salt, self._left, self._sealing = os.urandom(16), _MAX_PER_SALT, {}
         self._left -= 1
-        id_ = self._require_key(place).id
-        return self._seal(id_, self._salt, os.urandom(12), content, place, seq)
+        key = self._require_key(place) if self._by_agent or self._newest is None else self._newest
+        found = self._sealing.get(key.id)
+        if found is None:
+            salt = self._salt
+            found = self._sealing[key.id] = (HEADER + key.id + salt, self._cipher(key.id, salt))
+        head, cipher = found
+        nonce, tail = os.urandom(12), _ZERO if not seq else _varint(seq)
+        sealed = cipher.encrypt(nonce, content, head + tail + _encode_place(place))
+        return head + nonce + tail + sealed
 
     def _sealing_key(self, agent: str) -> _Key | None:
         if not self._by_agent:
@@ -158,24 +175,21 @@ class KeyRing:
         return {key.name: self._seal_fixed(key, content, place) for key in self._keys.values()}
 
     def _seal_fixed(self, key: _Key, content: bytes, place: Place) -> bytes:
-        nonce = _expand(key.secret, b"nonce", _encode_place(place) + content)[:12]
-        return self._seal(key.id, _FIXED_SALT, nonce, content, place, 0)
-
-    def _seal(
-        self, key_id: bytes, salt: bytes, nonce: bytes, content: bytes, place: Place, seq: int
-    ) -> bytes:
-        head, tail = HEADER + key_id + salt, _varint(seq)
-        cipher = self._cipher(key_id, salt)
-        sealed = cipher.encrypt(nonce, content, head + tail + _encode_place(place))
-        return head + nonce + tail + sealed
+        where = _encode_place(place)
+        bound = len(where).to_bytes(4) + where + content
+        nonce = hmac.digest(_expand(key.secret, b"nonce"), bound, "sha256")[:12]
+        head, cipher = HEADER + key.id + _FIXED_SALT, self._cipher(key.id, _FIXED_SALT)
+        return head + nonce + _ZERO + cipher.encrypt(nonce, content, head + _ZERO + where)
 
     def open(self, envelope: bytes, place: Place) -> bytes:
         """See `Sealer`."""
         id_ = envelope[_KEY_ID]
         if id_ not in self._keys:
+            if len(envelope) < _MIN_BYTES:
+                raise ValueError("a sealed value is truncated")
             raise missing_key(envelope, self)
         end = _NONCE.stop
-        while envelope[end : end + 1] >= b"\x80":
+        while envelope[end : end + 1] > b"\x7f" and end < _NONCE.stop + _MAX_VARINT_BYTES:
             end += 1
         head, tail = envelope[: _SALT.stop], envelope[_NONCE.stop : end + 1]
         try:
@@ -198,15 +212,16 @@ class KeyRing:
 
 
 def _digest(key: _Key, content: str, purpose: str) -> str:
-    mac = _expand(key.secret, b"digest", purpose.encode(), content.encode(errors="replace"))
+    purpose_key = _expand(key.secret, b"digest", purpose.encode())
+    mac = hmac.digest(purpose_key, content.encode(errors="surrogatepass"), "sha256")
     return f"{DIGEST_PREFIX}{key.name}:{base64.urlsafe_b64encode(mac[:24]).decode()}"
 
 
 def _encode_place(place: Place) -> bytes:
-    joined = "\0".join(place)
-    if joined.count("\0") >= len(place):  # an id with the separator
-        joined = json.dumps(place)
-    return joined.encode(errors="surrogatepass")
+    joined = "\0".join(place).encode("utf-8", "surrogatepass")
+    if joined.count(0) >= len(place):  # an id with the separator
+        joined = json.dumps(place).encode()
+    return joined
 
 
 def _varint(number: int) -> bytes:
@@ -225,7 +240,21 @@ def is_envelope(stored: bytes) -> bool:
 
 def is_text_envelope(stored: object) -> bool:
     """Whether a stored text is an envelope. It may be damaged."""
-    return isinstance(stored, str) and stored.startswith(TEXT_PREFIX)
+    return (
+        isinstance(stored, str)
+        and stored.startswith(TEXT_PREFIX)
+        and not stored.startswith(_ESCAPE)
+    )
+
+
+def escape_text(text: str) -> str:
+    """A text to store in the clear, changed if it looks like an envelope."""
+    return _ESCAPE + text if text.startswith(TEXT_PREFIX) else text
+
+
+def unescape_text(stored: str) -> str:
+    """Undo `escape_text`."""
+    return stored.removeprefix(_ESCAPE)
 
 
 def key_of(stored: bytes | str) -> str | None:
@@ -245,7 +274,7 @@ def key_of(stored: bytes | str) -> str | None:
 def seq_of(envelope: bytes) -> int:
     """The sequence in an envelope, not verified."""
     number = shift = 0
-    for byte in envelope[_NONCE.stop :]:
+    for byte in envelope[_NONCE.stop : _NONCE.stop + _MAX_VARINT_BYTES]:
         number |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:
@@ -255,7 +284,7 @@ def seq_of(envelope: bytes) -> int:
 
 def to_text(envelope: bytes) -> str:
     """An envelope as text."""
-    return TEXT_PREFIX + base64.b64encode(envelope).decode()
+    return TEXT_PREFIX + binascii.b2a_base64(envelope, newline=False).decode()
 
 
 def from_text(stored: str) -> bytes:
@@ -264,7 +293,7 @@ def from_text(stored: str) -> bytes:
     Raises:
         ValueError: It is damaged.
     """
-    return base64.b64decode(stored[len(TEXT_PREFIX) :], validate=True)
+    return binascii.a2b_base64(stored[len(TEXT_PREFIX) :], strict_mode=True)
 
 
 def missing_key(envelope: bytes, ring: KeyRing | None = None, setting: str = "") -> KeyMissing:

@@ -19,6 +19,7 @@ from meshpoint.model.dead_letters import DeadLetter, LetterFilter, LetterResult
 from meshpoint.model.hand_over import HandOver
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.messages import Address, Message, Topic
+from meshpoint.model.options import Options
 from meshpoint.ports.broker import (
     Broker,
     Delivery,
@@ -39,14 +40,20 @@ RETURN_SECONDS = 30.0
 """How long a message whose key is missing is held, before another replica may get it."""
 _MAX_RETURNS = 5
 
+MAX_BODY = Options().max_message_bytes
+"""Bytes of a body, by default."""
+
 SETTING = "mesh.encryption_keys"
 
 
 class Envelopes:
     """Seals and opens the bodies of messages. Without a sealer, it opens only clear bodies."""
 
-    def __init__(self, sealer: Sealer | None, namespace: str) -> None:
+    def __init__(
+        self, sealer: Sealer | None, namespace: str, max_body_bytes: int = MAX_BODY
+    ) -> None:
         self._sealer, self._namespace = sealer, namespace
+        self._max_body_bytes = max_body_bytes
         self.seals = sealer is not None and sealer.key_id() is not None
 
     def seal(self, message: Message) -> Message:
@@ -54,25 +61,40 @@ class Envelopes:
         if self._sealer is None or not self.seals or not message.body:
             return message
         sealed = self._sealer.seal(compress(message.body), self._place(message))
-        return replace(message, body=sealed)
+        return _with_body(message, sealed)
 
     def open(self, message: Message) -> Message:
         """The message with its body as it was sent.
 
         Raises:
             KeyMissing: The ring lacks the key of the body.
-            ValueError: The body was changed, or belongs to another message.
+            ValueError: The body was changed, belongs to another message, or is too large.
         """
         if not is_envelope(message.body):
             return message
         if self._sealer is None:
             raise missing_key(message.body, setting=SETTING)
         opened = self._sealer.open(message.body, self._place(message))
-        return replace(message, body=expand(opened))
+        return _with_body(message, expand(opened, self._max_body_bytes))
 
     def _place(self, message: Message) -> Place:
         ids = (message.message_id, message.correlation_id, message.app_id)
         return ("message", self._namespace, message.type.value, *ids)
+
+
+def _with_body(message: Message, body: bytes) -> Message:
+    """The message with another body. For each message twice, so it is spelled out."""
+    return Message(
+        message.type,
+        body,
+        message.message_id,
+        message.correlation_id,
+        message.app_id,
+        message.reply_to,
+        message.user_id,
+        message.headers,
+        message.timestamp,
+    )
 
 
 class _OpenedDelivery:
@@ -108,11 +130,13 @@ class SealedBroker:
 
     Bodies in the clear are accepted. A body whose key is missing is returned to its queue, for a
     replica that has the key; after some returns it becomes a dead letter, to be replayed once the
-    key is there.
+    key is there. A body that would expand to more than `max_body_bytes` is a dead letter at once.
     """
 
-    def __init__(self, broker: Broker, sealer: Sealer | None, namespace: str) -> None:
-        self._broker, self._envelopes = broker, Envelopes(sealer, namespace)
+    def __init__(
+        self, broker: Broker, sealer: Sealer | None, namespace: str, max_body_bytes: int = MAX_BODY
+    ) -> None:
+        self._broker, self._envelopes = broker, Envelopes(sealer, namespace, max_body_bytes)
         self._returning: set[asyncio.Task[None]] = set()
 
     @property
@@ -266,8 +290,14 @@ class SealedDeadLetters:
     Replaying a letter moves its body as it is. Without a sealer, only clear bodies are readable.
     """
 
-    def __init__(self, letters: DeadLetters, sealer: Sealer | None, namespace: str) -> None:
-        self._letters, self._envelopes = letters, Envelopes(sealer, namespace)
+    def __init__(
+        self,
+        letters: DeadLetters,
+        sealer: Sealer | None,
+        namespace: str,
+        max_body_bytes: int = MAX_BODY,
+    ) -> None:
+        self._letters, self._envelopes = letters, Envelopes(sealer, namespace, max_body_bytes)
 
     async def open(self) -> None:
         """See `DeadLetters`."""

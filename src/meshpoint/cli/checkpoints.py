@@ -194,6 +194,7 @@ def export_checkpoint(
         ),
     ] = False,
     secret_key: sources.SecretKeys = None,
+    unencrypted: sources.Unencrypted = False,
     config: sources.Config = None,
     database: sources.Database = None,
     namespace: sources.Namespace = None,
@@ -224,8 +225,11 @@ def export_checkpoint(
     if file is None:
         print(document_text(document))
     else:
-        write_document(document, file, "--output", "name a file in an existing folder")
-        print_note(f"wrote {file}")
+        fix = "name a file in an existing folder"
+        sealer = sources.database_sealer(config, database)
+        with sources.exported(file, sealer, unencrypted) as sealer:
+            write_document(document, file, "--output", fix, sealer)
+            print_note(f"wrote {file}")
 
 
 def _to_json(operation: OperationSummary) -> dict[str, object]:

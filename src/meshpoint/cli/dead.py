@@ -77,6 +77,7 @@ _Ids = Annotated[
 _All = Annotated[bool, typer.Option("--all", help="All letters of the mesh.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Count the letters; change nothing.")]
 _Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
+_EXPORT_PLACE = ("export.letter", "")
 _MAX_EDITED_BYTES = 64 * 1024 * 1024
 
 
@@ -139,6 +140,7 @@ def show_letter(
             help="Write the body to FILE unchanged, with its secrets; - for standard output.",
         ),
     ] = None,
+    unencrypted: sources.Unencrypted = False,
     config: sources.Config = None,
     broker: sources.Broker = None,
     namespace: sources.Namespace = None,
@@ -146,10 +148,12 @@ def show_letter(
 ) -> None:
     """Show a dead letter: why it died, its queue, its properties and its body.
 
-    Secrets are masked, except with --raw.
+    Secrets are masked, except with --raw. With mesh.encryption_keys, FILE is encrypted, unless
+    --unencrypted is given to edit it.
     """
     from meshpoint.cli import letter_facts as facts
     from meshpoint.files import write_atomically
+    from meshpoint.wiring import make_sealer, seal_file
 
     mesh = _Mesh(sources.require_mesh(config, broker, namespace), config)
     letter, body = asyncio.run(_find_one(mesh, letter_id, is_raw=raw is not None))
@@ -161,8 +165,10 @@ def show_letter(
             sys.stdout.buffer.write(body)
             sys.stdout.flush()
             return
-        write_atomically(raw, body)
-        print_note(f"wrote {quantity(len(body), 'byte')} to {raw}")
+        mesh_sealer = make_sealer(mesh.settings.key_ring, "mesh.encryption_keys")
+        with sources.exported(raw, mesh_sealer, unencrypted) as sealer:
+            write_atomically(raw, seal_file(sealer, body, _EXPORT_PLACE))
+            print_note(f"wrote {quantity(len(body), 'byte')} to {raw}")
     if as_json:
         shown = facts.letter_to_json(letter, keys)
         print_json({**shown, "body": facts.show_body(body, keys)})
@@ -196,17 +202,15 @@ def replay_letters(
 
     Exit code: 1 if a letter that was chosen was not replayed.
     """
-    from meshpoint.files import read_bounded
-
     where = _select(ids, agent, reason, sender, all_=all_)
     if edit is not None and len(where.ids) != 1:
         raise typer.BadParameter("--edit needs exactly one ID")
-    body = None if edit is None else read_bounded(edit, _MAX_EDITED_BYTES)
+    mesh = _Mesh(sources.require_mesh(config, broker, namespace), config)
+    body = None if edit is None else _read_edited(edit, mesh.settings)
 
     async def replay(letters: DeadLetters, page: Sequence[DeadLetter]) -> list[LetterResult]:
         return await letters.replay(page, body)
 
-    mesh = _Mesh(sources.require_mesh(config, broker, namespace), config)
     verbs = _Verbs("replay", "replayed", replay)
     _change(mesh, where, verbs, dry_run=dry_run, yes=yes, as_json=as_json)
 
@@ -238,6 +242,20 @@ def drop_letters(
     mesh = _Mesh(sources.require_mesh(config, broker, namespace), config)
     verbs = _Verbs("drop", "dropped", drop)
     _change(mesh, where, verbs, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+def _read_edited(file: Path, mesh: MeshSettings) -> bytes:
+    """Read a body. A file that `dead show --raw` has encrypted is decrypted."""
+    from meshpoint.files import read_bounded
+    from meshpoint.wiring import make_sealer, open_file
+
+    sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
+    try:
+        return open_file(sealer, read_bounded(file, _MAX_EDITED_BYTES), _EXPORT_PLACE)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        fix = "name a file with the new body"
+        raise ConfigurationError("--edit", f"{file} cannot be read: {reason}", fix) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,7 @@ def exec_(
         ),
     ] = False,
     secret_key: sources.SecretKeys = None,
+    unencrypted: sources.Unencrypted = False,
     ttl: Annotated[
         str,
         typer.Option(
@@ -166,7 +167,7 @@ def exec_(
     command = _resume_command(entrypoint, others or [], home_dir, result.session.id)
     print_result(result, document, command, as_json=as_json)
     if export_to is not None:
-        _write_export(document, export_to)
+        _write_export(document, export_to, unencrypted=unencrypted)
     raise typer.Exit(_exit_code(result, signal_number))
 
 
@@ -216,14 +217,16 @@ def _parse_duration(text: str) -> timedelta:
     return duration
 
 
-def _write_export(document: CheckpointDocument | None, file: Path) -> None:
+def _write_export(document: CheckpointDocument | None, file: Path, *, unencrypted: bool) -> None:
     from meshpoint.exec.checkpoint_file import write_document
 
     if document is None:
         print_note(f"nothing is written to {file}: there is no checkpoint to resume from")
         return
-    write_document(document, file, "--export", "name a file in a folder that you can write to")
-    print_note(f"wrote {file}")
+    fix = "name a file in a folder that you can write to"
+    with sources.exported(file, sources.environment_sealer(), unencrypted) as sealer:
+        write_document(document, file, "--export", fix, sealer)
+        print_note(f"wrote {file}")
 
 
 def _forecast_code(forecast: Forecast) -> ExitCode:
@@ -294,7 +297,7 @@ async def _open_session(
     from meshpoint.exec.checkpoint_file import read_document
     from meshpoint.exec.importing import import_checkpoint
 
-    document = read_document(source, config.agent_name)
+    document = read_document(source, config.agent_name, sources.environment_sealer())
     if document.input_digest not in {None, spec.required_input.digest}:
         print_note(
             "the input differs from the exported one: the steps that depend on it run again"
@@ -316,7 +319,7 @@ async def _forecast(
 
     if source is None:
         return await forecast_session(config, sessions, spec, resume=resume, session_id=session_id)
-    document = read_document(source, config.agent_name)
+    document = read_document(source, config.agent_name, sources.environment_sealer())
     return await forecast_import(config, sessions, spec, document)
 
 

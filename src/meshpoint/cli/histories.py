@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,43 +26,45 @@ from meshpoint.model.ids import TaskId
 
 if TYPE_CHECKING:
     from meshpoint.engine.history import TaskHistory
+    from meshpoint.ports.sealer import Sealer
     from meshpoint.ports.task_store import CheckpointStore
 
 _STATES = ("waiting", "ready", "parked", "running")
 _MAX_NAME_BYTES = 200
 
 
-def export_one(
-    task_id: str,
-    output: Path | None,
-    config: Path | None,
-    database: str | None,
-    namespace: str | None,
-) -> None:
-    """Write the history of a task to `output`, or print it.
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Where histories come from, and the file or folder that gets them; `None` prints them."""
+
+    output: Path | None
+    config: Path | None
+    database: str | None
+    namespace: str | None
+    unencrypted: bool
+
+    def sealer(self) -> Sealer | None:
+        """The sealer with the keys of the databases."""
+        return sources.database_sealer(self.config, self.database)
+
+
+def export_one(task_id: str, export: Export) -> None:
+    """Write the history of a task to a file, or print it.
 
     Raises:
         OperationNotFound: No task that has not ended has this id.
         MeshpointError: The task cannot be read, or the file cannot be written.
     """
-    history = asyncio.run(_find(task_id, config, database, namespace))
-    if output is None:
+    history = asyncio.run(_find(task_id, export))
+    if export.output is None:
         print(history.to_json(), end="")
         return
-    _write(history, output)
-    print_text(f"wrote {output}")
-    _note_clear(config)
+    with sources.exported(export.output, export.sealer(), export.unencrypted) as sealer:
+        _write(history, export.output, sealer)
+        print_text(f"wrote {export.output}")
 
 
-def export_all(
-    agent: str,
-    states: Sequence[str],
-    limit: int,
-    folder: Path,
-    config: Path | None,
-    database: str | None,
-    namespace: str | None,
-) -> None:
+def export_all(agent: str, states: Sequence[str], limit: int, export: Export) -> None:
     """Write the histories of an agent's tasks to a folder, one file for each task.
 
     Leaves out tasks that end meanwhile, and prints a line for each task that cannot be read.
@@ -70,13 +73,15 @@ def export_all(
         ConfigurationError: `states` has a state of ended tasks, which have no history.
         MeshpointError: A file cannot be written.
     """
+    folder = export.output
+    assert folder is not None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MeshpointError(f"{folder}: {error.strerror}") from error
-    count = asyncio.run(_export_all(agent, states, limit, folder, config, database, namespace))
+    with sources.exported(folder, export.sealer(), export.unencrypted) as sealer:
+        count = asyncio.run(_export_all(agent, states, limit, folder, export, sealer))
     print_text(f"wrote {quantity(count, 'file')} to {folder}")
-    _note_clear(config)
     if not count:
         print_note(f"no task of agent {agent!r} is {' or '.join(states or _STATES)}")
 
@@ -86,9 +91,8 @@ async def _export_all(
     states: Sequence[str],
     limit: int,
     folder: Path,
-    config: Path | None,
-    database: str | None,
-    namespace: str | None,
+    export: Export,
+    sealer: Sealer | None,
 ) -> int:
     from meshpoint.model.messages import validate_agent_name
     from meshpoint.model.tasks import TaskState
@@ -99,7 +103,8 @@ async def _export_all(
     if ended := [state.value for state in chosen if state.is_final]:
         reason = f"{', '.join(ended)} tasks have no history"
         raise ConfigurationError("--state", reason, f"use one of {', '.join(_STATES)}")
-    async with aclosing(sources.open_each(config, database, namespace, open_store)) as stores:
+    each_database = sources.open_each(export.config, export.database, export.namespace, open_store)
+    async with aclosing(each_database) as stores:
         async for store in stores:
             tasks = await store.tasks(agent=name, states=chosen, limit=limit - count)
             for task in tasks:
@@ -109,7 +114,7 @@ async def _export_all(
                     print_note(str(error))
                     continue
                 if history is not None:
-                    _write(history, folder / _file_name(task.task_id))
+                    _write(history, folder / _file_name(task.task_id), sealer)
                     count += 1
             if count == limit:
                 break
@@ -124,13 +129,12 @@ def _file_name(task_id: str) -> str:
     return f"{kept}.json"
 
 
-async def _find(
-    task_id: str, config: Path | None, database: str | None, namespace: str | None
-) -> TaskHistory:
+async def _find(task_id: str, export: Export) -> TaskHistory:
     from meshpoint.wiring import open_store
 
     id_ = TaskId(task_id)
-    async with aclosing(sources.open_each(config, database, namespace, open_store)) as stores:
+    each_database = sources.open_each(export.config, export.database, export.namespace, open_store)
+    async with aclosing(each_database) as stores:
         async for store in stores:
             if (history := await _collect(store, id_)) is not None:
                 return history
@@ -151,14 +155,11 @@ async def _collect(store: CheckpointStore, task_id: TaskId) -> TaskHistory | Non
         raise MeshpointError(f"task {task_id} cannot be exported: {error}") from error
 
 
-def _note_clear(config: Path | None) -> None:
-    """Say that exports are not encrypted, if what they export is."""
-    if config is not None and any(each.keys for each in sources.load_databases(config, None)):
-        print_note("exports are not encrypted: keep them as safe as the keys")
+def _write(history: TaskHistory, path: Path, sealer: Sealer | None) -> None:
+    from meshpoint.wiring import seal_file
 
-
-def _write(history: TaskHistory, path: Path) -> None:
+    content = history.to_json().encode()
     try:
-        write_atomically(path, history.to_json())
+        write_atomically(path, seal_file(sealer, content, ("export.history", history.agent)))
     except OSError as error:
         raise MeshpointError(f"{path}: {error.strerror}") from error

@@ -7,8 +7,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -59,6 +59,13 @@ SecretKeys = Annotated[
     list[str] | None,
     typer.Option(
         "--secret-key", metavar="NAME", help="Another key whose values are secret; repeatable."
+    ),
+]
+
+Unencrypted = Annotated[
+    bool,
+    typer.Option(
+        "--unencrypted", help="Do not encrypt the file, although encryption_keys are set."
     ),
 ]
 
@@ -238,10 +245,37 @@ def environment_sealer() -> Sealer | None:
         ConfigurationError: A key cannot be used.
     """
     from meshpoint import wiring
-    from meshpoint.model.encryption_keys import to_ring
 
-    keys, tenant = environment_keys()
-    return wiring.make_sealer(to_ring(keys, tenant), "encryption_keys")
+    return wiring.environment_sealer()
+
+
+def database_sealer(config: Path | None, database: str | None) -> Sealer | None:
+    """The sealer with the keys of all databases of these options.
+
+    Raises:
+        ConfigurationError: Neither names a database, or a key cannot be used.
+    """
+    from meshpoint import wiring
+
+    keys = {key: None for store in load_databases(config, database) for key in store.keys}
+    return wiring.make_sealer(tuple(keys), "encryption_keys")
+
+
+@contextmanager
+def exported(path: Path, sealer: Sealer | None, unencrypted: bool) -> Iterator[Sealer | None]:
+    """Yield the sealer for an exported file or folder. Then say whether it is encrypted.
+
+    Says nothing without keys.
+    """
+    from meshpoint.cli.output import print_note
+
+    yield None if unencrypted else sealer
+    if sealer is None:
+        return
+    if unencrypted or sealer.key_id() is None:
+        print_note(f"{path} is not encrypted: keep it as safe as the keys")
+    else:
+        print_note(f"{path} is encrypted")
 
 
 async def open_each(

@@ -282,6 +282,7 @@ def export_history(
         ),
     ] = None,
     limit: sources.Limit = 100,
+    unencrypted: sources.Unencrypted = False,
     config: sources.Config = None,
     database: sources.Database = None,
     namespace: sources.Namespace = None,
@@ -289,7 +290,8 @@ def export_history(
     """Export the history of a task, to replay it with other code.
 
     `meshpoint.testing.replay_history` reads the file. The file has the inputs, answers and results
-    of the task, but not its security context. Only tasks that have not ended have a history.
+    of the task, but not its security context. Only tasks that have not ended have a history. With
+    encryption_keys, the file is encrypted; what is printed is not.
 
     Exit code: 10 not found.
     """
@@ -298,11 +300,13 @@ def export_history(
     if task_id is not None:
         if agent or state:
             raise typer.BadParameter("--agent and --state exclude TASK_ID")
-        histories.export_one(task_id, output, config, database, namespace)
+        export = histories.Export(output, config, database, namespace, unencrypted)
+        histories.export_one(task_id, export)
     elif agent is None or output is None:
         raise typer.BadParameter("name a TASK_ID, or use --agent and --output")
     else:
-        histories.export_all(agent, state or (), limit, output, config, database, namespace)
+        export = histories.Export(output, config, database, namespace, unencrypted)
+        histories.export_all(agent, state or (), limit, export)
 
 
 @app.command("export-spans", epilog=_EXPORT_SPANS)

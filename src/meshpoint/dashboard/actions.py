@@ -56,7 +56,8 @@ class Plan:
 
     Attributes:
         name: of the action, in the audit.
-        target: of the action, in the audit: a task, or what it selects.
+        target: of the action, in the audit: a task, a letter or an agent.
+        reason: that its tasks or letters have in common. It may quote values of agents.
         effects: what it would do, in sentences.
         items: what it would change, at most `_MAX_LISTED`.
         choices: labels of a choice that the person has, by value; the first is the default.
@@ -74,6 +75,7 @@ class Plan:
     details: JsonValue = None
     items: Sequence[str] = ()
     choices: Mapping[str, str] = field(default_factory=dict)
+    reason: str | None = None
     is_dangerous: bool = False
 
 
@@ -100,7 +102,9 @@ async def perform(source: Source, plan: Plan, actor: str, given: str = "") -> st
     """
     store = await source.open()
     choice = given if given in plan.choices else next(iter(plan.choices), None)
-    details = {"choice": choice, "of": plan.details}
+    details: JsonValue = {"choice": choice, "of": plan.details} | (
+        {} if plan.reason is None else {"reason": plan.reason}
+    )
     action_id = await store.record_action(actor, plan.name, plan.target, details)
     try:
         result = await plan.run(choice)
@@ -282,7 +286,8 @@ async def _resume_group(source: Source, query: Query, state: TaskState) -> Plan:
         name=f"resume-{state.value}",
         title=f"Resume {quantity(len(ids), f'{state.value} task')}",
         button=f"Resume {quantity(len(ids), 'task')}",
-        target=f"{group.agent}: {reason}"[:_MAX_TARGET],
+        target=group.agent,
+        reason=reason,
         effects=[effect],
         items=ids[:_MAX_LISTED],
         details={"tasks": [*ids[:_BATCH]], "count": len(ids)},
@@ -315,7 +320,6 @@ async def _plan_letters(source: Source, query: Query, name: str, verb: str, effe
     if not first:
         raise OperationNotFound("", "there are no such dead letters any more")
     reason = mask_reason(first[0].reason, source.secret_keys)
-    target = query.get("id") or f"{first[0].agent}: {reason}"
 
     async def run(choice: str | None) -> str:
         results: Counter[LetterResult] = Counter()
@@ -335,10 +339,11 @@ async def _plan_letters(source: Source, query: Query, name: str, verb: str, effe
         name=name,
         title=f"{verb} dead letters",
         button=verb,
-        target=target[:_MAX_TARGET],
+        target=(query.get("id") or first[0].agent)[:_MAX_TARGET],
+        reason=reason,
         effects=[effect],
         items=[f"from {first[0].sender or '(unreadable)'}"],
-        details={"agent": first[0].agent, "reason": reason, "sender": first[0].sender},
+        details={"agent": first[0].agent, "sender": first[0].sender},
         run=run,
         back=("failures", {}),
         is_dangerous=name == "drop",

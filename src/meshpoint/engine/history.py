@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -30,7 +30,7 @@ from meshpoint._version import __version__
 from meshpoint.agents.journal import Journal
 from meshpoint.engine.parsing import parse_request
 from meshpoint.engine.task_log import TaskLog
-from meshpoint.errors import ConfigurationError, PoisonMessage, StoreUnavailable
+from meshpoint.errors import ConfigurationError, KeyMissing, PoisonMessage, StoreUnavailable
 from meshpoint.files import read_bounded
 from meshpoint.model.bodies import RequestBody, parse_body
 from meshpoint.model.declared_type import first_problem, loggable_cause
@@ -370,18 +370,30 @@ def _read_input(request: bytes) -> JsonValue:
         return None
 
 
-def read_history(path: Path) -> TaskHistory:
+def read_history(path: Path, decrypt: Callable[[bytes], bytes]) -> TaskHistory:
     """Read a file that `meshpoint tasks export` wrote.
+
+    `decrypt` undoes the encryption of a file, if it is encrypted.
 
     Raises:
         ConfigurationError: The file cannot be read, is not a history, is damaged, or was written
             by a later release.
     """
     try:
-        data = json.loads(read_bounded(path, _MAX_BYTES))
+        stored = read_bounded(path, _MAX_BYTES)
     except OSError as error:
         fix = "name a file written by `meshpoint tasks export`"
         raise ConfigurationError(_KEY, f"{path}: {error.strerror or error}", fix) from error
+    try:
+        content = decrypt(stored)
+    except KeyMissing as error:
+        fix = "set MESHPOINT_AGENT__ENCRYPTION_KEYS"
+        raise ConfigurationError(_KEY, f"{path} is {error}", fix) from error
+    except ValueError as error:
+        problem = f"{path} is encrypted, and was changed or belongs to another agent"
+        raise ConfigurationError(_KEY, problem, _EXPORT_FIX) from error
+    try:
+        data = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(_KEY, f"{path} is not JSON: {error}", _EXPORT_FIX) from error
     written = str(data.get("format")) if isinstance(data, dict) else ""

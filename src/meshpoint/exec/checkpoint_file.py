@@ -5,7 +5,7 @@
      "outputs": false, "removed": [], "digest": "sha256:…"}
 
 The digest covers everything else, so that truncated or edited files are detected. Secrets are left
-out.
+out. With encryption keys, the file is encrypted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from meshpoint.errors import ConfigurationError
+from meshpoint.errors import ConfigurationError, KeyMissing
 from meshpoint.files import read_bounded, read_stream, write_atomically
 from meshpoint.model.declared_type import first_problem, loggable_cause
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.json_values import document_digest
 from meshpoint.model.secrets import remove_secrets
 from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord, SubtaskStatus
+from meshpoint.ports.sealer import Place, Sealer
 
 _FORMAT = "meshpoint-checkpoint/1"
 _FORMAT_PATTERN = re.compile(r"meshpoint-checkpoint/([1-9][0-9]{0,8})")
@@ -147,20 +148,31 @@ def document_text(document: CheckpointDocument) -> str:
     return json.dumps(document_json(document), ensure_ascii=False, indent=2)
 
 
-def write_document(document: CheckpointDocument, path: Path, option: str, fix: str) -> None:
-    """Write `document` to a file that only its owner can read.
+def write_document(
+    document: CheckpointDocument, path: Path, option: str, fix: str, sealer: Sealer | None = None
+) -> None:
+    """Write `document` to a file that only its owner can read. With a sealer, it is encrypted.
 
     Raises:
         ConfigurationError: The file cannot be written; the message names `option` and `fix`.
     """
+    from meshpoint.wiring import seal_file  # imports the engine
+
+    content = (document_text(document) + "\n").encode()
     try:
-        write_atomically(path, document_text(document) + "\n")
+        write_atomically(path, seal_file(sealer, content, _place(document.agent)))
     except OSError as error:
         problem = f"{path} cannot be written: {error.strerror}"
         raise ConfigurationError(option, problem, fix) from error
 
 
-def read_document(source: str, agent: AgentName) -> CheckpointDocument:
+def _place(agent: AgentName) -> Place:
+    return ("export.checkpoint", agent)
+
+
+def read_document(
+    source: str, agent: AgentName, sealer: Sealer | None = None
+) -> CheckpointDocument:
     """Read a checkpoint of `agent`.
 
     It may also be the result of `meshpoint exec --json`, which contains the checkpoint.
@@ -168,11 +180,13 @@ def read_document(source: str, agent: AgentName) -> CheckpointDocument:
     Args:
         source: The name of a file, `-` for standard input, or the JSON text itself.
         agent: The agent to resume.
+        sealer: Decrypts the file.
 
     Raises:
         ConfigurationError: The checkpoint cannot be used. The message gives the reason.
     """
     label, content = _read_source(source)
+    content = _open(label, content, agent, sealer)
     document = _validate(_find_checkpoint(_load_json(label, content), label), label)
     if document.agent != agent:
         raise _invalid_source(
@@ -197,6 +211,20 @@ def _read_source(source: str) -> tuple[str, bytes]:
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
         raise _invalid_source(label, problem, _NAME_FILE_FIX) from error
+
+
+def _open(label: str, content: bytes, agent: AgentName, sealer: Sealer | None) -> bytes:
+    from meshpoint.wiring import open_file  # imports the engine
+
+    try:
+        return open_file(sealer, content, _place(agent))
+    except KeyMissing as error:
+        raise _invalid_source(
+            label, f"is {error}", "set MESHPOINT_AGENT__ENCRYPTION_KEYS"
+        ) from error
+    except ValueError as error:
+        problem = f"is encrypted, and was changed or is not a checkpoint of {agent!r}"
+        raise _invalid_source(label, problem, _EXPORT_AGAIN_FIX) from error
 
 
 def _load_json(label: str, content: bytes) -> dict[str, JsonValue]:

@@ -340,19 +340,18 @@ class SessionStore:
 
     def save_session(self, session: Session) -> None:
         """Write a session. Only the process that holds its lock may do this."""
-        from meshpoint.wiring import seal_text  # imports the engine
+        from meshpoint.wiring import seal_file  # imports the engine
 
-        content = session.model_dump_json(indent=2) + "\n"
+        content = (session.model_dump_json(indent=2) + "\n").encode()
         place = _place(session.id)
-        write_atomically(self._session_file(session.id), seal_text(self._sealer, content, place))
+        write_atomically(self._session_file(session.id), seal_file(self._sealer, content, place))
 
     def _load(self, session_id: str) -> Session:
-        from meshpoint.wiring import open_text  # imports the engine
+        from meshpoint.wiring import open_file  # imports the engine
 
         file = self._session_file(session_id)
         try:
-            stored = file.read_text(encoding="utf-8")
-            opened = open_text(self._sealer, stored, _place(session_id))
+            opened = open_file(self._sealer, file.read_bytes(), _place(session_id))
             session = Session.model_validate_json(opened)
         except KeyMissing as error:
             raise MeshpointError(f"session {session_id} is {error}") from error

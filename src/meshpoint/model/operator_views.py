@@ -119,7 +119,7 @@ class OperatorAction:
     """Something that a person has done to a task or to dead letters.
 
     Attributes:
-        target: the task's id, or what a bulk action selects.
+        target: the id of the task or the letter, or the agent of a bulk action.
         details: its parameters, without secrets.
         ended_at: `None` while it runs, and if its process died.
         succeeded: `None` until it has ended.

@@ -89,6 +89,9 @@ async def replay_history(agent: DurableAgent[Any, Any], file: str | Path, /) -> 
     The code of a class or a framework agent continues from its state, so it only runs if all
     outcomes of the last pause are recorded. Otherwise the format of the state is checked.
 
+    An encrypted file is decrypted with the keys in `MESHPOINT_AGENT__ENCRYPTION_KEYS` or
+    `MESHPOINT_MESH__ENCRYPTION_KEYS`.
+
     Args:
         agent: The agent, or its versions.
         file: The file.
@@ -99,7 +102,7 @@ async def replay_history(agent: DurableAgent[Any, Any], file: str | Path, /) -> 
         ConfigurationError: The file cannot be read or belongs to another agent.
     """
     path = Path(file)
-    history = read_history(path)
+    history = read_history(path, partial(_decrypt, agent.name))
     if history.agent != agent.name:
         problem = f"{path} is the history of a task of {history.agent!r}"
         raise ConfigurationError("history", problem, f"pass that agent instead of {agent.name!r}")
@@ -109,6 +112,12 @@ async def replay_history(agent: DurableAgent[Any, Any], file: str | Path, /) -> 
             "earlier version must finish the task"
         )
     return await _HistoryRun(select_version(agent, history.stored_format), history).run()
+
+
+def _decrypt(agent: str, stored: bytes) -> bytes:
+    from meshpoint.wiring import environment_sealer, open_file
+
+    return open_file(environment_sealer(), stored, ("export.history", agent))
 
 
 class _HistoryEnd(BaseException):

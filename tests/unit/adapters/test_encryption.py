@@ -107,3 +107,50 @@ def test_decompression_is_bounded() -> None:
     assert len(packed) < 10_000
     with pytest.raises(ValueError, match="10000000 bytes; the limit is 1000"):
         expand(packed, 1000)
+
+
+def test_long_texts_are_found_and_digested() -> None:
+    ring, long = a_ring(NEW), "ä" * 100_000
+    assert ring.seal_fixed(long.encode(), PLACE) == ring.seal_fixed(long.encode(), PLACE)
+    assert ring.open(ring.seal_fixed(long.encode(), PLACE), PLACE) == long.encode()
+    assert ring.digest(long, "user", "a") in ring.digests(long, "user")
+
+
+def test_the_nonce_of_a_fixed_envelope_depends_on_where_its_place_ends() -> None:
+    ring = a_ring(NEW)
+    one = ring.seal_fixed(b"b", ("t.c", "a"))
+    two = ring.seal_fixed(b"", ("t.c", "ab"))
+    assert one[22:34] != two[22:34]
+
+
+def test_digests_tell_all_texts_apart() -> None:
+    texts = ["?", "\ud800", "\udc00"]
+    assert len({a_ring(NEW).digest(text, "user", "a") for text in texts}) == len(texts)
+
+
+@pytest.mark.parametrize("size", range(1, 51))
+def test_a_truncated_envelope_is_damaged_and_misses_no_key(size: int) -> None:
+    envelope = a_ring(NEW).seal(b"", PLACE)[:size]
+    with pytest.raises(ValueError, match=r"was changed|is truncated"):
+        a_ring(NEW).open(envelope, PLACE)
+
+
+def test_an_endless_sequence_is_cut() -> None:
+    envelope = a_ring(NEW).seal(b"x", PLACE)[:34] + b"\xff" * 1_000_000
+    assert seq_of(envelope) < 2**70
+    with pytest.raises(ValueError, match="was changed"):
+        a_ring(NEW).open(envelope, PLACE)
+
+
+def test_no_description_has_a_key() -> None:
+    ring, keys = a_ring(NEW), [NEW, encryption._Key.derive(NEW.secret, "store", None)]
+    described = repr([ring, keys, vars(ring)])
+    assert "secret" not in described
+    assert repr(NEW.secret) not in described
+
+
+@pytest.mark.parametrize("text", ["sealed:", "sealed: bid", "sealed::", "sealed:sealed:x", "x"])
+def test_a_clear_text_may_look_like_an_envelope(text: str) -> None:
+    stored = encryption.escape_text(text)
+    assert not encryption.is_text_envelope(stored)
+    assert encryption.unescape_text(stored) == text

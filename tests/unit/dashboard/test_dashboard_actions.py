@@ -117,7 +117,9 @@ async def test_all_tasks_that_were_parked_for_one_reason_are_offered_again(
     await browser.submit(link)
     assert await state_of(store, scene.parked) is TaskState.READY
     action = await last_action(store)
-    assert action.target == "travel: call 3: expected flights, recorded weather"
+    assert action.target == "travel"
+    assert isinstance(action.details, dict)
+    assert action.details["reason"] == "call 3: expected flights, recorded weather"
     assert action.result == "offered 3 tasks again"
     assert (await browser.get(link)).status_code == 404
 

@@ -21,12 +21,14 @@ from meshpoint.adapters.encryption import (
     MARKER,
     TEXT_PREFIX,
     compress,
+    escape_text,
     expand,
     from_text,
     is_envelope,
     is_text_envelope,
     missing_key,
     to_text,
+    unescape_text,
 )
 from meshpoint.adapters.sql.inventory import SEALED_KEY, Kind, Sealed
 from meshpoint.errors import KeyMissing
@@ -38,6 +40,9 @@ Packed: TypeAlias = bytes | None
 """An encoded value: a marker and bytes, or `None` for NULL."""
 RAW = b"\x00"
 ZSTD = b"\x01"
+
+EMPTY = frozenset({"", "[]", "{}"})
+"""Texts that are never sealed. Most columns of most tasks have one."""
 
 _MIN_COMPRESS_BYTES = 1024
 _MAX_ENTRY_RATIO = 0.75
@@ -178,6 +183,8 @@ class Codec:
     async def _pack_sealed(
         self, value: bytes | None, column: Sealed, agent: str, *keys: str, seq: int
     ) -> Packed:
+        if value is not None and len(value) < _MIN_COMPRESS_BYTES:
+            return self.seal(RAW + value, column, agent, *keys, seq=seq)
         return self.seal(await pack(value), column, agent, *keys, seq=seq)
 
     def seal(self, packed: Packed, column: Sealed, agent: str, *keys: str, seq: int = 0) -> Packed:
@@ -209,8 +216,10 @@ class Codec:
         self, value: str | None, column: Sealed, agent: str, *keys: str, seq: int = 0
     ) -> str | None:
         """Encode a text."""
-        if value is None or self.sealer is None or not self.seals(agent):
+        if value is None or value in EMPTY:
             return value
+        if self.sealer is None or not self.seals(agent):
+            return escape_text(value)
         content, place = value.encode(errors="surrogatepass"), (column.place, agent, *keys)
         if column.kind is Kind.FIXED:
             return to_text(self.sealer.seal_fixed(compress(content), place))
@@ -220,6 +229,8 @@ class Codec:
         """Decode what `text` encoded."""
         if stored is None or not stored.startswith(TEXT_PREFIX):
             return stored
+        if not is_text_envelope(stored):
+            return unescape_text(stored)
         opened = self._open(from_text(stored), column, agent, *keys)
         return expand(opened).decode(errors="surrogatepass")
 
@@ -232,17 +243,18 @@ class Codec:
 
     def variants(self, value: str, column: Sealed, agent: str) -> list[str]:
         """All stored forms of a text that can be searched."""
+        clear = escape_text(value)
         if self.sealer is None:
-            return [value]
+            return [clear]
         content = compress(value.encode(errors="surrogatepass"))
         sealed = self.sealer.fixed_variants(content, (column.place, agent))
-        return [value, *map(to_text, sealed.values())]
+        return [clear, *map(to_text, sealed.values())]
 
     def json(
         self, value: str | None, column: Sealed, agent: str, *keys: str, seq: int = 0
     ) -> str | None:
         """Encode JSON text as the text of a JSON string."""
-        if value is None or not self.seals(agent):
+        if value is None or value in EMPTY or not self.seals(agent):
             return value
         return json.dumps(self.text(value, column, agent, *keys, seq=seq))
 

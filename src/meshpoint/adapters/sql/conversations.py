@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from sqlalchemy import NullPool, Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
-from meshpoint.adapters.encryption import KeyRing, RingKey
+from meshpoint.adapters.encryption import KeyRing, RingKey, key_of
 from meshpoint.adapters.sql.codec import Codec
 from meshpoint.adapters.sql.engine import async_url, make_files_private
 from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors, summarize
@@ -67,6 +67,14 @@ SELECT :conversation, COALESCE(MAX(turn), 0) + 1, :task_id, :agent, :requester, 
        :context_id, :library, :replaces, :messages
   FROM {_TABLE} WHERE conversation = :conversation
     ON CONFLICT (conversation, task_id) DO NOTHING
+"""
+_PAGE = f"""
+SELECT conversation, turn, task_id, messages FROM {_TABLE}
+ WHERE conversation > :conversation OR (conversation = :conversation AND turn > :turn)
+ ORDER BY conversation, turn LIMIT 100
+"""
+_RESEAL = f"""
+UPDATE {_TABLE} SET messages = :messages WHERE conversation = :conversation AND turn = :turn
 """
 _DELETE_OLD = f"""
 DELETE FROM {_TABLE} WHERE conversation = :conversation
@@ -195,6 +203,35 @@ class SqlConversations:
             await connection.execute(text(_APPEND), values)
             kept = {"conversation": values["conversation"], "kept": 2 * self._max_turns}
             await connection.execute(text(_DELETE_OLD), kept)
+
+    async def reseal(self) -> int:
+        """Encrypt the messages of all turns with the first key, and return how many changed.
+
+        Agents may run meanwhile. Earlier keys can be removed afterwards. If it is stopped, call it
+        again. With `clear` as the first key, it stores them in the clear. The digests of users and
+        contexts stay as they are.
+
+        Raises:
+            KeyMissing: A turn is encrypted with a key that is not in the list.
+            StoreUnavailable: The database does not answer.
+        """
+        changed, last = 0, {"conversation": "", "turn": 0}
+        sealer = self._codec.sealer
+        newest = None if sealer is None else sealer.key_id()
+        while True:
+            async with self._connect() as connection:
+                rows = (await connection.execute(text(_PAGE), last)).all()
+            if not rows:
+                return changed
+            stale = [row for row in rows if key_of(row.messages) != newest]
+            async with self._connect(writes=True) as connection:
+                for row in stale:  # a turn never changes otherwise
+                    where = (MESSAGES, "", row.conversation, row.task_id)
+                    sealed = self._codec.text(self._codec.read_text(row.messages, *where), *where)
+                    values = {"conversation": row.conversation, "turn": row.turn}
+                    await connection.execute(text(_RESEAL), {**values, "messages": sealed})
+            changed += len(stale)
+            last = {"conversation": rows[-1].conversation, "turn": rows[-1].turn}
 
     def _digest(self, key: ConversationKey) -> str:
         parts = [key.agent, key.requester, key.login, key.user_id, key.context_id]

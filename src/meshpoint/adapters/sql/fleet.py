@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import fleet_statements as sql
+from meshpoint.adapters.sql import key_register
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.rows import AgentNames, instant
 from meshpoint.model.ids import AgentName, ReplicaId
@@ -25,7 +26,7 @@ class SqlFleet:
     _database: Database
 
     async def register(self, registration: Registration) -> None:
-        """Write the replica's row, and delete the rows of replicas lost long ago."""
+        """Write the replica's row and its key, and delete the rows of replicas lost long ago."""
         agent = self._database.options.names.qualified(registration.agent)
 
         async def body(tx: Transaction) -> None:
@@ -43,6 +44,7 @@ class SqlFleet:
             )
             kept = KEPT_WHEN_LOST.total_seconds()
             await tx.execute(sql.DELETE_LOST_REPLICAS, agent=agent, kept=kept)
+            await key_register.record(tx, agent)
 
         await self._database.transact(body)
 

@@ -113,6 +113,10 @@ _CHECKPOINT = (
     SNAPSHOT,
 ) = _CHECKPOINT
 
+# What operators did concerns all agents of the namespace, so it is bound to the namespace only.
+ACTION_DETAILS = _sealed("agent_operator_actions.details", Kind.TEXT, "action_id")
+ACTION_RESULT = _sealed("agent_operator_actions.result", Kind.TEXT, "action_id")
+
 MESSAGES = _sealed("meshpoint_conversation_turns.messages", Kind.TEXT, "conversation", "task_id")
 """In a table of its own, which is not among the store's."""
 
@@ -121,6 +125,7 @@ SEALED = (
     *(CONTEXT_REST, SECURITY_CONTEXT, STATE, REQUEST, REPLY, REQUEST_DIGEST, REASON),
     *(PARKED_REASON, LOG_ENTRY, SIGNAL_DIGEST, SIGNAL_VALUE, QUESTION, ANSWER, VALUE),
     *(HEADERS, CALL_REQUEST, OUTCOME, SUBJECT, PARAMETERS, CHILDREN, RECORD, RESULT),
+    *(ACTION_DETAILS, ACTION_RESULT),
     *_CHECKPOINT,
     *(
         _sealed(
@@ -130,6 +135,9 @@ SEALED = (
     ),
 )
 """The sealed columns."""
+
+BOUND_TO_NAMESPACE = frozenset({SUBJECT, ACTION_DETAILS, ACTION_RESULT})
+"""The columns whose values are bound to the namespace in place of the agent."""
 
 USER, SESSION = "user", "session"
 """Purposes of keyed digests."""
@@ -168,9 +176,8 @@ CLEAR = {
         is_draining started_at seen_at expires_at""",
     "agent_task_timelines": """id logical_task_id agent_name at change replica generation fence
         attempt calls completed total peer ref""",
-    # Details and results have ids, choices and masked reasons, and no values.
-    "agent_operator_actions": """namespace action_id actor action target details started_at
-        ended_at succeeded result""",
+    "agent_operator_actions": """namespace action_id actor action target started_at ended_at
+        succeeded""",
     "agent_checkpoints_archive": """archived_at analysis_id agent_type seq checkpoint_time
         progress_pct current_subtask completed_subtasks pending_subtasks planned_subtasks
         retry_count agent_version created_at""",

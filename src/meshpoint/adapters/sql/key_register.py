@@ -28,6 +28,15 @@ async def check(tx: Transaction, agent: str) -> None:
         problem = f"has no key {', '.join(missing)}, which sealed values of agent {name!r}"
         fix = "add the key; if nothing is sealed with it any more, run: meshpoint db reseal CONFIG"
         raise ConfigurationError("agent.encryption_keys", problem, fix)
+    await record(tx, agent)
+
+
+async def record(tx: Transaction, agent: str) -> None:
+    """Register the key that seals the values of `agent`, unless it is registered.
+
+    Replicas repeat this while they run: `db reseal` may have removed a key that one still uses.
+    """
+    sealer = tx.options.codec.sealer
     if sealer is not None and (key_id := sealer.key_id(agent)) is not None:
         await tx.execute(_INSERT, agent=agent, key_id=key_id)
 

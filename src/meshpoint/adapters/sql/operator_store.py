@@ -10,9 +10,11 @@ from typing import Any
 from pydantic import JsonValue
 from sqlalchemy import Row
 
+from meshpoint.adapters.sql import inventory
 from meshpoint.adapters.sql import operator_statements as sql
 from meshpoint.adapters.sql.rows import instant
 from meshpoint.adapters.sql.store import SqlStore
+from meshpoint.errors import KeyMissing
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.operator_views import (
     MAX_SAMPLED,
@@ -195,7 +197,9 @@ class SqlOperatorStore(SqlStore):
                 actor=actor,
                 action=action,
                 target=target,
-                details=json.dumps(details, ensure_ascii=False),
+                details=self._seal(
+                    json.dumps(details, ensure_ascii=False), inventory.ACTION_DETAILS, action_id
+                ),
             )
         )
         return action_id
@@ -208,8 +212,31 @@ class SqlOperatorStore(SqlStore):
                 namespace=self._namespace,
                 action_id=action_id,
                 succeeded=succeeded,
-                result=result,
+                result=self._seal(result, inventory.ACTION_RESULT, action_id),
             )
+        )
+
+    def _seal(self, text: str, column: inventory.Sealed, action_id: str) -> str | None:
+        options = self._database.options
+        return options.codec.text(text, column, options.names.prefix, action_id)
+
+    def _action(self, row: Row[Any]) -> OperatorAction:
+        codec, place = self._database.options.codec, self._database.options.names.prefix
+        try:
+            stored = codec.read_text(row.details, inventory.ACTION_DETAILS, place, row.action_id)
+            details = json.loads(stored or "null")
+        except (KeyMissing, ValueError) as error:
+            details = {"problem": str(error)}
+        return OperatorAction(
+            id=row.action_id,
+            actor=row.actor,
+            action=row.action,
+            target=row.target,
+            details=details,
+            started_at=instant(row.started_at),
+            ended_at=None if row.ended_at is None else instant(row.ended_at),
+            succeeded=None if row.succeeded is None else bool(row.succeeded),
+            result=codec.show_text(row.result, inventory.ACTION_RESULT, place, row.action_id),
         )
 
     async def actions(
@@ -224,7 +251,7 @@ class SqlOperatorStore(SqlStore):
             limit=limit + 1,
             **on_target,
         )
-        shown = [_action(row) for row in rows[:limit]]
+        shown = [self._action(row) for row in rows[:limit]]
         is_last = len(rows) <= limit
         return Page(shown, None if is_last else (shown[-1].id, ""))
 
@@ -233,7 +260,7 @@ class SqlOperatorStore(SqlStore):
         rows = await self._database.fetch(
             sql.SHOW_ACTION, namespace=self._namespace, action_id=action_id, limit=1
         )
-        return _action(rows[0]) if rows else None
+        return self._action(rows[0]) if rows else None
 
     @property
     def _namespace(self) -> str:
@@ -255,17 +282,3 @@ def _question_position(question: OpenQuestion) -> QuestionPosition:
 def _limit(seconds: float | None) -> datetime | None:
     at = None if seconds is None else instant(seconds)
     return None if at is None or at >= NO_DEADLINE else at
-
-
-def _action(row: Row[Any]) -> OperatorAction:
-    return OperatorAction(
-        id=row.action_id,
-        actor=row.actor,
-        action=row.action,
-        target=row.target,
-        details=json.loads(row.details),
-        started_at=instant(row.started_at),
-        ended_at=None if row.ended_at is None else instant(row.ended_at),
-        succeeded=None if row.succeeded is None else bool(row.succeeded),
-        result=row.result,
-    )

@@ -26,7 +26,7 @@ from meshpoint.adapters.encryption import (
     seq_of,
 )
 from meshpoint.adapters.sql import inventory, key_register
-from meshpoint.adapters.sql.codec import Codec
+from meshpoint.adapters.sql.codec import EMPTY, Codec
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.inventory import SEALED, SEALED_KEY, Kind, Sealed
 from meshpoint.adapters.sql.rows import columns_for_people, context_from_row
@@ -51,15 +51,22 @@ class _Columns:
     def key(self) -> tuple[Column[Any], ...]:
         return tuple(self.table.primary_key.columns)
 
-    def agent(self) -> Any:
-        """The qualified name of a row's agent."""
+    @property
+    def is_shared(self) -> bool:
+        """Whether its rows belong to all agents of a namespace, whose keys may differ."""
+        return "namespace" in self.table.c
+
+    def belongs_to(self, agent: str) -> Any:
+        """The condition for the rows of an agent, a qualified name."""
+        if self.is_shared:
+            return self.table.c.namespace == agent.rpartition("/")[0]
         for name in _AGENT_COLUMNS:
             if name in self.table.c:
-                return self.table.c[name]
+                return self.table.c[name] == agent
         owner = select(tasks.c.agent_name).where(
             tasks.c.logical_task_id == self.table.c.logical_task_id
         )
-        return owner.scalar_subquery()
+        return owner.scalar_subquery() == agent
 
     def values(self) -> list[Any]:
         """The columns to read: JSON as text, and what the sealed values are bound to."""
@@ -76,9 +83,15 @@ class _Columns:
         ]
 
 
+_COPIED_FIRST = "agent_subtask_records"
+"""Transitions copy from this table to checkpoints, and from these to the archive."""
+
 TABLES = tuple(
     _Columns(metadata.tables[table], tuple(columns))
-    for table, columns in groupby(sorted(SEALED, key=attrgetter("table")), attrgetter("table"))
+    for table, columns in groupby(
+        sorted(SEALED, key=lambda each: (each.table != _COPIED_FIRST, each.table)),
+        attrgetter("table"),
+    )
 )
 
 
@@ -88,7 +101,8 @@ async def count_rows(database: Database, agent: str) -> int:
     async def read(tx: Transaction) -> int:
         total = 0
         for each in TABLES:
-            query = select(func.count()).select_from(each.table).where(each.agent() == agent)
+            query = select(func.count()).select_from(each.table)
+            query = query.where(each.belongs_to(agent))
             total += (await tx.connection.execute(query, {})).scalar_one()
         return total
 
@@ -107,9 +121,11 @@ async def reseal(
     Without `changes`, only counts what is sealed with which key. `on_rows` gets the number of rows
     of each page of the first pass.
     """
+    # A transition may copy a stale value behind the page that is read. So a pass that has changed
+    # something is not the last one.
     found = AgentKeys()
     for number in range(_MAX_PASSES if changes else 1):
-        found = AgentKeys(changed=found.changed)
+        found, before = AgentKeys(changed=found.changed), found.changed
         skipped = False
         for each in TABLES:
             async for page in _pages(database, each, agent):
@@ -123,8 +139,8 @@ async def reseal(
                 else:
                     read = page
                 for row in read:
-                    _count(row, each, found)
-        if not skipped:
+                    _count(row, each, found, database)
+        if not skipped and found.changed == before:
             break
     if changes:
         await _update_register(database, agent, found)
@@ -134,7 +150,7 @@ async def reseal(
 async def _pages(database: Database, each: _Columns, agent: str) -> Any:
     last: Sequence[Any] | None = None
     while True:
-        query = select(*each.values()).where(each.agent() == agent).order_by(*each.key)
+        query = select(*each.values()).where(each.belongs_to(agent)).order_by(*each.key)
         if last is not None:
             query = query.where(tuple_(*each.key) > tuple_(*last))
         query = query.limit(_PAGE_ROWS)
@@ -275,7 +291,7 @@ def _stale_value(stored: Any, column: Sealed, agent: str, codec: Codec) -> bool:
 
 def _keys_in(stored: Any, column: Sealed) -> Iterator[str | None]:
     """The key of each value in a column: `None` for a value in the clear."""
-    if stored is None:
+    if stored is None or stored in EMPTY:
         return
     match column.kind:
         case Kind.PACKED | Kind.BYTES:
@@ -284,6 +300,8 @@ def _keys_in(stored: Any, column: Sealed) -> Iterator[str | None]:
             yield key_of(stored) or "?" if is_text_envelope(stored) else None
         case _:
             for value in _parts(json.loads(stored), column.kind):
+                if isinstance(value, str) and value in EMPTY:
+                    continue
                 yield key_of(value) or "?" if is_text_envelope(value) else None
 
 
@@ -299,8 +317,12 @@ def _parts(value: Any, kind: Kind) -> list[Any]:
             return [value]
 
 
-def _count(row: Row[Any], each: _Columns, found: AgentKeys) -> None:
+def _count(row: Row[Any], each: _Columns, found: AgentKeys, database: Database) -> None:
     keys = [key for column in each.sealed for key in _keys_in(getattr(row, column.column), column)]
+    if each.is_shared:  # another agent may have sealed it, with a key of its own
+        sealer = database.options.codec.sealer
+        known = () if sealer is None else sealer.key_ids
+        keys = [key for key in keys if key is None or key in known]
     if each.table is tasks:
         copies = [row.user_id, row.effective_session_id]
         keys += [key_of(copy) for copy in copies if copy is not None]
@@ -312,7 +334,7 @@ def _convert(
     stored: Any, column: Sealed, agent: str, row: Row[Any], codec: Codec, prefix: str
 ) -> Any:
     """A stored value as `codec` writes it."""
-    bound = prefix if column is inventory.SUBJECT else agent
+    bound = prefix if column in inventory.BOUND_TO_NAMESPACE else agent
     place: Any = (column, bound, *(str(getattr(row, name)) for name in column.keys))
     match column.kind:
         case Kind.PACKED | Kind.BYTES:
