@@ -180,9 +180,9 @@ class PostgresBroker:
             async with asyncio.timeout(_COMMAND_TIMEOUT.total_seconds()):
                 await asyncio.gather(*(session.settle(Settlement(claim)) for claim in unacked))
                 if session.claims_in_doubt:
-                    await session.execute(sql.RELEASE_UNKNOWN, session.holder, [])
+                    await session.release_unknown(())
                 await session.execute(sql.REMOVE_HOLDER, session.holder)
-        except (TimeoutError, BrokerUnavailable) as error:
+        except (TimeoutError, Unavailable) as error:
             _log.warning("unacked messages are requeued only when the lease expires: %s", error)
         if self._notifier is not None and self._listener is not None:
             self._notifier.notify(claim.queue for claim in unacked)
@@ -457,6 +457,7 @@ class PostgresBroker:
                 self._woken = None
                 for consumer in self._consumers:
                     consumer.low = LOWEST_ID
+                session.recall_doubts()
             woken, self._woken = self._woken, set()
             consumers = [
                 each
@@ -469,6 +470,9 @@ class PostgresBroker:
                     await self._claim(session, consumers)
                 except Unavailable:
                     self._woken = None  # again at the next poll
+                except Exception:
+                    _log.exception("messages could not be claimed")
+                    self._woken = None
                 finally:
                     self._claim_ended.set()
 
@@ -488,7 +492,7 @@ class PostgresBroker:
             try:
                 await self._deliver(session, by_queue[claim.queue], claim, row)
             except BaseException:  # the others are requeued as if their claim were in doubt
-                session.claims_in_doubt = True
+                session.doubt_claims()
                 for other, _ in claimed[place:]:
                     by_queue[other.queue].unacked.discard(other)
                 raise
@@ -507,8 +511,7 @@ class PostgresBroker:
     async def _release_unknown(self, session: QueueSession) -> None:
         """Requeue messages that a claim took although its answer was lost."""
         known = [claim.id for each in self._consumers for claim in each.unacked]
-        await session.execute(sql.RELEASE_UNKNOWN, session.holder, known)
-        session.claims_in_doubt = False
+        await session.release_unknown(known)
         self._wake(None)
 
     async def _deliver(
@@ -540,9 +543,13 @@ class PostgresBroker:
     async def _beat_forever(self, session: QueueSession) -> None:
         while True:
             await asyncio.sleep(self._beat_seconds)
-            with suppress(Unavailable):
+            try:
                 if not await session.extend_lease():
                     await self._renew_holder(session)
+            except Unavailable:
+                continue
+            except Exception:
+                _log.exception("the lease of the queues could not be extended")
 
     async def _maintain_forever(self, session: QueueSession) -> None:
         beats = 0
