@@ -20,7 +20,7 @@ from command_result import CommandResult
 from meshpoint.adapters.postgres_queue import PostgresBroker, notifications
 from meshpoint.adapters.postgres_queue import broker as broker_module
 from meshpoint.adapters.postgres_queue import session as session_module
-from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
+from meshpoint.adapters.postgres_queue.consumers import LOWEST_ID, Claim, Consumer
 from meshpoint.adapters.postgres_queue.content import to_content
 from meshpoint.adapters.postgres_queue.dead_letters import PostgresDeadLetters
 from meshpoint.adapters.postgres_queue.notifications import Listener
@@ -447,3 +447,30 @@ async def test_a_silent_connection_for_notifications_is_replaced(
         await listening.acquire()
         await listener.close()
         await engine.dispose()
+
+
+async def test_after_a_slow_sweep_claims_stay_above_earlier_messages(
+    broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of acked messages stay while a session holds a snapshot; each sweep passes them all."""
+    monkeypatch.setattr(broker_module, "_PAUSE_RATIO", 10**9)
+    broker._poll_seconds = 0.01
+    lows, claims, original = list[int](), asyncio.Semaphore(0), QueueSession.claim
+
+    async def claim(self: QueueSession, consumers: Sequence[Consumer]) -> list[tuple[Claim, Any]]:
+        claimed = await original(self, consumers)
+        lows.append(min(consumer.low for consumer in consumers))
+        claims.release()
+        return claimed
+
+    inbox = Inbox()
+    await broker.consume(REQUESTS, 1, inbox)
+    await broker.consume(dead_letter_queue(AGENT), 1, Inbox())
+    await send(broker, REQUESTS, a_message())
+    assert await (await inbox.next()).ack()
+    broker._next_sweep = 0.0
+    monkeypatch.setattr(QueueSession, "claim", claim)
+    for _ in range(5):
+        await claims.acquire()
+    swept = lows.index(LOWEST_ID)
+    assert LOWEST_ID not in lows[swept + 1 :]
