@@ -88,9 +88,7 @@ async def test_demo_on_servers_creates_the_tables_and_leaves_no_rows_or_queues(
 async def test_postgres_is_the_only_server(
     environment: dict[str, str], empty_postgres_url: str
 ) -> None:
-    ledger, _ = run_demo(
-        environment, 20, "--broker", empty_postgres_url, "--db", empty_postgres_url
-    )
+    ledger, _ = run_demo(environment, 20, "--db", empty_postgres_url)
     check_ledger(ledger, 20)
     connection = await asyncpg.connect(empty_postgres_url)
     try:

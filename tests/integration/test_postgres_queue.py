@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,19 @@ from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
+from sqlalchemy import event
 
 from command_result import CommandResult
-from meshpoint.adapters.postgres_queue import PostgresBroker
+from meshpoint.adapters.postgres_queue import PostgresBroker, notifications
 from meshpoint.adapters.postgres_queue import broker as broker_module
-from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
+from meshpoint.adapters.postgres_queue import session as session_module
+from meshpoint.adapters.postgres_queue.consumers import LOWEST_ID, Claim, Consumer
+from meshpoint.adapters.postgres_queue.content import to_content
 from meshpoint.adapters.postgres_queue.dead_letters import PostgresDeadLetters
-from meshpoint.adapters.postgres_queue.session import QueueSession
+from meshpoint.adapters.postgres_queue.notifications import Listener
+from meshpoint.adapters.postgres_queue.session import Entry, QueueSession
 from meshpoint.adapters.sql import migrations
+from meshpoint.adapters.sql.engine import engine_for
 from meshpoint.adapters.sql.tables import REVISION
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.ids import ReplicaId, new_id
@@ -35,6 +40,7 @@ from meshpoint.testing.conformance.broker import (
     send,
     until_depth,
 )
+from servers import Proxy
 
 pytestmark = pytest.mark.servers
 
@@ -344,3 +350,127 @@ async def test_a_row_with_an_odd_count_or_id_is_delivered(
         assert sorted(seen) == sorted(message.message_id for message in messages)
     finally:
         await connection.close()
+
+
+BLOCKED_CLAIMS = """
+CREATE FUNCTION block_claim() RETURNS trigger LANGUAGE plpgsql SET lock_timeout = 0 AS $$
+BEGIN PERFORM pg_advisory_xact_lock(1); RETURN NEW; END $$;
+CREATE TRIGGER block_claim BEFORE UPDATE ON meshpoint_queue_message
+   FOR EACH ROW WHEN (OLD.holder IS NULL) EXECUTE FUNCTION block_claim()"""
+"""Claims wait for an advisory lock while they hold their rows."""
+
+
+async def test_a_lost_claim_that_commits_late_is_requeued(
+    empty_postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server finishes a claim whose client is gone, after the other messages were requeued."""
+    monkeypatch.setattr(session_module, "_LATE_CLAIM_SECONDS", [n / 20 for n in range(1, 200)])
+    released, release = asyncio.Event(), QueueSession.release_unknown
+
+    async def release_unknown(self: QueueSession, known: Collection[int]) -> None:
+        await release(self, known)
+        released.set()
+
+    monkeypatch.setattr(QueueSession, "release_unknown", release_unknown)
+    connection = await asyncpg.connect(empty_postgres_url)
+    async with Proxy(empty_postgres_url) as proxy:
+        broker = PostgresBroker(
+            proxy.url, namespace="demo", poll_interval=timedelta(milliseconds=50)
+        )
+        await broker.open()
+        try:
+            await broker.declare(AGENT)
+            await connection.execute(BLOCKED_CLAIMS)
+            await connection.execute("SELECT pg_advisory_lock(1)")
+            inbox = Inbox()
+            await broker.consume(REQUESTS, 1, inbox)
+            await send(broker, REQUESTS, a_message())
+            waiting = False
+            while not waiting:
+                waiting = await connection.fetchval(
+                    "SELECT EXISTS (SELECT FROM pg_locks "
+                    "WHERE locktype = 'advisory' AND NOT granted)"
+                )
+            proxy.cut()
+            await released.wait()
+            await connection.execute("SELECT pg_advisory_unlock(1)")
+            delivery = await inbox.next()
+            assert delivery.delivery_count == 2
+            assert await delivery.ack()
+        finally:
+            await broker.close()
+            await connection.close()
+
+
+async def test_a_defect_in_one_claim_stops_no_consumer(
+    broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures, original = [RuntimeError("unexpected")], QueueSession.claim
+
+    async def claim(self: QueueSession, consumers: Sequence[Consumer]) -> list[tuple[Claim, Any]]:
+        if failures:
+            raise failures.pop()
+        return await original(self, consumers)
+
+    monkeypatch.setattr(QueueSession, "claim", claim)
+    inbox = Inbox()
+    await broker.consume(REQUESTS, 1, inbox)
+    await send(broker, REQUESTS, a_message())
+    assert await (await inbox.next()).ack()
+    assert not failures
+    assert "messages could not be claimed" in caplog.text
+
+
+async def test_maintenance_holds_up_no_publisher(broker: PostgresBroker) -> None:
+    session = broker._session
+    assert session is not None
+    async with session._other._lock:  # as during a slow VACUUM
+        assert await session.reserve([Entry(f"demo.{REQUESTS}", to_content(a_message()))])
+        await send(broker, REQUESTS, a_message())
+
+
+async def test_a_silent_connection_for_notifications_is_replaced(
+    empty_postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host of a server may disappear without closing its connections."""
+    monkeypatch.setattr(notifications, "_PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(notifications, "_RETRY_SECONDS", 0.01)
+    listening, given_up = asyncio.Semaphore(0), asyncio.Event()
+    async with Proxy(empty_postgres_url) as proxy:
+        engine = engine_for(proxy.url, command_timeout=timedelta(seconds=0.5), pool_size=1)
+        event.listen(engine.sync_engine, "invalidate", lambda *_: given_up.set())
+        listener = Listener(engine, "demo", lambda _: listening.release())
+        await listening.acquire()
+        proxy.silence()
+        await given_up.wait()
+        proxy.resume()
+        await listening.acquire()
+        await listener.close()
+        await engine.dispose()
+
+
+async def test_after_a_slow_sweep_claims_stay_above_earlier_messages(
+    broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of acked messages stay while a session holds a snapshot; each sweep passes them all."""
+    monkeypatch.setattr(broker_module, "_PAUSE_RATIO", 10**9)
+    broker._poll_seconds = 0.01
+    lows, claims, original = list[int](), asyncio.Semaphore(0), QueueSession.claim
+
+    async def claim(self: QueueSession, consumers: Sequence[Consumer]) -> list[tuple[Claim, Any]]:
+        claimed = await original(self, consumers)
+        lows.append(min(consumer.low for consumer in consumers))
+        claims.release()
+        return claimed
+
+    inbox = Inbox()
+    await broker.consume(REQUESTS, 1, inbox)
+    await broker.consume(dead_letter_queue(AGENT), 1, Inbox())
+    await send(broker, REQUESTS, a_message())
+    assert await (await inbox.next()).ack()
+    broker._next_sweep = 0.0
+    monkeypatch.setattr(QueueSession, "claim", claim)
+    for _ in range(5):
+        await claims.acquire()
+    swept = lows.index(LOWEST_ID)
+    assert LOWEST_ID not in lows[swept + 1 :]

@@ -18,13 +18,20 @@ from sqlalchemy.pool import Pool
 from meshpoint.adapters.sql import SqlStore, failures, sessions
 from meshpoint.adapters.sql.sessions import DatabaseTime, check_session
 from meshpoint.errors import ConfigurationError, StoreUnavailable
-from meshpoint.model.ids import new_id
+from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.timeline import TimelineOptions
-from meshpoint.model.transitions import BeginCommitted, EndCommitted, JoinCompleted, StillWaiting
+from meshpoint.model.transitions import (
+    BeginCommitted,
+    EndCommitted,
+    JoinCompleted,
+    PauseCommitted,
+    StillWaiting,
+)
 from meshpoint.testing.conformance.build import (
     HERE,
     a_begin,
     a_claim,
+    a_pause,
     an_end,
     one,
     paused,
@@ -155,6 +162,59 @@ async def test_a_session_that_the_server_is_ending_is_replaced(
     finally:
         await store.close()
         event.remove(Pool, "connect", add_driver)
+
+
+@pytest.mark.parametrize("fast_path", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [
+        asyncpg.InternalClientError("cannot switch to state 11; another operation is in progress"),
+        asyncpg.TargetServerAttributeNotMatched("None of the hosts match: read-write"),
+    ],
+    ids=["ends while it is set up", "no primary"],
+)
+async def test_a_connection_that_cannot_be_set_up_is_an_outage(
+    postgres_url: str, error: Exception, fast_path: bool
+) -> None:
+    """The server may stop after a connection's first message, and a standby is no primary."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    store = SqlStore(postgres_url, namespace="test", fast_path=fast_path)
+    try:
+        await store.open()
+        await store._database.engine.dispose()
+        event.listen(store._database.engine.sync_engine, "connect", fail)
+        with pytest.raises(StoreUnavailable):
+            await store.lookup([TaskId(new_id())])
+        with pytest.raises(StoreUnavailable):
+            await store.begin([a_begin()])
+        event.remove(store._database.engine.sync_engine, "connect", fail)
+        assert isinstance(one(await store.begin([a_begin()])), BeginCommitted)
+    finally:
+        await store.close()
+
+
+async def test_connections_to_a_server_that_became_read_only_are_replaced(
+    postgres_url: str,
+) -> None:
+    """As after a failover that keeps the connections to the earlier primary."""
+    store = SqlStore(postgres_url, namespace="test")
+    await store.open()
+    pause = await paused(store)
+    assert store._fast_path is not None
+    for connection in store._fast_path._connections:
+        if connection._driver is not None:
+            await connection._driver.execute(
+                "SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY"
+            )
+    again = a_pause()
+    assert isinstance(one(await repeat(lambda: store.pause([again]))), PauseCommitted)
+    assert (await store.lookup([pause.run.task_id])).keys() == {pause.run.task_id}
+    await store.pause([a_pause()])
+    assert store._fast_path._pauses.losses == 1
+    await store.close()
 
 
 async def repeat(step: Callable[[], Awaitable[T]]) -> T:

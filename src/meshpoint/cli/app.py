@@ -61,6 +61,7 @@ _DEMO_EXAMPLES = """\b
 Examples:
   meshpoint demo                                  no server needed
   meshpoint demo --requests 50 --seed 7
+  meshpoint demo --db postgresql://postgres@127.0.0.1/postgres        PostgreSQL is the broker too
   meshpoint demo --broker amqp://guest:guest@127.0.0.1/ --db postgresql://postgres@127.0.0.1/demo \
 --json
 """

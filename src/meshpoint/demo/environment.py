@@ -40,12 +40,16 @@ class DemoEnvironment:
 def demo_environment(broker_url: str | None, db_url: str | None) -> Iterator[DemoEnvironment]:
     """Prepare the mesh and the database schema for one run, and clean up afterwards.
 
+    Without `broker_url`, a PostgreSQL database carries the messages too.
+
     Must not be called from a running event loop.
 
     Raises:
         ConfigurationError: A URL cannot be used, or the tables are of another release.
         Unavailable: The database does not answer.
     """
+    if broker_url is None and db_url is not None and db_url.startswith("postgres"):
+        broker_url = db_url
     with tempfile.TemporaryDirectory(prefix="meshpoint-demo-") as folder:
         mesh = _mesh_settings(broker_url or f"sqlite:///{folder}/broker.db")
         root = _root_settings(db_url or f"sqlite:///{folder}/tasks.db")

@@ -41,7 +41,7 @@ def run_demo(
     """Run the demo; return 0 if every number of its ledger is as expected, else 1.
 
     Args:
-        broker_url: RabbitMQ; `None` for a temporary SQLite file.
+        broker_url: RabbitMQ or PostgreSQL; `None` for `db_url`, or else a temporary SQLite file.
         db_url: PostgreSQL, whose tables are created if missing; `None` for a temporary SQLite
             file.
         requests: Number of tasks to start.

@@ -64,6 +64,11 @@ _MAX_HAND_OVER_BYTES = BATCH_BYTES
 """Messages with more bytes are published apart from the commit of their task."""
 _VACUUM_AFTER = 2000
 """Settled messages after which this process removes dead rows."""
+_PAUSE_RATIO = 10
+"""Time between two passes over all rows, dead ones included, in durations of the last pass.
+
+While another session holds a snapshot, rows of acked messages stay, and each pass takes longer.
+"""
 
 
 class PostgresBroker:
@@ -113,7 +118,10 @@ class PostgresBroker:
         self._woken: set[int] | None = set()  # queues that may have messages; `None` means any
         self._wake_up = asyncio.Event()
         self._claim_ended = asyncio.Event()
+        self._last_id = LOWEST_ID  # the lowest of the last claim that found messages
+        self._next_sweep = 0.0
         self._settled_count = 0
+        self._next_vacuum = 0.0
         self._snapshot_pid: int | None = None  # of the session that was last warned of
 
     @property
@@ -180,9 +188,9 @@ class PostgresBroker:
             async with asyncio.timeout(_COMMAND_TIMEOUT.total_seconds()):
                 await asyncio.gather(*(session.settle(Settlement(claim)) for claim in unacked))
                 if session.claims_in_doubt:
-                    await session.execute(sql.RELEASE_UNKNOWN, session.holder, [])
+                    await session.release_unknown(())
                 await session.execute(sql.REMOVE_HOLDER, session.holder)
-        except (TimeoutError, BrokerUnavailable) as error:
+        except (TimeoutError, Unavailable) as error:
             _log.warning("unacked messages are requeued only when the lease expires: %s", error)
         if self._notifier is not None and self._listener is not None:
             self._notifier.notify(claim.queue for claim in unacked)
@@ -452,8 +460,11 @@ class PostgresBroker:
                     await self._wake_up.wait()
             self._wake_up.clear()
             if (now := time.monotonic()) >= next_poll:
-                # Finds messages that were committed late, requeued, or not notified.
                 next_poll = now + self._poll_seconds
+                self._woken = None  # finds messages that were not notified
+                session.recall_doubts()
+            sweeps = now >= self._next_sweep
+            if sweeps:  # finds messages that were committed late or requeued
                 self._woken = None
                 for consumer in self._consumers:
                     consumer.low = LOWEST_ID
@@ -466,35 +477,49 @@ class PostgresBroker:
             if consumers or session.claims_in_doubt:
                 self._claim_ended.clear()
                 try:
-                    await self._claim(session, consumers)
+                    seconds = await self._claim(session, consumers)
+                    if sweeps:
+                        pause = max(self._poll_seconds, _PAUSE_RATIO * seconds)
+                        self._next_sweep = now + pause
                 except Unavailable:
                     self._woken = None  # again at the next poll
+                except Exception:
+                    _log.exception("messages could not be claimed")
+                    self._woken = None
                 finally:
                     self._claim_ended.set()
 
-    async def _claim(self, session: QueueSession, consumers: Sequence[Consumer]) -> None:
+    async def _claim(self, session: QueueSession, consumers: Sequence[Consumer]) -> float:
         """Claim and deliver messages, for one consumer of each queue.
 
-        Wakes the loop again for queues that may have more.
+        Wakes the loop again for queues that may have more. Returns how many seconds the claim
+        took.
         """
         if session.claims_in_doubt:
             await self._release_unknown(session)
         by_queue = {consumer.queue: consumer for consumer in reversed(consumers)}
         rooms = {queue: consumer.room for queue, consumer in by_queue.items()}
+        begun = time.monotonic()
         claimed = await session.claim(list(by_queue.values()))
+        seconds = time.monotonic() - begun
         for claim, _ in claimed:
             by_queue[claim.queue].unacked.add(claim)
         for place, (claim, row) in enumerate(claimed):
             try:
                 await self._deliver(session, by_queue[claim.queue], claim, row)
             except BaseException:  # the others are requeued as if their claim were in doubt
-                session.claims_in_doubt = True
+                session.doubt_claims()
                 for other, _ in claimed[place:]:
                     by_queue[other.queue].unacked.discard(other)
                 raise
         counts = Counter(claim.queue for claim, _ in claimed)
         full = frozenset(queue for queue, count in counts.items() if count >= rooms[queue])
+        for queue, consumer in by_queue.items():
+            if queue not in counts and rooms[queue]:
+                consumer.took(self._last_id)
         lowest = {claim.queue: claim.id for claim, _ in reversed(claimed)}
+        if claimed:
+            self._last_id = claimed[0][0].id
         for queue, lowest_id in lowest.items():
             consumer = by_queue[queue]
             consumer.took(lowest_id)
@@ -503,12 +528,12 @@ class PostgresBroker:
                 self._consumers.append(consumer)
         if full:
             self._wake(full)
+        return seconds
 
     async def _release_unknown(self, session: QueueSession) -> None:
         """Requeue messages that a claim took although its answer was lost."""
         known = [claim.id for each in self._consumers for claim in each.unacked]
-        await session.execute(sql.RELEASE_UNKNOWN, session.holder, known)
-        session.claims_in_doubt = False
+        await session.release_unknown(known)
         self._wake(None)
 
     async def _deliver(
@@ -540,9 +565,13 @@ class PostgresBroker:
     async def _beat_forever(self, session: QueueSession) -> None:
         while True:
             await asyncio.sleep(self._beat_seconds)
-            with suppress(Unavailable):
+            try:
                 if not await session.extend_lease():
                     await self._renew_holder(session)
+            except Unavailable:
+                continue
+            except Exception:
+                _log.exception("the lease of the queues could not be extended")
 
     async def _maintain_forever(self, session: QueueSession) -> None:
         beats = 0
@@ -598,9 +627,14 @@ class PostgresBroker:
                         "%s holds more than %d messages: dropped its oldest %d",
                         *(row.name, limit, dropped),
                     )
-        if self._settled_count >= _VACUUM_AFTER:
+        if self._settled_count >= _VACUUM_AFTER and time.monotonic() >= self._next_vacuum:
             self._settled_count = 0
-            await session.execute(sql.VACUUM)
+            begun = time.monotonic()
+            try:
+                await session.execute(sql.VACUUM)
+            finally:
+                now = time.monotonic()
+                self._next_vacuum = now + _PAUSE_RATIO * (now - begun)
 
     async def _warn_of_old_snapshot(self, session: QueueSession) -> None:
         """Warn once of each session whose snapshot keeps the rows of acked messages."""

@@ -29,7 +29,7 @@ class Claim(NamedTuple):
 class Consumer:
     """A subscription. `queue` is the id of the queue at `address`.
 
-    `low` is a hint: messages with lower ids are claimed at the next poll only. It keeps a claim
+    `low` is a hint: messages with lower ids are claimed at the next sweep only. It keeps a claim
     from passing the dead rows of earlier messages.
     """
 
@@ -53,5 +53,8 @@ class Consumer:
         return self.cancelled and not self.unacked
 
     def took(self, lowest_id: int) -> None:
-        """Move the hint behind the lowest id of a claim."""
+        """Move the hint behind the lowest id of a claim.
+
+        If the claim found nothing, `lowest_id` is of a message committed before.
+        """
         self.low = max(self.low, lowest_id - _LATE_IDS)

@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 _GAP_SECONDS = 0.01
 """Between two notifications of a process. The first goes at once."""
 _RETRY_SECONDS = 1.0
+_PROBE_SECONDS = 15.0
+"""Between two checks that the listening connection works. A host that is gone closes nothing."""
 _MAX_QUEUES = 500
 """Queues in one payload, which may have 8,000 bytes. An empty payload means any queue."""
 
@@ -105,7 +107,11 @@ class Listener:
                 driver.add_termination_listener(self._on_lost)
                 await driver.add_listener(self._channel, self._on_notification)
                 self._wake(None)  # a notification may have been missed before
-                await self._lost.wait()
+                while not self._lost.is_set():
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_PROBE_SECONDS):
+                            await self._lost.wait()
+                    await driver.execute("SELECT 1")
             finally:
                 await connection.invalidate()  # nobody else may get a listening connection
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ _MAX_BATCH = 500
 _INLINE_BODY_BYTES = 64 * 1024
 """Larger bodies are read one by one, so that a claim needs little memory."""
 _RETRY_SECONDS = 0.1
+_LATE_CLAIM_SECONDS = (1.0, 3.0, 7.0, 15.0, 31.0)
+"""When to look for messages of a lost claim again, after the loss."""
 _MAX_HOLDER = 2**63 - 1
 
 
@@ -87,6 +90,7 @@ class QueueSession:
         self.available = True
         self.claims_in_doubt = False
         """Whether a claim may have taken messages although its answer was lost."""
+        self._next_doubts: list[float] = []
         self._closed = False
 
     async def close(self) -> None:
@@ -107,7 +111,10 @@ class QueueSession:
     async def register(self) -> None:
         """Become a new holder, with an id that no other database has."""
         holder = secrets.randbelow(_MAX_HOLDER) + 1
-        await self.execute(sql.REGISTER_HOLDER, holder, self._lease)
+        try:
+            await self._run(self._beating, sql.REGISTER_HOLDER, holder, self._lease)
+        except StoreUnavailable as error:
+            raise BrokerUnavailable(str(error)) from error
         self.holder = holder
 
     async def extend_lease(self) -> bool:
@@ -122,7 +129,7 @@ class QueueSession:
             raise BrokerUnavailable(str(error)) from error
 
     async def _find_queues(self, names: Sequence[str]) -> dict[str, Queue]:
-        rows = await self._run(self._other, sql.FIND_QUEUES, names)
+        rows = await self._run(self._publishing, sql.FIND_QUEUES, names)
         found = {row.name: Queue(row.id, self._limit(row.name, row.is_private)) for row in rows}
         if len(self._queues) + len(found) > _MAX_KNOWN_QUEUES:
             self._queues.clear()
@@ -219,7 +226,8 @@ class QueueSession:
         }
         if limits:
             ids = list(limits)
-            for row in await self._run(self._other, sql.COUNT_READY, ids, list(limits.values())):
+            values = (ids, list(limits.values()))
+            for row in await self._run(self._publishing, sql.COUNT_READY, *values):
                 free = limits[row.id] - row.messages
                 self._uncounted_room[row.id] = 0 if free <= 0 else 1 + free // 8
 
@@ -235,11 +243,35 @@ class QueueSession:
         try:
             rows = await self._claim(holder, consumers)
         finally:
-            self.claims_in_doubt = self.claims_in_doubt or self._claiming.losses > losses
+            if self._claiming.losses > losses:
+                self.doubt_claims()
         return sorted(
             ((Claim(row.queue, row.id, row.deliveries, holder), row) for row in rows),
             key=lambda pair: pair[0].id,
         )
+
+    def doubt_claims(self) -> None:
+        """Record that a claim may have taken messages although its answer was lost.
+
+        A server finishes a statement even if its client is gone, so the claim may yet commit.
+        """
+        self.claims_in_doubt = True
+        now = time.monotonic()
+        self._next_doubts = [now + seconds for seconds in _LATE_CLAIM_SECONDS]
+
+    async def release_unknown(self, known: Collection[int]) -> None:
+        """Requeue messages that lost claims took. `known` has the ids of the other messages held.
+
+        No claim may be in progress.
+        """
+        await self._run(self._claiming, sql.RELEASE_UNKNOWN, self.holder, list(known))
+        self.claims_in_doubt = False
+
+    def recall_doubts(self) -> None:
+        """Doubt a lost claim once more if it may have committed since it was last released."""
+        while self._next_doubts and time.monotonic() >= self._next_doubts[0]:
+            del self._next_doubts[0]
+            self.claims_in_doubt = True
 
     async def _claim(self, holder: int, consumers: Sequence[Consumer]) -> Sequence[Any]:
         return await self._run(

@@ -193,16 +193,19 @@ SELECT count(*) AS holders FROM removed"""
 DROP_UNUSED_QUEUES = """
 WITH dropped AS (
     DELETE FROM meshpoint_queue WHERE left_at < clock_timestamp() - $1::interval RETURNING id)
-DELETE FROM meshpoint_queue_message m USING dropped WHERE m.queue = dropped.id"""
+DELETE FROM meshpoint_queue_message WHERE queue = ANY (ARRAY (SELECT id FROM dropped))"""
+"""An array, because the planner may join all messages with the few queues dropped."""
 
 TRIM_DEAD_LETTERS = """
-WITH beyond AS MATERIALIZED (
-    SELECT m.queue, m.id FROM meshpoint_queue_message m
-     WHERE m.queue = $1 AND m.holder IS NULL ORDER BY m.queue DESC, m.id DESC OFFSET $2),
-dropped AS (
-    DELETE FROM meshpoint_queue_message m USING beyond
-     WHERE m.queue = beyond.queue AND m.id = beyond.id RETURNING m.id)
+WITH dropped AS (
+    DELETE FROM meshpoint_queue_message
+     WHERE queue = $1 AND holder IS NULL AND id <= (
+        SELECT m.id FROM meshpoint_queue_message m
+         WHERE m.queue = $1 AND m.holder IS NULL
+         ORDER BY m.queue DESC, m.id DESC OFFSET $2 LIMIT 1)
+    RETURNING id)
 SELECT count(*) AS messages FROM dropped"""
+"""Keeps the newest $2 letters."""
 
 FIND_DEAD_LETTERS = """
 SELECT id, name FROM meshpoint_queue WHERE name = dead_letters AND starts_with(name, $1)"""
@@ -242,7 +245,7 @@ RETURNING m.id"""
 DELETE_QUEUES = """
 WITH dropped AS (DELETE FROM meshpoint_queue WHERE agent = ANY ($1::text[]) RETURNING id),
 unmarked AS (DELETE FROM meshpoint_queue_marker WHERE name = ANY ($1::text[]))
-DELETE FROM meshpoint_queue_message m USING dropped WHERE m.queue = dropped.id"""
+DELETE FROM meshpoint_queue_message WHERE queue = ANY (ARRAY (SELECT id FROM dropped))"""
 
 HAS_REQUEST = """
 SELECT 1 FROM meshpoint_queue_message m JOIN meshpoint_queue q ON q.id = m.queue

@@ -51,14 +51,15 @@ def driver_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
     """Exception classes of SQLAlchemy, its pool and the loaded drivers, and `others`.
 
     `OSError` is among them, because SQLAlchemy 2.0 does not wrap a refused connection, and the
-    driver's timeout is an `OSError`.
+    driver's timeout is an `OSError`. `InternalClientError` is what asyncpg raises for a connection
+    that ends while it is set up, and if no host has the role that the URL asks for.
     """
     return (
         *others,
         DBAPIError,
         PoolTimeout,
         OSError,
-        *_asyncpg("PostgresError", "InterfaceError"),
+        *_asyncpg("PostgresError", "InterfaceError", "InternalClientError"),
     )
 
 
@@ -84,6 +85,14 @@ def classify(error: BaseException) -> Failure:
 def is_pooler_switch(error: BaseException) -> bool:
     """Whether a pooler switched to another server session, so that the statement did not run."""
     return _sqlstate(error) in _POOLER_SWITCHED
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Whether the server is a standby, or has become one: another connection may find the primary.
+
+    Nothing was written.
+    """
+    return _sqlstate(error) == "25006"
 
 
 def is_duplicate(error: BaseException) -> bool:
@@ -114,7 +123,12 @@ def is_row_lock_timeout(error: BaseException) -> bool:
 
 def is_stale(error: BaseException) -> bool:
     """Whether the connection broke, for example in a server restart since its last use."""
-    return isinstance(error, DBAPIError) and error.connection_invalidated
+    return is_broken(error) or (isinstance(error, DBAPIError) and error.connection_invalidated)
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether the driver has lost track of the connection's state."""
+    return isinstance(_driver_error(error), _asyncpg("InternalClientError"))
 
 
 def certainly_rolled_back(error: BaseException) -> bool:

@@ -20,9 +20,11 @@ from meshpoint.adapters.sql.failures import (
     Failure,
     classify,
     driver_errors,
+    is_broken,
     is_duplicate,
     is_lock_timeout,
     is_pooler_switch,
+    is_read_only,
     summarize,
 )
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
@@ -86,7 +88,7 @@ class PreparedConnection:
                     in_doubt = in_doubt or (lost and sent)
                     if is_lock_timeout(error):
                         raise RowLocked(summarize(error)) from error
-                    if lost or is_pooler_switch(error):
+                    if lost or is_pooler_switch(error) or is_read_only(error):
                         await self._discard()
                     # Reconnect once after a lost connection. The repeated statement does not move
                     # again what the first one moved.
@@ -143,4 +145,5 @@ def _is_lost(error: Exception, driver: Any) -> bool:
         or driver.is_closed()
         or state.startswith(_CONNECTION_LOST)
         or isinstance(error, OSError)
+        or is_broken(error)
     )
