@@ -19,6 +19,7 @@ from meshpoint.extras import (
     ENCRYPTION,
     GOOGLE_ADK,
     LANGGRAPH,
+    OPENAI_AGENTS,
     POSTGRESQL,
     PYDANTIC_AI,
     RABBITMQ,
@@ -48,6 +49,7 @@ FEATURES = (
     LANGGRAPH,
     AGENT_FRAMEWORK,
     STRANDS,
+    OPENAI_AGENTS,
 )
 FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "core": (),
@@ -60,13 +62,14 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "dashboard": (DASHBOARD,),
     "testing": (CONFORMANCE,),
     "pydantic-ai": (PYDANTIC_AI,),
-    "google-adk": (GOOGLE_ADK, YAML),
-    "langgraph": (LANGGRAPH,),
+    "google-adk": (GOOGLE_ADK, YAML, ENCRYPTION),
+    "langgraph": (LANGGRAPH, YAML),
     "agent-framework": (AGENT_FRAMEWORK, YAML),
-    "strands": (STRANDS, YAML),
+    "strands": (STRANDS, YAML, ENCRYPTION),
+    "openai-agents": (OPENAI_AGENTS, ENCRYPTION),
     "all": (*(RABBITMQ, POSTGRESQL, REDIS, ENCRYPTION, TELEMETRY, COMMAND_LINE, YAML, DASHBOARD),),
 }
-"""Features that each extra makes usable."""
+"""Features that each extra makes usable. Some frameworks install PyYAML and cryptography too."""
 
 
 class CommandFailed(Exception):
@@ -85,7 +88,7 @@ class Environment:
         """Run Python with `arguments`, and return its output.
 
         Raises:
-            Failed: the exit code is not 0.
+            CommandFailed: The exit code is not 0.
         """
         # The working directory is the environment's own, so that the checkout is not importable.
         command = [self._python, *arguments]
