@@ -105,8 +105,8 @@ class Environment:
 
     def install(self, *requirements: str) -> int:
         """Install `requirements`, check for conflicts, and return the number of packages."""
-        pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
-        self.run(*pip, "install", "--no-input", *requirements)
+        pip = ("-m", "pip", "--disable-pip-version-check")
+        self.run(*pip, "install", "--quiet", "--no-input", *requirements)
         self.run(*pip, "check")
         count = (
             "import importlib.metadata as m; "
@@ -137,7 +137,8 @@ def check_extra(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
     code = example_on("README.md")
     example.write_text(code)
     (folder / "test_adapter.py").write_text(example_on("docs/how-to/write-an-adapter.md"))
-    packages = environment.install(f"{wheel}[{extra}]" if extra != "core" else str(wheel))
+    requirement = f"{wheel}[{extra}]" if extra != "core" else str(wheel)
+    packages = environment.install(requirement)
     print_progress(extra, f"{packages} packages, no conflicts")
     printed = environment.run("-W", "error", str(example)).strip()
     if not printed:
@@ -148,7 +149,7 @@ def check_extra(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
         check_function = "use" if feature.name in usable else "miss"
         print_progress("", environment.run(str(PROBE), check_function, feature.name).strip())
     if not alone:
-        packages = environment.install(*NEIGHBOURS)
+        packages = environment.install(requirement, *NEIGHBOURS)
         print_progress(
             "", f"next to {environment.versions(*NEIGHBOURS)}: {packages} packages, no conflicts"
         )
