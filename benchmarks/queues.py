@@ -165,7 +165,7 @@ async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
     ]
     last, largest = tenths[-1][0] / tenths[0][0], max(size for _, size in tenths) / _MB
     table = Table(
-        f"{sizes.messages:,} messages on 100 queues, beside {sizes.paused_tasks:,} paused tasks",
+        f"{sizes.messages:,} messages on 100 queues, next to {sizes.paused_tasks:,} paused tasks",
         ("tenth", "messages/s", "table MB"),
         rows,
         f"The last tenth ran at {last:.2f} of the first.",
@@ -177,7 +177,7 @@ async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
     }
     compared = Table(
         "Messages per second, in phases of one run",
-        ("beside", "before", "with it", "ratio"),
+        ("next to", "before", "with it", "ratio"),
         [[name, before, after, after / before] for name, (before, after) in ratios.items()],
         "With the snapshot: in its last part.",
     )

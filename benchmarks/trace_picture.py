@@ -24,13 +24,13 @@ from meshpoint.adapters.telemetry.tracing import TracingObserver
 from meshpoint.model.events import Event
 from meshpoint.testing import TestMesh
 
-_LANES = ("travel", "flights", "hotels")
-_LEFT, _STEP, _WIDTH, _TOP, _LANE, _HEIGHT = 110, 118, 96, 60, 84, 34
+_NAMES = ("travel", "flights", "hotels")
+_LEFT, _STEP, _WIDTH, _TOP, _ROW, _HEIGHT = 110, 118, 96, 60, 84, 34
 _STYLE = """
     text { font: 14px -apple-system, "Segoe UI", "DejaVu Sans", Arial, sans-serif; }
     text { fill: #1f2328; }
     .paper { fill: #ffffff; stroke: #d0d7de; }
-    .lane { font-weight: 600; }
+    .name { font-weight: 600; }
     .soft { fill: #59636e; font-size: 12px; }
     .on { fill: #ffffff; font-weight: 600; font-size: 12px; text-anchor: middle; }
     .guide { stroke: #d0d7de; }
@@ -110,11 +110,11 @@ async def record_trip() -> list[ReadableSpan]:
 def draw(spans: Sequence[ReadableSpan]) -> str:
     """The spans as bars from left to right, with their parents and links."""
     places = {_id(span): place for place, span in enumerate(spans)}
-    width, height = _LEFT + _STEP * len(spans) + 10, _TOP + _LANE * len(_LANES) + 20
-    lanes = "\n".join(
-        f'  <path class="guide" d="M{_LEFT - 10} {_y(lane)}H{width - 20}"/>\n'
-        f'  <text class="lane" x="20" y="{_y(lane) + 5}">{lane}</text>'
-        for lane in _LANES
+    width, height = _LEFT + _STEP * len(spans) + 10, _TOP + _ROW * len(_NAMES) + 20
+    names = "\n".join(
+        f'  <path class="guide" d="M{_LEFT - 10} {_y(name)}H{width - 20}"/>\n'
+        f'  <text class="name" x="20" y="{_y(name) + 5}">{name}</text>'
+        for name in _NAMES
     )
     lines = "\n".join(_draw_lines(span, spans, places) for span in spans)
     bars = "\n".join(_draw_bar(span, place) for place, span in enumerate(spans))
@@ -132,7 +132,7 @@ def draw(spans: Sequence[ReadableSpan]) -> str:
   <rect class="paper" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>
   <text class="soft" x="20" y="28">grey: parent and child · dashed: links ·
     one trace for all</text>
-{lanes}
+{names}
 {lines}
 {bars}
 </svg>
@@ -184,8 +184,8 @@ def _draw_link(place: int, span: ReadableSpan, target: int, spans: Sequence[Read
     return f'  <path class="link" d="M{start_x} {bottom}L{end_x} {end_y - _HEIGHT // 2}"/>'
 
 
-def _y(lane: str) -> int:
-    return _TOP + _LANE // 2 + _LANE * _LANES.index(lane)
+def _y(name: str) -> int:
+    return _TOP + _ROW // 2 + _ROW * _NAMES.index(name)
 
 
 def _lane(span: ReadableSpan) -> str:

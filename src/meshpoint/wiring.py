@@ -56,6 +56,7 @@ from meshpoint.settings.urls import redact_url
 if TYPE_CHECKING:
     from meshpoint.adapters.rabbitmq.topology import Topology
     from meshpoint.adapters.sql import SqlStore
+    from meshpoint.adapters.sql.database import Database
     from meshpoint.adapters.sql.migrations import DowngradePlan
     from meshpoint.adapters.telemetry.exporter import Source
     from meshpoint.adapters.telemetry.metrics import Meter
@@ -135,15 +136,16 @@ def make_store(
     namespace: str,
     timeline: TimelineOptions | None = None,
     agent: AgentName | None = None,
+    sealer: Sealer | None = None,
 ) -> CheckpointStore:
     """Create the store in a database; `await store.open()` connects.
 
     `timeline` says which changes of tasks it records; by default none. With `agent`, it is the
-    store of a replica of that agent.
+    store of a replica of that agent. `sealer` has the keys in `store`; by default it is created.
     """
     from meshpoint.adapters.sql import SqlStore
 
-    return _make_sql_store(SqlStore, store, namespace, timeline, agent)
+    return _make_sql_store(SqlStore, store, namespace, timeline, agent, sealer)
 
 
 def make_operator_store(store: StoreSettings, namespace: str) -> OperatorStore:
@@ -159,6 +161,7 @@ def _make_sql_store(
     namespace: str,
     timeline: TimelineOptions | None,
     agent: AgentName | None = None,
+    sealer: Sealer | None = None,
 ) -> _SqlStore:
     timings = store.timings
     return kind(
@@ -175,7 +178,7 @@ def _make_sql_store(
         max_join_bytes=store.max_join_bytes,
         confirm_linger=timings.dispatch_lease / 25,
         timeline=timeline,
-        sealer=make_sealer(store.keys, "encryption_keys"),
+        sealer=sealer or make_sealer(store.keys, "encryption_keys"),
         agent=agent,
     )
 
@@ -299,7 +302,10 @@ def build_worker(
     settings, replica_id = agent.store_settings(), ReplicaId(new_id())
     timeline = _make_timeline(settings.timings, replica_id)
     name = AgentName(durable_agent.name)
-    store = make_store(settings, namespace, timeline, name) if agent.has_database else None
+    sealer = make_sealer(settings.keys, "encryption_keys")
+    store = None
+    if agent.has_database:
+        store = make_store(settings, namespace, timeline, name, sealer)
     clock = DatabaseClock(_CLOCK, store) if store else _CLOCK
     inprocess_store = InProcessStore(clock, timings=settings.timings, max_ended=_MAX_ENDED_TASKS)
     runtime = build_runtime(
@@ -307,14 +313,14 @@ def build_worker(
         broker=broker,
         memory=inprocess_store,
         durable=store,
-        lease_store=(lambda: make_store(settings, namespace)) if store else None,
+        lease_store=(lambda: make_store(settings, namespace, sealer=sealer)) if store else None,
         clock=clock,
         observer=observer,
         options=options,
-        cache=_make_cache(agent, namespace, store.copy_key) if store else None,
+        cache=_make_cache(agent, namespace, store.copy_key, sealer) if store else None,
         local=InProcessWorkingMemory(_CLOCK),
         l1=make_working_memory(agent, namespace),
-        snapshots=_make_snapshots(agent, namespace, (store or inprocess_store).copy_key),
+        snapshots=_make_snapshots(agent, namespace, (store or inprocess_store).copy_key, sealer),
         isolation=isolation,
         replica_id=replica_id,
     )
@@ -322,7 +328,10 @@ def build_worker(
 
 
 def _make_cache(
-    agent: AgentOptions, namespace: str, secret: Callable[[], Awaitable[bytes]]
+    agent: AgentOptions,
+    namespace: str,
+    secret: Callable[[], Awaitable[bytes]],
+    sealer: Sealer | None,
 ) -> CheckpointCache | None:
     """Create the cache of an agent's checkpoints, if configured.
 
@@ -338,7 +347,7 @@ def _make_cache(
         namespace=namespace,
         secret=secret,
         ttl=ttl,
-        sealer=make_sealer(agent.key_ring, "agent.encryption_keys"),
+        sealer=sealer,
     )
 
 
@@ -361,7 +370,10 @@ def make_working_memory(agent: AgentOptions, namespace: str) -> WorkingMemory | 
 
 
 def _make_snapshots(
-    agent: AgentOptions, namespace: str, secret: Callable[[], Awaitable[bytes]]
+    agent: AgentOptions,
+    namespace: str,
+    secret: Callable[[], Awaitable[bytes]],
+    sealer: Sealer | None,
 ) -> SnapshotStore | None:
     """Create the store for snapshots of working memories in Redis.
 
@@ -379,7 +391,7 @@ def _make_snapshots(
         secret=secret,
         max_bytes=_read_limit(agent),
         ttl=ttl,
-        sealer=make_sealer(agent.key_ring, "agent.encryption_keys"),
+        sealer=sealer,
     )
 
 
@@ -447,34 +459,41 @@ async def reseal(
         ConfigurationError: The schema is not up to date.
         StoreUnavailable: The database does not answer.
     """
-    from meshpoint.adapters.sql import SqlStore, resealing
-    from meshpoint.adapters.sql.rows import AgentNames
+    from meshpoint.adapters.sql import resealing
 
     settings = agent.store_settings()
     if clear:
         settings = replace(settings, keys=(EncryptionKey(b""), *settings.keys))
-    name = AgentNames(namespace).qualified(AgentName(agent.name))
-    async with open_store(settings, namespace) as store:
-        assert isinstance(store, SqlStore)
-        total, done = await resealing.count_rows(store.database, name), 0
+    async with _open_rows(settings, namespace, agent) as (database, name):
+        total, done = await resealing.count_rows(database, name), 0
 
         def count(rows: int) -> None:
             nonlocal done
             done += rows
             on_rows(done, max(total, done))
 
-        return await resealing.reseal(store.database, name, changes=changes, on_rows=count)
+        return await resealing.reseal(database, name, changes=changes, on_rows=count)
 
 
 async def forget_key(agent: AgentSettings, namespace: str, key_id: str) -> None:
     """Let replicas of `agent` start without a lost key. Its values stay unreadable."""
-    from meshpoint.adapters.sql import SqlStore, resealing
+    from meshpoint.adapters.sql import resealing
+
+    async with _open_rows(agent.store_settings(), namespace, agent) as (database, name):
+        await resealing.forget(database, name, key_id)
+
+
+@asynccontextmanager
+async def _open_rows(
+    settings: StoreSettings, namespace: str, agent: AgentSettings
+) -> AsyncIterator[tuple[Database, str]]:
+    """Open the database of an agent, and yield it with the agent's name in its rows."""
+    from meshpoint.adapters.sql import SqlStore
     from meshpoint.adapters.sql.rows import AgentNames
 
-    name = AgentNames(namespace).qualified(AgentName(agent.name))
-    async with open_store(agent.store_settings(), namespace) as store:
+    async with open_store(settings, namespace) as store:
         assert isinstance(store, SqlStore)
-        await resealing.forget(store.database, name, key_id)
+        yield store.database, AgentNames(namespace).qualified(AgentName(agent.name))
 
 
 async def delete_tasks(

@@ -142,7 +142,7 @@ async def test_tasks_running_next_to_a_poison_task_complete(
         assert [(await each).outcome for each in good] == [Ok("well")] * GOOD_TASKS
         failed = (await deadly).outcome
         assert isinstance(failed, Failed)
-        assert "no run came to its end" in failed.message
+        assert "never finished" in failed.message
         assert "was killed by SIGKILL" in failed.message
         isolated_deaths = await wait_for_events(
             replica, MAX_ATTEMPTS, "isolated_process_died:info"

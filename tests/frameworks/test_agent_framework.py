@@ -57,20 +57,20 @@ def stubs(mesh: TestMesh) -> None:
     mesh.stub(hotels).returns(Quote(price=80))
 
 
-def told(results: Sequence[Result]) -> Says:
+def report(results: Sequence[Result]) -> Says:
     return Says(" | ".join(f"{each.tool}={each.text}" for each in results))
 
 
 def uses(*calls: Use) -> Script:
     """A script that makes the calls in one turn, then answers with their results."""
-    return lambda answers, results: told(results) if answers else Says(uses=calls)
+    return lambda answers, results: report(results) if answers else Says(uses=calls)
 
 
 def in_turn(*calls: Use) -> Script:
     """A script that makes one call in each turn, then answers with the results."""
 
     def script(answers: int, results: Sequence[Result]) -> Says:
-        return Says(uses=(calls[answers],)) if answers < len(calls) else told(results)
+        return Says(uses=(calls[answers],)) if answers < len(calls) else report(results)
 
     return script
 

@@ -155,7 +155,7 @@ async def test_odd_output_of_a_model_ends_the_task(framework: Framework, said: S
 async def test_numbers_that_are_no_json_are_invalid_arguments(
     framework: Framework, tool: str, argument: str, number: float
 ) -> None:
-    """The model is told, and may correct them."""
+    """The model gets the error, and may correct them."""
 
     def script(answers: int, results: Sequence[Result]) -> Says:
         if answers:

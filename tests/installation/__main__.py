@@ -19,6 +19,7 @@ from meshpoint.extras import (
     ENCRYPTION,
     GOOGLE_ADK,
     LANGGRAPH,
+    OPENAI_AGENTS,
     POSTGRESQL,
     PYDANTIC_AI,
     RABBITMQ,
@@ -48,6 +49,7 @@ FEATURES = (
     LANGGRAPH,
     AGENT_FRAMEWORK,
     STRANDS,
+    OPENAI_AGENTS,
 )
 FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "core": (),
@@ -60,13 +62,14 @@ FEATURES_BY_EXTRA: dict[str, tuple[Feature, ...]] = {
     "dashboard": (DASHBOARD,),
     "testing": (CONFORMANCE,),
     "pydantic-ai": (PYDANTIC_AI,),
-    "google-adk": (GOOGLE_ADK, YAML),
-    "langgraph": (LANGGRAPH,),
+    "google-adk": (GOOGLE_ADK, YAML, ENCRYPTION),
+    "langgraph": (LANGGRAPH, YAML),
     "agent-framework": (AGENT_FRAMEWORK, YAML),
-    "strands": (STRANDS, YAML),
+    "strands": (STRANDS, YAML, ENCRYPTION),
+    "openai-agents": (OPENAI_AGENTS, ENCRYPTION),
     "all": (*(RABBITMQ, POSTGRESQL, REDIS, ENCRYPTION, TELEMETRY, COMMAND_LINE, YAML, DASHBOARD),),
 }
-"""Features that each extra makes usable."""
+"""Features that each extra makes usable. Some frameworks install PyYAML and cryptography too."""
 
 
 class CommandFailed(Exception):
@@ -85,7 +88,7 @@ class Environment:
         """Run Python with `arguments`, and return its output.
 
         Raises:
-            Failed: the exit code is not 0.
+            CommandFailed: The exit code is not 0.
         """
         # The working directory is the environment's own, so that the checkout is not importable.
         command = [self._python, *arguments]
@@ -102,8 +105,8 @@ class Environment:
 
     def install(self, *requirements: str) -> int:
         """Install `requirements`, check for conflicts, and return the number of packages."""
-        pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
-        self.run(*pip, "install", "--no-input", *requirements)
+        pip = ("-m", "pip", "--disable-pip-version-check")
+        self.run(*pip, "install", "--quiet", "--no-input", *requirements)
         self.run(*pip, "check")
         count = (
             "import importlib.metadata as m; "
@@ -134,7 +137,8 @@ def check_extra(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
     code = example_on("README.md")
     example.write_text(code)
     (folder / "test_adapter.py").write_text(example_on("docs/how-to/write-an-adapter.md"))
-    packages = environment.install(f"{wheel}[{extra}]" if extra != "core" else str(wheel))
+    requirement = f"{wheel}[{extra}]" if extra != "core" else str(wheel)
+    packages = environment.install(requirement)
     print_progress(extra, f"{packages} packages, no conflicts")
     printed = environment.run("-W", "error", str(example)).strip()
     if not printed:
@@ -145,7 +149,7 @@ def check_extra(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
         check_function = "use" if feature.name in usable else "miss"
         print_progress("", environment.run(str(PROBE), check_function, feature.name).strip())
     if not alone:
-        packages = environment.install(*NEIGHBOURS)
+        packages = environment.install(requirement, *NEIGHBOURS)
         print_progress(
             "", f"next to {environment.versions(*NEIGHBOURS)}: {packages} packages, no conflicts"
         )

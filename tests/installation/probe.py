@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,10 +47,11 @@ def redis() -> str:
 
 
 def encryption() -> str:
-    from meshpoint.model.encryption_keys import EncryptionKey
+    from meshpoint.settings import MeshSettings
     from meshpoint.wiring import make_sealer
 
-    sealer = make_sealer([EncryptionKey(b"k" * 32)], "encryption_keys")
+    mesh = MeshSettings(encryption_keys=(base64.b64encode(b"k" * 32).decode(),))
+    sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
     assert sealer is not None
     return sealer.open(sealer.seal(b"sealed", ("probe", "")), ("probe", "")).decode()
 
@@ -212,6 +214,22 @@ def strands_import() -> str:
     return meshpoint.frameworks.strands.__name__
 
 
+def openai_agents() -> str:
+    from agents import Agent
+
+    from meshpoint import Peer
+    from meshpoint.frameworks.openai_agents import durable
+
+    wrapped = durable(Agent("travel"), peers=[Peer("flights", str, str)])
+    return f"{wrapped!r} in {wrapped.state_format}"
+
+
+def openai_agents_import() -> str:
+    import meshpoint.frameworks.openai_agents
+
+    return meshpoint.frameworks.openai_agents.__name__
+
+
 def run_command(*command: str) -> str:
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode != 0:
@@ -254,6 +272,7 @@ USES: dict[str, Callable[[], str]] = {
     "LangGraph": langgraph,
     "Microsoft Agent Framework": agent_framework,
     "Strands": strands,
+    "the OpenAI Agents SDK": openai_agents,
 }
 MISSING_EXTRA_CHECKS: dict[str, Callable[[], str]] = {
     **{name: lambda use=use: error_of(use) for name, use in USES.items()},  # type: ignore[misc]  # the default of a lambda
@@ -265,6 +284,7 @@ MISSING_EXTRA_CHECKS: dict[str, Callable[[], str]] = {
     "LangGraph": lambda: error_of(langgraph_import),
     "Microsoft Agent Framework": lambda: error_of(agent_framework_import),
     "Strands": lambda: error_of(strands_import),
+    "the OpenAI Agents SDK": lambda: error_of(openai_agents_import),
 }
 
 if __name__ == "__main__":

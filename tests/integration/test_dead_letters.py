@@ -227,7 +227,7 @@ async def rig(closed_rig: Rig) -> AsyncIterator[Rig]:
     await closed_rig.stop()
 
 
-async def bury(rig: Rig, address: Address, reason: str, *messages: Message) -> None:
+async def dead_letter(rig: Rig, address: Address, reason: str, *messages: Message) -> None:
     """Send messages, and dead-letter each when it is delivered."""
     inbox = Inbox()
     subscription = await rig.broker.consume(address, len(messages), inbox)
@@ -281,7 +281,7 @@ async def test_a_letter_returns_to_its_queue_as_it_was_sent(rig: Rig, address: A
     message = a_message(
         b'{"a": 1}', headers={"x-attempt": 2, "traceparent": "00-1-2-01"}, timestamp=SENT_AT
     )
-    await bury(rig, address, "it was unwanted", message)
+    await dead_letter(rig, address, "it was unwanted", message)
     letters = await rig.open_letters()
     (letter,) = await read(letters)
     assert (letter.agent, letter.queue, letter.reason) == (AGENT, address, "it was unwanted")
@@ -323,7 +323,7 @@ async def test_the_queue_of_a_letter_of_an_earlier_release_follows_from_its_type
         PRIVATE: a_message(type=MessageType.WAKE),
     }
     for address, message in sent.items():
-        await bury(rig, address, "unwanted", message)
+        await dead_letter(rig, address, "unwanted", message)
     await rig.forget_queues()
     found = {
         each.message.message_id: each
@@ -337,8 +337,10 @@ async def test_the_queue_of_a_letter_of_an_earlier_release_follows_from_its_type
 
 
 async def test_filters_select_by_agent_reason_sender_and_id(rig: Rig) -> None:
-    await bury(rig, REQUESTS, "not JSON", a_message(app_id="billing"), a_message(app_id="shop"))
-    await bury(rig, REQUESTS, "no slot", a_message(app_id="shop"))
+    await dead_letter(
+        rig, REQUESTS, "not JSON", a_message(app_id="billing"), a_message(app_id="shop")
+    )
+    await dead_letter(rig, REQUESTS, "no slot", a_message(app_id="shop"))
     letters = await rig.open_letters()
     everything = await read(letters)
     assert len(everything) == 3
@@ -377,7 +379,7 @@ async def test_an_unreadable_letter_is_shown_and_dropped_but_never_replayed(rig:
 
 
 async def test_a_letter_whose_queue_is_gone_stays(rig: Rig) -> None:
-    await bury(rig, PRIVATE, "unwanted", a_message())
+    await dead_letter(rig, PRIVATE, "unwanted", a_message())
     await rig.delete_queue(PRIVATE)
     letters = await rig.open_letters()
     assert await replay(letters) == {LetterResult.NO_QUEUE: 1}
@@ -385,7 +387,7 @@ async def test_a_letter_whose_queue_is_gone_stays(rig: Rig) -> None:
 
 
 async def test_a_replay_can_replace_the_body(rig: Rig) -> None:
-    await bury(rig, REQUESTS, "unwanted", a_message(b"wrong"))
+    await dead_letter(rig, REQUESTS, "unwanted", a_message(b"wrong"))
     letters = await rig.open_letters()
     async with aclosing(letters.read(ALL)) as pages:
         async for page in pages:
@@ -396,7 +398,7 @@ async def test_a_replay_can_replace_the_body(rig: Rig) -> None:
 
 async def test_a_large_body_is_listed_exported_and_replayed(rig: Rig) -> None:
     body = b"x" * 9_000_000
-    await bury(rig, REQUESTS, "unwanted", a_message(body))
+    await dead_letter(rig, REQUESTS, "unwanted", a_message(body))
     letters = await rig.open_letters()
     async with aclosing(letters.read(ALL)) as pages:
         async for page in pages:
@@ -408,7 +410,7 @@ async def test_a_large_body_is_listed_exported_and_replayed(rig: Rig) -> None:
 
 
 async def test_a_settled_letter_is_gone_for_the_same_command(rig: Rig) -> None:
-    await bury(rig, REQUESTS, "unwanted", a_message())
+    await dead_letter(rig, REQUESTS, "unwanted", a_message())
     letters = await rig.open_letters()
     async with aclosing(letters.read(ALL)) as pages:
         async for page in pages:
@@ -421,7 +423,7 @@ async def test_a_settled_letter_is_gone_for_the_same_command(rig: Rig) -> None:
 
 async def test_two_commands_at_once_replay_each_letter_once(rig: Rig) -> None:
     sent = [a_message(str(number).encode()) for number in range(60)]
-    await bury(rig, REQUESTS, "unwanted", *sent)
+    await dead_letter(rig, REQUESTS, "unwanted", *sent)
     one, two = await rig.open_letters(), await rig.open_letters()
     results = [*await asyncio.gather(replay(one), replay(two))]
     results.append(await replay(one))  # what one command held while the other looked
@@ -434,7 +436,7 @@ async def test_two_commands_at_once_replay_each_letter_once(rig: Rig) -> None:
 
 async def test_a_message_that_dies_again_is_not_replayed_by_the_same_command(rig: Rig) -> None:
     sent = [a_message(), a_message()]
-    await bury(rig, REQUESTS, "unwanted", *sent)
+    await dead_letter(rig, REQUESTS, "unwanted", *sent)
     inbox, letters = Inbox(), await rig.open_letters()
     await rig.broker.consume(REQUESTS, 2, inbox)
     results = Counter[LetterResult]()

@@ -31,18 +31,18 @@ MODULE = "discovered_agents"
 @agent("planner")
 async def planner(ctx: Context, turns: int) -> list[dict[str, str]]:
     """Call all peers in each turn, and return their versions and outcomes."""
-    told = []
+    seen = []
     for turn in range(turns):
         cards = await offer_peers(ctx, ["*"])
         calls = [peer_of_card(card).with_options(timeout=2)(turn) for card in cards]
         outcomes = await ctx.gather_outcomes(*calls) if calls else ()
-        told.append(
+        seen.append(
             {
                 card.name: f"{card.version} {'failed' if isinstance(outcome, Failed) else 'ok'}"
                 for card, outcome in zip(cards, outcomes, strict=True)
             }
         )
-    return told
+    return seen
 
 
 def server(name: str, version: int) -> Any:

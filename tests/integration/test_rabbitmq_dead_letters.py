@@ -291,7 +291,7 @@ async def answers(ctx: TaskExecutionContext, text: str) -> str:
     return text
 
 
-async def bury(broker: RabbitMqBroker, name: str, address: str, message: Message) -> None:
+async def dead_letter(broker: RabbitMqBroker, name: str, address: str, message: Message) -> None:
     """Make `message` a dead letter of an agent that died at `address`."""
     headers = {
         **message.headers,
@@ -317,7 +317,7 @@ async def test_a_request_replayed_twice_runs_once_if_its_task_has_a_row(
         client = await FakePeer(broker, "client").open()
         peer = await FakePeer(other, "flights").open()
         request = client.request(text)
-        await bury(broker, "pauses", request_queue(AgentName("pauses")), request)
+        await dead_letter(broker, "pauses", request_queue(AgentName("pauses")), request)
         letters = await opened(agents=("pauses",))
         await replay_cut_off(letters, monkeypatch)
         called = await peer.wait_for_request()
@@ -354,7 +354,7 @@ async def test_a_response_replayed_twice_counts_once(
             app_id="flights",
             headers={Header.PARENT_TASK.value: task_id},
         )
-        await bury(broker, "pauses", response_queue(AgentName("pauses")), response)
+        await dead_letter(broker, "pauses", response_queue(AgentName("pauses")), response)
         letters = await opened(agents=("pauses",))
         await replay_cut_off(letters, monkeypatch)
         assert await client.reply(task_id) == Ok("found")
@@ -380,7 +380,7 @@ async def test_a_request_replayed_twice_runs_twice_if_its_task_never_paused(
     ):
         client = await FakePeer(broker, "client").open()
         request = client.request(text)
-        await bury(broker, "answers", request_queue(AgentName("answers")), request)
+        await dead_letter(broker, "answers", request_queue(AgentName("answers")), request)
         letters = await opened(agents=("answers",))
         await replay_cut_off(letters, monkeypatch)
         await client.first_reply(request.correlation_id)

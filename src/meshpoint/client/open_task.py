@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 from weakref import WeakSet
 
 from meshpoint.client.attachment import Attachment
 from meshpoint.client.read_update import read_update
-from meshpoint.client.update_order import UpdateOrder
 from meshpoint.client.updates import LiveUpdate, QuestionUpdate
 from meshpoint.errors import MeshClosed, MeshpointError, PoisonMessage, TaskNotFound
 from meshpoint.model.bodies import StatusBody, parse_body
@@ -20,7 +19,7 @@ from meshpoint.model.envelopes import MAX_STATUS_BYTES
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import AttachStatus, Message
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome
-from meshpoint.model.status_metadata import StatusMetadata
+from meshpoint.model.status_metadata import StatusMetadata, StatusNumber
 
 log = logging.getLogger("meshpoint.client")
 
@@ -45,6 +44,8 @@ If more connections follow a task than it has places, they take turns.
 """
 _MAX_FINGERPRINTS = 16
 """Maximum requests of one task that a refusal can name."""
+_MAX_ORIGINS = 1000
+"""Maximum tasks whose last number is kept: the task itself and its peers'."""
 
 
 class OpenTask:
@@ -80,7 +81,7 @@ class OpenTask:
         self._awaited = awaited
         self._fingerprints: deque[str] = deque(maxlen=_MAX_FINGERPRINTS)
         self._expires_at = 0.0  # of the event loop's clock; 0 if no request was sent
-        self._order = UpdateOrder()
+        self._order = _UpdateOrder()
         self._updates: deque[tuple[LiveUpdate, int]] = deque()  # with the size of the message
         self._dropped = 0  # number of updates before the first one in `_updates`
         self._readers: WeakSet[object] = WeakSet()
@@ -354,3 +355,36 @@ def task_with_other_input(agent: str, task_id: TaskId) -> OpenTask:
     message = f"task {task_id!r} exists with another input"
     task.end(Failed(FailureKind.INVALID, message))
     return task
+
+
+class _UpdateOrder:
+    """Keeps the updates of one task in order: drops duplicates and late ones of outdated runs.
+
+    Knows the number of the latest update of the task, and of each peer's task below it.
+    """
+
+    def __init__(self) -> None:
+        self._latest: OrderedDict[str, StatusNumber] = OrderedDict()
+
+    def accept(self, metadata: StatusMetadata) -> bool | None:
+        """Whether an update begins a run that repeats an earlier one; `None` if it is outdated.
+
+        An update without a number is never outdated.
+        """
+        if (number := metadata.number) is None:
+            return False
+        origin = metadata.origin
+        latest = self._latest.get(origin)
+        repeats = False
+        if latest is not None and number.run == latest.run:
+            if number.position <= latest.position:
+                return None
+        elif latest is not None:
+            if not number.is_of_later_run(latest):
+                return None
+            repeats = number.generation <= latest.generation
+        self._latest[origin] = number
+        self._latest.move_to_end(origin)
+        if len(self._latest) > _MAX_ORIGINS:
+            self._latest.popitem(last=False)
+        return repeats

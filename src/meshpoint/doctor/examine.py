@@ -14,11 +14,15 @@ from meshpoint.doctor.broker_checks import (
     check_markers,
     check_rights,
 )
-from meshpoint.doctor.database_checks import check_clocks, check_database_keys, check_databases
+from meshpoint.doctor.database_checks import (
+    check_clocks,
+    check_database_keys,
+    check_databases,
+    check_redis,
+)
 from meshpoint.doctor.encryption_checks import check_encryption
 from meshpoint.doctor.facts import FactReader, Facts, OnStep, load_release
 from meshpoint.doctor.findings import Finding, Severity, error, note, unavailable
-from meshpoint.doctor.redis_checks import check_redis
 from meshpoint.doctor.task_checks import (
     check_code,
     check_dead,

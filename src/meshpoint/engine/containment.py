@@ -4,6 +4,10 @@ asyncio re-raises `SystemExit` and `KeyboardInterrupt` out of the event loop fro
 callback, including background tasks that agent code starts and never awaits. A task factory uses a
 context variable to find the segment that started a task, and turns such an exit into the failure
 of that segment. Tasks not started by agent code are unaffected.
+
+Functions in threads are guarded as well. A future takes no `StopIteration`: before Python 3.12,
+`asyncio.to_thread` then never returns. And where code awaits a future with a `GeneratorExit`,
+asyncio closes all coroutines around the await, as if the event loop had ended.
 """
 
 from __future__ import annotations
@@ -13,13 +17,13 @@ import dis
 import logging
 import signal
 from collections.abc import Callable, Coroutine, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from types import CoroutineType, TracebackType
 from typing import Any, cast
 
-from meshpoint.engine.guarded_threads import guard_threads
 from meshpoint.errors import Interrupted
 from meshpoint.model.error_text import describe_exception
 
@@ -29,6 +33,8 @@ EXITS = (SystemExit, KeyboardInterrupt)
 """The exceptions that asyncio re-raises out of the event loop."""
 _CONTAINED = (*EXITS, GeneratorExit)
 """asyncio would close all coroutines that await a task which has raised `GeneratorExit`."""
+_GUARDED = "meshpoint_guarded"
+"""Attribute of an executor that is guarded already."""
 
 
 @dataclass(slots=True)
@@ -155,7 +161,7 @@ def contain_exits() -> Iterator[Callable[[], None]]:
     still running.
     """
     loop = asyncio.get_running_loop()
-    guard_threads(loop)
+    _guard_threads(loop)
     factory: Any = loop.get_task_factory()
     if not isinstance(factory, _ContainingTaskFactory):
         factory = _ContainingTaskFactory(factory)
@@ -173,3 +179,34 @@ def contain_exits() -> Iterator[Callable[[], None]]:
         factory.users -= not is_permanent
         if not factory.users and cast(Any, loop.get_task_factory()) is factory:
             loop.set_task_factory(factory.previous)
+
+
+def _guard_threads(loop: asyncio.AbstractEventLoop) -> None:
+    """Turn `StopIteration` and `GeneratorExit` in the default executor into `RuntimeError`, once.
+
+    An executor that the loop has stays in place. Loops that hide theirs, such as uvloop's, are
+    left alone.
+    """
+    if not hasattr(loop, "_default_executor"):
+        return
+    executor: Any = loop._default_executor
+    if executor is None:
+        executor = ThreadPoolExecutor(thread_name_prefix="asyncio")
+        loop.set_default_executor(executor)
+    if not hasattr(executor, _GUARDED):
+        setattr(executor, _GUARDED, True)
+        executor.submit = _guard(executor.submit)
+
+
+def _guard(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
+    def guarded_submit(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return submit(_call, function, args, kwargs)
+
+    return guarded_submit
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except (StopIteration, GeneratorExit) as error:
+        raise RuntimeError(f"a thread raised {describe_exception(error)}") from error

@@ -28,10 +28,10 @@ def find_exhausted_reason(task: Resumable, options: Options) -> str | None:
     """Why a task that lost too many owners is not run again, or `None` if it may run."""
     if task.attempt > options.max_attempts:
         runs = quantity(task.attempt - 1, "time")
-        reason = f"its segment was run {runs} and no run came to its end"
+        reason = f"its segment ran {runs} and never finished"
         return f"{reason}; its last process {task.crash_reason}" if task.crash_reason else reason
     if task.rescues > _RESCUES_PER_ATTEMPT * options.max_attempts:
-        return f"its replica was lost {task.rescues} times and no run came to its end"
+        return f"its replica was lost {task.rescues} times and no run of it finished"
     return None
 
 

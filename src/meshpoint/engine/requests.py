@@ -442,7 +442,7 @@ class Requests:
         options, count = self._runtime.options, delivery.delivery_count
         is_shared = self._runtime.new_task_backend.is_shared
         if not is_shared and count >= options.begin_at_delivery + options.max_attempts:
-            segment.dead_reason = f"it was delivered {count} times and no run of it came to an end"
+            segment.dead_reason = f"it was delivered {count} times and no run of it finished"
             failure: Failed | None = final_failure(FailureKind.ERROR, segment.dead_reason)
         else:
             failure = find_refusal(request, self._runtime)

@@ -1,8 +1,8 @@
 """Arguments of a model that JSON cannot represent.
 
 `json.loads` reads NaN and Infinity, so some models' calls have them. A call with such numbers is
-stored with the text of its arguments instead, and the model is told, as for other arguments that
-do not fit.
+stored with the text of its arguments instead, and the model gets an error, as for other arguments
+that do not fit.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class SegmentBudget:
         self.times, self.reached = times, None
 
     def refuse(self, error: BudgetExceeded) -> None:
-        """End the task's use of models, because nobody has allowed more."""
+        """End the task's use of models, because no one has allowed more."""
         self.reached, self.error = None, error
 
 

@@ -33,7 +33,7 @@ def recording_context() -> TaskExecutionContext | None:
 
 
 class StepExited(MeshpointError):
-    """A step has raised `GeneratorExit`. The task fails: no model is told."""
+    """A step has raised `GeneratorExit`. The task fails, and the model gets no error."""
 
 
 class _ExitInStep(Exception):

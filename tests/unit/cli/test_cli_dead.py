@@ -24,7 +24,7 @@ from meshpoint.model.messages import Message, MessageType, private_queue
 from meshpoint.testing.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send
 
 PRIVATE = private_queue(AGENT, ReplicaId("r1"))
-Bury = Callable[..., None]
+AddLetters = Callable[..., None]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def run_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 
 
 @pytest.fixture
-def bury(tmp_path: Path) -> Bury:
+def add_letters(tmp_path: Path) -> AddLetters:
     """Makes messages dead letters, from the request queue or another one."""
 
     async def use_broker(reason: str, messages: tuple[Message, ...], address: Any) -> None:
@@ -52,10 +52,10 @@ def bury(tmp_path: Path) -> Bury:
             await delivery.dead_letter(reason)
         await broker.close()
 
-    def bury(reason: str, *messages: Message, address: Any = REQUESTS) -> None:
+    def add_letters(reason: str, *messages: Message, address: Any = REQUESTS) -> None:
         asyncio.run(use_broker(reason, messages, address))
 
-    return bury
+    return add_letters
 
 
 def execute(tmp_path: Path, statement: str) -> None:
@@ -64,11 +64,13 @@ def execute(tmp_path: Path, statement: str) -> None:
         db.commit()
 
 
-def test_groups_are_printed_with_the_largest_first(run_dead: Command, bury: Bury) -> None:
+def test_groups_are_printed_with_the_largest_first(
+    run_dead: Command, add_letters: AddLetters
+) -> None:
     hour = timedelta(hours=1)
     now = datetime.now(UTC)
-    bury("not JSON", *(a_message(timestamp=now - age * hour) for age in (5, 3, 9)))
-    bury("the password=hunter2 is wrong", a_message(app_id="shop"))
+    add_letters("not JSON", *(a_message(timestamp=now - age * hour) for age in (5, 3, 9)))
+    add_letters("the password=hunter2 is wrong", a_message(app_id="shop"))
     result = run_dead("list")
     assert result.code == 0
     assert [" ".join(line.split()) for line in result.out.splitlines() if "─" not in line] == [
@@ -86,8 +88,8 @@ def test_groups_are_printed_with_the_largest_first(run_dead: Command, bury: Bury
     assert [group["count"] for group in run_dead("list", "--reason", "JSON", "--json").json] == [3]
 
 
-def test_letters_are_listed_up_to_a_limit(run_dead: Command, bury: Bury) -> None:
-    bury("unwanted", *(a_message() for _ in range(3)))
+def test_letters_are_listed_up_to_a_limit(run_dead: Command, add_letters: AddLetters) -> None:
+    add_letters("unwanted", *(a_message() for _ in range(3)))
     result = run_dead("list", "--letters", "--limit", "2", "--json")
     assert [letter["id"] for letter in result.json] == [f"{AGENT}:1", f"{AGENT}:2"]
     assert result.json[0]["queue"] == REQUESTS
@@ -96,9 +98,9 @@ def test_letters_are_listed_up_to_a_limit(run_dead: Command, bury: Bury) -> None
 
 
 def test_unreadable_letters_are_a_group_of_their_own(
-    run_dead: Command, bury: Bury, tmp_path: Path
+    run_dead: Command, add_letters: AddLetters, tmp_path: Path
 ) -> None:
-    bury("unwanted", a_message(), a_message(b"\xff"))
+    add_letters("unwanted", a_message(), a_message(b"\xff"))
     execute(tmp_path, "UPDATE meshpoint_queue_content SET app_id = X'ff1b' WHERE id = 2")
     groups = run_dead("list", "--json").json
     assert [(group["readable"], group["sender"]) for group in groups] == [
@@ -118,9 +120,11 @@ def test_unreadable_letters_are_a_group_of_their_own(
     assert run_dead("drop", f"{AGENT}:2", "--yes").out == "dropped 1 letter\n"
 
 
-def test_a_letter_is_shown_with_its_secrets_masked(run_dead: Command, bury: Bury) -> None:
+def test_a_letter_is_shown_with_its_secrets_masked(
+    run_dead: Command, add_letters: AddLetters
+) -> None:
     body = json.dumps({"city": "Rome", "api_key": "k-123"}).encode()
-    bury("unwanted", a_message(body, headers={"x-token": "t-456", "x-attempt": 2}))
+    add_letters("unwanted", a_message(body, headers={"x-token": "t-456", "x-attempt": 2}))
     shown = run_dead("show", f"{AGENT}:1")
     assert shown.code == 0
     assert "Rome" in shown.out
@@ -134,9 +138,9 @@ def test_a_letter_is_shown_with_its_secrets_masked(run_dead: Command, bury: Bury
 
 
 def test_the_raw_body_goes_to_standard_output(
-    bury: Bury, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+    add_letters: AddLetters, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    bury("unwanted", a_message(b"password=\x00\xff"))
+    add_letters("unwanted", a_message(b"password=\x00\xff"))
     options = ["--broker", f"sqlite:///{tmp_path}/mesh.db", "--namespace", "demo"]
     with pytest.raises(SystemExit) as exited:
         main(["dead", "show", f"{AGENT}:1", "--raw", "-", *options])
@@ -144,8 +148,10 @@ def test_the_raw_body_goes_to_standard_output(
     assert capfdbinary.readouterr().out == b"password=\x00\xff"
 
 
-def test_a_body_that_is_not_json_is_shown_as_masked_text(run_dead: Command, bury: Bury) -> None:
-    bury("unwanted", a_message(b"password=hunter2 \xff\x1b[2J"))
+def test_a_body_that_is_not_json_is_shown_as_masked_text(
+    run_dead: Command, add_letters: AddLetters
+) -> None:
+    add_letters("unwanted", a_message(b"password=hunter2 \xff\x1b[2J"))
     shown = run_dead("show", f"{AGENT}:1")
     assert "password=***" in shown.out
     assert "\x1b" not in shown.out
@@ -153,9 +159,9 @@ def test_a_body_that_is_not_json_is_shown_as_masked_text(run_dead: Command, bury
 
 
 def test_a_letter_is_replayed_with_an_edited_body(
-    run_dead: Command, bury: Bury, tmp_path: Path
+    run_dead: Command, add_letters: AddLetters, tmp_path: Path
 ) -> None:
-    bury("unwanted", a_message(b"{1}"))
+    add_letters("unwanted", a_message(b"{1}"))
     edited = tmp_path / "body.json"
     edited.write_bytes(b"{}")
     result = run_dead("replay", f"{AGENT}:1", "--edit", str(edited), "--yes")
@@ -169,10 +175,10 @@ def test_a_letter_is_replayed_with_an_edited_body(
 
 
 def test_a_group_is_replayed_after_a_confirmation(
-    run_dead: Command, bury: Bury, monkeypatch: pytest.MonkeyPatch
+    run_dead: Command, add_letters: AddLetters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bury("not JSON", a_message(), a_message())
-    bury("no slot", a_message())
+    add_letters("not JSON", a_message(), a_message())
+    add_letters("no slot", a_message())
     questions: list[str] = []
 
     def confirm(text: str, *, err: bool) -> bool:
@@ -198,25 +204,27 @@ def test_a_group_is_replayed_after_a_confirmation(
 
 
 def test_a_letter_whose_queue_is_gone_is_kept(
-    run_dead: Command, bury: Bury, tmp_path: Path
+    run_dead: Command, add_letters: AddLetters, tmp_path: Path
 ) -> None:
-    bury("unwanted", a_message(type=MessageType.RESPONSE), address=PRIVATE)
+    add_letters("unwanted", a_message(type=MessageType.RESPONSE), address=PRIVATE)
     execute(tmp_path, "DELETE FROM meshpoint_queue WHERE private")
     result = run_dead("replay", "--all", "--yes")
     assert result.code == 1
     assert result.out == ("replayed 0 letters; 1 kept: the queue of origin is gone\n")
 
 
-def test_letters_are_dropped(run_dead: Command, bury: Bury) -> None:
-    bury("unwanted", a_message(), a_message())
+def test_letters_are_dropped(run_dead: Command, add_letters: AddLetters) -> None:
+    add_letters("unwanted", a_message(), a_message())
     assert run_dead("drop", f"{AGENT}:1", "--yes").out == "dropped 1 letter\n"
     assert run_dead("drop", "--all", "--yes").out == "dropped 1 letter\n"
     assert run_dead("list").out == "no dead letters in namespace demo\n"
     assert run_dead("list", "--sender", "shop").out == "no such dead letters in namespace demo\n"
 
 
-def test_letters_that_do_not_exist_are_reported(run_dead: Command, bury: Bury) -> None:
-    bury("unwanted", a_message())
+def test_letters_that_do_not_exist_are_reported(
+    run_dead: Command, add_letters: AddLetters
+) -> None:
+    add_letters("unwanted", a_message())
     shown = run_dead("show", f"{AGENT}:99")
     assert shown.code == 1
     assert shown.err.startswith(f"error: there is no dead letter {AGENT}:99: it was replayed")
@@ -228,9 +236,9 @@ def test_letters_that_do_not_exist_are_reported(run_dead: Command, bury: Bury) -
 
 
 def test_an_outage_shows_how_far_the_command_came(
-    run_dead: Command, bury: Bury, monkeypatch: pytest.MonkeyPatch
+    run_dead: Command, add_letters: AddLetters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bury("unwanted", a_message(), a_message())
+    add_letters("unwanted", a_message(), a_message())
     monkeypatch.setattr(dead_letters, "_READ_PAGE", dead_letters._READ_PAGE.replace("500", "1"))
     calls, replay = [], SqliteDeadLetters.replay
 

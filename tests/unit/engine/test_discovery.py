@@ -52,18 +52,18 @@ def planner(*patterns: str) -> Any:
 
     @agent("planner")
     async def plan(ctx: Context, turns: int) -> list[list[str]]:
-        told = []
+        seen = []
         for turn in range(turns):
             cards = await offer_peers(ctx, patterns)
             calls = [peer_of_card(card)(turn) for card in cards]
             outcomes = await ctx.gather_outcomes(*calls) if calls else ()
-            told.append(
+            seen.append(
                 [
                     f"{card.name}/{card.version}: {_tell(outcome)}"
                     for card, outcome in zip(cards, outcomes, strict=True)
                 ]
             )
-        return told
+        return seen
 
     agent_: Any = plan
     agent_.peer_patterns = patterns

@@ -106,7 +106,7 @@ async def test_only_deaths_in_isolation_count(mesh: Mesh, client: FakePeer) -> N
     reply = await client.reply(task)
     assert isinstance(reply, Failed)
     assert reply.message == (
-        f"its segment was run 3 times and no run came to its end; its last process {KILLED}"
+        f"its segment ran 3 times and never finished; its last process {KILLED}"
     )
     assert len(isolation.all) == 3
     (event,) = mesh.events.matching(Step.DEAD_TASK)
@@ -301,7 +301,7 @@ async def test_a_task_that_also_kills_its_replicas_eventually_fails(
     await mesh.advance(LEASE)
     reply = await client.reply(task)
     assert isinstance(reply, Failed)
-    assert reply.message == "its replica was lost 11 times and no run came to its end"
+    assert reply.message == "its replica was lost 11 times and no run of it finished"
     assert len(isolation.all) == 9
 
 

@@ -539,9 +539,7 @@ async def test_a_subtask_that_kills_its_process_ends_its_task(
     await mesh.advance(17)
     reply = await client.reply(task_id)
     assert isinstance(reply, Failed)
-    error_message = (
-        "its segment was run 3 times and no run came to its end; checkpoint available: resume with"
-    )
+    error_message = "its segment ran 3 times and never finished; checkpoint available: resume with"
     assert reply.message == f"{error_message} `meshpoint tasks resume {task_id}`"
     last = await mesh.store.latest(task_id)
     assert last is not None

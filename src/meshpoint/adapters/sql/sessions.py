@@ -11,6 +11,7 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from meshpoint.adapters.sql.catalog_statements import READ_MISSING_PRIVILEGE
 from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors, summarize
 from meshpoint.adapters.sql.tables import calls, joins, tasks
 from meshpoint.errors import ConfigurationError, StoreUnavailable
@@ -24,13 +25,7 @@ SELECT pg_backend_pid() AS pid, current_setting('default_transaction_isolation')
        pg_is_in_recovery() AS standby,
        CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS double precision) AS now
 """
-_MISSING_PRIVILEGE = """
-SELECT name, privilege
-  FROM unnest(CAST($1 AS text[])) AS name,
-       unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
- WHERE NOT has_table_privilege(to_regclass(name), privilege)
- LIMIT 1
-"""
+_MISSING_PRIVILEGE = READ_MISSING_PRIVILEGE.replace(":names", "$1")
 _WRITTEN_TABLES = [table.name for table in (tasks, calls, joins)]
 
 

@@ -76,7 +76,7 @@ class StoredContext:
         return self._type.validate_json(to_json(dumped))
 
     def changes_since(self, before: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """What has changed since `before`, to be recorded with the result of a tool."""
+        """Changes since `before`, to be recorded with the result of a tool."""
         after = self.dump()
         changed = {key: value for key, value in after.items() if before.get(key, ...) != value}
         deleted: list[JsonValue] = [key for key in before if key not in after]
