@@ -38,6 +38,7 @@ class Benchmark(StrEnum):
     QUEUES = "queues"
     TIMELINE = "timeline"
     ENCRYPTION = "encryption"
+    TELEMETRY = "telemetry"
 
 
 def main(

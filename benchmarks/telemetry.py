@@ -1,20 +1,29 @@
-"""Time that telemetry takes for each event, and for a task that pauses once for one call.
+"""What telemetry costs: the whole mesh with and without it, and each event alone.
 
-    python -m benchmarks.telemetry
+    make bench ARGS=telemetry
+    python -m benchmarks.telemetry   # events alone
 
-The events of real tasks are recorded, and then replayed to each observer.
+With it, replicas send spans to a local collector, which also scrapes their Prometheus endpoints
+each second. For events alone, those of real tasks are replayed to each observer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 
+from benchmarks.environment import BenchmarkServers
+from benchmarks.measure import Medians, interleaved
+from benchmarks.report import Cell, Report, Table
+from benchmarks.rivals.rounds import run_sample, start_contender
+from benchmarks.rivals.specs import command_here
 from meshpoint import Peer, TaskExecutionContext, agent
 from meshpoint.adapters.telemetry.metrics import MetricsObserver
 from meshpoint.adapters.telemetry.prometheus_meter import PrometheusMeter
@@ -23,6 +32,15 @@ from meshpoint.local import local_mesh
 from meshpoint.model.events import Event
 from meshpoint.ports.observer import Observer
 
+OFF = "off"
+SHARES = {
+    "metrics": "metrics",
+    "metrics, spans of 1 % of the traces": "0.01",
+    "metrics, all spans": "1",
+}
+_TARGET = 0.95
+_FAN_OUTS = (1, 10)
+_IN_FLIGHT = 64
 _TASKS, _ROUNDS, _REPETITIONS = 100, 5, 10
 _ask_echo = Peer("echo", int, int)
 
@@ -50,6 +68,63 @@ class _Recorder:
 class _NoObserver:
     def emit(self, event: Event) -> None:
         pass
+
+
+async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
+    """Measure the mesh with each share of exported traces, round after round."""
+    rounds, seconds = (5, 1.5) if quick else (9, 3.0)
+    broker = (await stage.rabbit()).url
+    measured: dict[str, Medians] = {}
+    async with AsyncExitStack() as stack:
+        contenders = {}
+        options: Mapping[str, Sequence[str]] = {
+            OFF: (),
+            **{name: ("--sample", share) for name, share in SHARES.items()},
+        }
+        for name, arguments in options.items():
+            command = command_here("mesh", broker, await stage.database(), *arguments)
+            contenders[name] = await start_contender(stack, name, command)
+        pids = [each.pid for each in contenders.values()]
+        for fan_out in _FAN_OUTS:
+            samples = {
+                name: partial(run_sample, contender, None, pids, fan_out, _IN_FLIGHT, seconds)
+                for name, contender in contenders.items()
+            }
+            measured[f"N={fan_out}"] = await interleaved(samples, rounds, title=f"N={fan_out}")
+    return Report(
+        name="telemetry",
+        about=await stage.describe(),
+        tables=[_table(measured)],
+        figures={
+            name: {each: [sample.rate for sample in found] for each, found in m.samples.items()}
+            for name, m in measured.items()
+        },
+    )
+
+
+def _table(measured: Mapping[str, Medians]) -> Table:
+    rows: list[list[Cell]] = []
+    for name, medians in measured.items():
+        rows.append([name, OFF, medians.rate(OFF).median, 1.0, "", ""])
+        for share in SHARES:
+            ratio = medians.ratio(share, OFF)
+            rows.append(
+                [
+                    name,
+                    share,
+                    medians.rate(share).median,
+                    ratio.median,
+                    f"{ratio.low:.3g}..{ratio.high:.3g}",
+                    "met" if ratio.median >= _TARGET else "missed",
+                ]
+            )
+    return Table(
+        "Tasks per second with telemetry",
+        ["", "exported", "tasks/s", "on ÷ off", "lowest..highest", f"at least {_TARGET}"],
+        rows,
+        f"In flight: {_IN_FLIGHT} tasks. Rounds next to each other are compared. The collector "
+        "runs on the same machine.",
+    )
 
 
 async def record() -> Sequence[Event]:

@@ -7,11 +7,13 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 from benchmarks.rivals import driver
 from meshpoint.connecting import connect_to
 from meshpoint.model.ids import new_id
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
+from servers.process import free_port
 
 MAX_CONCURRENCY = 64
 """Concurrent segments: the most requests ever in flight, so that no default is the limit."""
@@ -25,6 +27,9 @@ async def mesh(options: Namespace) -> AsyncIterator[driver.Ask]:
     """
     settings = MeshSettings(namespace=f"bench-{new_id()}", broker_url=options.broker_url)
     async with AsyncExitStack() as stack:
+        collector = None
+        if options.sample is not None:
+            collector = await stack.enter_async_context(_collector())
         groups: Sequence[Sequence[str]] = (
             [["root", "peer"]] if options.together else [["root"], ["peer"]]
         )
@@ -32,7 +37,9 @@ async def mesh(options: Namespace) -> AsyncIterator[driver.Ask]:
             agents = tuple(
                 _agent(name, options, options.db_url if name == "root" else None) for name in names
             )
-            await stack.enter_async_context(_replica(Settings(mesh=settings, agents=agents)))
+            await stack.enter_async_context(
+                _replica(Settings(mesh=settings, agents=agents), collector, options.sample)
+            )
         client = await stack.enter_async_context(connect_to(settings))
 
         async def ask(fan_out: int) -> object:
@@ -49,13 +56,46 @@ def _agent(name: str, options: Namespace, db_url: str | None) -> AgentSettings:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Collector:
+    """A running collector. Ports of Prometheus endpoints are written to its `stdin`."""
+
+    address: str
+    stdin: asyncio.StreamWriter
+
+
 @asynccontextmanager
-async def _replica(settings: Settings) -> AsyncIterator[None]:
+async def _collector() -> AsyncIterator[_Collector]:
+    """A process that receives spans and metrics while the block runs."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "benchmarks.rivals.collector",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield _Collector((await process.stdout.readline()).decode().strip(), process.stdin)
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+@asynccontextmanager
+async def _replica(
+    settings: Settings, collector: _Collector | None, sample: str | None
+) -> AsyncIterator[None]:
     """A process that serves `settings` and drains at the end of the block."""
+    telemetry = []
+    if collector is not None:
+        telemetry = [collector.address, str(sample), str(free_port())]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "benchmarks.rivals.mesh_replica",
+        *telemetry,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -65,6 +105,8 @@ async def _replica(settings: Settings) -> AsyncIterator[None]:
         process.stdin.write(settings.model_dump_json().encode() + b"\n")
         if await process.stdout.readline() != b"ready\n":
             raise RuntimeError("a replica did not start; see above")
+        if collector is not None:
+            collector.stdin.write(f"{telemetry[-1]}\n".encode())
         yield
     finally:
         process.stdin.close()
@@ -78,6 +120,9 @@ def main() -> None:
     parser.add_argument("db_url", nargs="?", help="without it, stateless_checkpointing is false")
     parser.add_argument("--together", action="store_true", help="run root and peer in one process")
     parser.add_argument("--timeline", action="store_true", help="record timelines")
+    parser.add_argument(
+        "--sample", help="let a collector scrape metrics, and send it this share of traces"
+    )
     parser.add_argument(
         "--agents", default="benchmarks.rivals.mesh_agents", help="module of root and peer"
     )

@@ -80,11 +80,12 @@ async def test_sessions_override_settings_that_transitions_depend_on(store: SqlS
     async with store._database.engine.connect() as connection:
         found = {
             name: (await connection.exec_driver_sql(f"SHOW {name}")).scalar_one()
-            for name in (*DEFAULTS, "transaction_isolation")
+            for name in (*DEFAULTS, "transaction_isolation", "application_name")
         }
     assert found == {
         "default_transaction_isolation": "read committed",
         "transaction_isolation": "read committed",
+        "application_name": "meshpoint",
         "default_transaction_read_only": "off",
         "statement_timeout": "30s",
         "lock_timeout": "1s",

@@ -285,11 +285,11 @@ def _describe_requester(task: TaskSummary) -> str | None:
 
 
 def _describe_losses(task: TaskSummary) -> str | None:
-    """Replicas lost while they ran this segment, and how many of them the task itself killed."""
+    """Replicas lost while they ran this segment, and how often the task killed its process."""
     if not task.rescues:
         return None
     deaths = task.attempt - (task.state is TaskState.RUNNING)
-    return f"{task.rescues}" + (f", {deaths} of them through this task" if deaths > 0 else "")
+    return f"{task.rescues}" + (f"; this task killed its process {deaths} times" if deaths else "")
 
 
 def _describe_deadline(task: TaskSummary) -> str | None:

@@ -167,6 +167,9 @@ async def _cancel_all(tasks: Sequence[tuple[Source, TaskId, AgentName]]) -> str:
     for source, chosen in by_source.items():
         if note := await source.notify_cancelled(chosen):
             notes[note] = None
+    if not count:
+        done = "nothing is left to cancel: they have ended, or were cancelled before"
+        raise MeshpointError("; ".join([done, *notes]))
     return "; ".join([f"cancelled {quantity(count, 'task')}", *notes])
 
 

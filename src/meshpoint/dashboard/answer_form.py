@@ -167,6 +167,7 @@ def read_json(text: str) -> JsonValue:
     """
     try:
         value: JsonValue = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # half a surrogate pair
     except (ValueError, RecursionError) as error:
         raise AnswerRefused(f"the answer is not JSON: {error}") from error
     return value

@@ -19,7 +19,6 @@ from starlette.responses import (
     PlainTextResponse,
     RedirectResponse,
     Response,
-    StreamingResponse,
 )
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -30,7 +29,7 @@ from meshpoint._version import __version__
 from meshpoint.dashboard import actions, answer_form, views
 from meshpoint.dashboard.access import SESSION_COOKIE, SESSION_SECONDS, Access, User
 from meshpoint.dashboard.guard import TOKEN_FIELD, Guard
-from meshpoint.dashboard.live import Live
+from meshpoint.dashboard.live import EventStream, Live
 from meshpoint.dashboard.showing import Masks, make_environment
 from meshpoint.dashboard.sources import Source, load_sources
 from meshpoint.errors import (
@@ -160,9 +159,15 @@ class Dashboard:
     async def _find(self, request: Request) -> Response:
         """Find the database that has a task, and go to its page."""
         task_id = request.query_params.get("id", "").strip()
+        unavailable: Unavailable | None = None
         for source in self._sources.values():
-            if task_id and await (await source.open()).task(TaskId(task_id)):
-                return _redirect(request, f"/m/{source.key}/task", {"id": task_id})
+            try:
+                if task_id and await (await source.open()).task(TaskId(task_id)):
+                    return _redirect(request, f"/m/{source.key}/task", {"id": task_id})
+            except Unavailable as error:
+                unavailable = error  # another database may have the task
+        if unavailable is not None:
+            raise unavailable
         raise OperationNotFound(task_id, f"there is no task {task_id[:200]!r} in any database")
 
     async def _show(self, request: Request) -> Response:
@@ -189,7 +194,10 @@ class Dashboard:
     async def _follow(self, request: Request) -> Response:
         """Send a page whenever it changes."""
         source, name, view = self._chosen(request)
-        if self._live.is_full or not view.is_live:
+        user: User = request.state.user
+        if request.method != "GET" or not view.is_live:
+            return PlainTextResponse("no stream", HTTPStatus.METHOD_NOT_ALLOWED)
+        if self._live.is_full(user.name):
             return PlainTextResponse("too many streams", HTTPStatus.SERVICE_UNAVAILABLE)
 
         async def render() -> tuple[str, str]:
@@ -203,12 +211,10 @@ class Dashboard:
                 log.exception("the page %s cannot be rendered", name)
                 return "", self._problem("this page cannot be read; the log says why")
 
-        user: User = request.state.user
         root = request.scope.get("root_path", "")
         key = (source.key, name, root, user.role, tuple(sorted(_query(request).items())))
-        return StreamingResponse(
-            self._live.stream(key, render),
-            media_type="text/event-stream",
+        return EventStream(
+            self._live.stream(key, render, user.name),
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )
 

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from time import monotonic
+
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+log = logging.getLogger(__name__)
 
 _INTERVAL = 0.5
 """Seconds between two looks at the database. Changes in between are sent together."""
@@ -15,6 +22,11 @@ _KEEP_ALIVE = 15.0
 _STREAM_SECONDS = 900.0
 """A browser then connects again, which checks its session."""
 MAX_STREAMS = 200
+MAX_STREAMS_OF_USER = 50
+_MAX_READS = 3
+"""Pages that are read at once. Other requests need connections to the database, too."""
+_SEND_SECONDS = 30.0
+"""A browser that takes nothing for so long loses its stream, which others may need."""
 
 
 class Live:
@@ -22,32 +34,34 @@ class Live:
 
     def __init__(self) -> None:
         self._watches: dict[Hashable, _Watch] = {}
-        self._streams = 0
+        self._streams: Counter[str] = Counter()
+        self._reading = asyncio.Semaphore(_MAX_READS)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no further stream fits."""
-        return self._streams >= MAX_STREAMS
+    def is_full(self, user: str) -> bool:
+        """Whether no further stream fits: of all users, or of this one."""
+        return self._streams.total() >= MAX_STREAMS or self._streams[user] >= MAX_STREAMS_OF_USER
 
     async def stream(
-        self, key: Hashable, render: Callable[[], Awaitable[tuple[str, str]]]
+        self, key: Hashable, render: Callable[[], Awaitable[tuple[str, str]]], user: str
     ) -> AsyncIterator[str]:
         """Yield events with the content of a page, now and whenever it changes.
 
         Args:
             key: Pages with the same key have the same content.
             render: Returns the content, and what is wrong, as HTML.
+            user: The name of the user who watches.
         """
         watch = self._watches.get(key)
         if watch is None:
-            watch = self._watches[key] = _Watch(render)
-        self._streams += 1
+            watch = self._watches[key] = _Watch(render, self._reading)
+        self._streams[user] += 1
         watch.readers += 1
         try:
             async for event in _follow(watch):
                 yield event
         finally:
-            self._streams -= 1
+            self._streams[user] -= 1
+            self._streams += Counter()  # forgets users without streams
             watch.readers -= 1
             if not watch.readers:
                 watch.stop()
@@ -58,11 +72,13 @@ class Live:
 class _Watch:
     """Reads one page again and again."""
 
-    def __init__(self, render: Callable[[], Awaitable[tuple[str, str]]]) -> None:
+    def __init__(
+        self, render: Callable[[], Awaitable[tuple[str, str]]], reading: asyncio.Semaphore
+    ) -> None:
         self.readers = 0
         self.content: tuple[str, str] | None = None
         self.changed = asyncio.Event()
-        self._render = render
+        self._render, self._reading = render, reading
         self._task = asyncio.create_task(self._run())
 
     def stop(self) -> None:
@@ -71,14 +87,33 @@ class _Watch:
 
     async def _run(self) -> None:
         while True:
-            started = monotonic()
-            content = await self._render()
+            async with self._reading:
+                started = monotonic()
+                content = await self._render()
+                seconds = monotonic() - started
             if content != self.content:
                 self.content = content
                 self.changed.set()
                 self.changed = asyncio.Event()
-            seconds = monotonic() - started
             await asyncio.sleep(min(max(_INTERVAL, _SHARE * seconds), _MAX_INTERVAL))
+
+
+class EventStream(StreamingResponse):
+    """Sends events to a browser until one of them leaves, or the browser takes nothing more."""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(_SEND_SECONDS):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            log.info("a browser took nothing for %.0f s; its stream ends", _SEND_SECONDS)
 
 
 async def _follow(watch: _Watch) -> AsyncIterator[str]:

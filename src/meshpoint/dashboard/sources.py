@@ -205,8 +205,11 @@ def load_sources(configs: Sequence[Path | str]) -> list[Source]:
         for store in stores_of(settings):
             name = settings.mesh.namespace
             used[name] += 1
-            suffix = f"-{used[name]}" if used[name] > 1 else ""
-            found.append(Source(name + suffix, name + suffix, settings, store))
+            title = name if used[name] == 1 else f"{name}-{used[name]}"
+            while any(each.key == title for each in [*sources, *found]):
+                used[name] += 1
+                title = f"{name}-{used[name]}"
+            found.append(Source(title, title, settings, store))
         if not found:
             fix = "add session_service: sql to an agent"
             raise ConfigurationError(str(config), "no agent in it has a database", fix)

@@ -78,6 +78,7 @@ async def tasks(source: Source, query: Query) -> Context:
     page = await store.due_tasks(state, agent, after=_due(query), limit=_LIST_PAGE)
     return {
         "tasks": [each.task for each in page.items],
+        "masks": Masks(source.secret_keys),
         "state": state,
         "next": page.next,
         "no_deadline": NO_DEADLINE,

@@ -17,9 +17,10 @@ from dashboard.client import Browser
 from dashboard.scene import NAMESPACE, Scene, call, respond, wait
 from meshpoint import interventions
 from meshpoint.adapters.sql.operator_store import SqlOperatorStore
-from meshpoint.dashboard import LocalAccess
+from meshpoint.dashboard import LocalAccess, actions
 from meshpoint.dashboard.access import Role
-from meshpoint.errors import StoreUnavailable
+from meshpoint.dashboard.sources import load_sources
+from meshpoint.errors import MeshpointError, StoreUnavailable
 from meshpoint.model.ids import TaskId
 from meshpoint.model.operator_views import OperatorAction
 from meshpoint.model.outcomes import Failed, Ok
@@ -72,6 +73,30 @@ async def test_one_task_is_cancelled_without_those_it_waits_for(
     await browser.submit(f"{MESH}/do/cancel", {"choice": "one"}, id=scene.root)
     assert await state_of(store, scene.root) is TaskState.CANCELLED
     assert await state_of(store, scene.child) is TaskState.WAITING
+
+
+async def test_a_cancel_that_comes_too_late_says_so(
+    config: Path, scene: Scene, store: SqlOperatorStore
+) -> None:
+    """Two operators confirm at the same time."""
+    (source,) = load_sources([config])
+    plans = [await actions.plan(source, "cancel", {"id": scene.child}) for _ in range(2)]
+    await actions.perform(source, plans[0], "ada")
+    with pytest.raises(MeshpointError, match="nothing is left to cancel"):
+        await actions.perform(source, plans[1], "bob")
+    latest, first = (await store.actions(limit=2)).items
+    assert (first.succeeded, latest.succeeded) == (True, False)
+    await source.close()
+
+
+async def test_an_answer_that_no_text_can_hold_is_refused(
+    browser: Browser, scene: Scene, store: SqlOperatorStore
+) -> None:
+    fields = {"mode": "json", "json": '{"approved": true, "remark": "\\ud800"}'}
+    refused = await browser.submit(f"{MESH}/question", fields, id=scene.question.to_id())
+    assert refused.status_code == 409
+    assert "the answer is not JSON" in refused.text
+    assert (await store.actions(limit=1)).items == []
 
 
 async def test_a_task_is_suspended_and_continued(

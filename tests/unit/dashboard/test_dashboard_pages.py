@@ -15,11 +15,12 @@ from dashboard.scene import NAMESPACE, Scene, call, open_store, wait, write_conf
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.adapters.sql.operator_store import SqlOperatorStore
 from meshpoint.dashboard import Dashboard, LocalAccess
+from meshpoint.dashboard.sources import load_sources
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.replicas import Registration
 from meshpoint.model.timeline import TimelineOptions
-from meshpoint.testing.conformance.build import answered, paused
+from meshpoint.testing.conformance.build import answered, failed, paused
 
 PAGES = ("waiting", "questions", "failures", "agents", "audit", "tasks", "letters")
 
@@ -174,6 +175,41 @@ async def test_no_page_shows_a_secret_or_runs_a_script(
         assert not re.search(
             r"<script(?! src=\"/static/)|\son\w+=|\sstyle=|javascript:", page.text
         )
+
+
+async def test_a_list_shows_no_secret_of_a_subject(
+    browser: Browser, store: SqlOperatorStore
+) -> None:
+    await failed(store, subject="invoice with api_key=hunter3")
+    page = await browser.get(f"/m/{NAMESPACE}/tasks", state="failed")
+    assert "invoice with api_key=***" in page.text
+
+
+async def test_a_task_is_found_although_another_database_is_unavailable(
+    tmp_path: Path, config: Path, scene: Scene
+) -> None:
+    (tmp_path / "gone").mkdir()
+    app = Dashboard(write_config(tmp_path / "gone"), config, access=LocalAccess("ada"))
+    found = await Browser(app).get("/find", id=scene.root)
+    assert found.headers["location"] == f"/m/{NAMESPACE}-2/task?id={scene.root}"
+    assert (await Browser(app).get("/find", id="nobody")).status_code == 503
+    await app.aclose()
+
+
+def test_databases_have_addresses_of_their_own(tmp_path: Path) -> None:
+    for number, namespace in enumerate(("a", "a", "a-2")):
+        (tmp_path / f"{number}.yaml").write_text(
+            f"mesh: {{namespace: {namespace}, broker_url: 'memory://',"
+            f" database_url: 'sqlite:///{tmp_path}/{number}.db'}}\n"
+            "agent: {name: a, entrypoint: 'm:a'}\n"
+        )
+    sources = load_sources([tmp_path / f"{number}.yaml" for number in range(3)])
+    assert len({each.key for each in sources}) == 3
+
+
+async def test_only_a_browser_that_reads_has_a_stream(browser: Browser) -> None:
+    page = await browser.http.head(f"/m/{NAMESPACE}/live/waiting")
+    assert page.status_code == 405
 
 
 async def test_a_hostile_task_has_a_page_of_its_own(browser: Browser, scene: Scene) -> None:

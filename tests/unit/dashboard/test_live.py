@@ -10,7 +10,7 @@ import pytest
 from dashboard.scene import NAMESPACE, Scene, call, respond, wait
 from meshpoint.adapters.sql.operator_store import SqlOperatorStore
 from meshpoint.dashboard import Dashboard, LocalAccess, live
-from meshpoint.dashboard.live import Live
+from meshpoint.dashboard.live import EventStream, Live
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ async def next_events(stream: AsyncIterator[str]) -> str:
 
 async def test_a_stream_has_the_page_at_once_and_after_each_change() -> None:
     page, hub = Page(), Live()
-    stream = hub.stream("a", page.render)
+    stream = hub.stream("a", page.render, "ada")
     assert await next_events(stream) == ("event: problem\ndata: \n\nevent: content\ndata: one\n\n")
     page.content = "two\r\nlines\r"
     assert "event: content\ndata: two\ndata: lines\n\n" in await next_events(stream)
@@ -52,13 +52,13 @@ async def test_a_stream_has_the_page_at_once_and_after_each_change() -> None:
 
 async def test_browsers_with_the_same_page_share_its_reads() -> None:
     page, hub = Page(), Live()
-    streams = [hub.stream("a", page.render) for _ in range(3)]
+    streams = [hub.stream("a", page.render, "ada") for _ in range(3)]
     for each in streams:
         await next_events(each)
     assert len(hub._watches) == 1
     for each in streams:
         await each.aclose()  # type: ignore[attr-defined]
-    assert (hub._watches, hub._streams) == ({}, 0)
+    assert (hub._watches, hub._streams) == ({}, {})
     await asyncio.sleep(0)
     reads = page.reads
     page.read.clear()
@@ -70,17 +70,60 @@ async def test_browsers_with_the_same_page_share_its_reads() -> None:
 async def test_there_are_not_too_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "MAX_STREAMS", 1)
     page, hub = Page(), Live()
-    stream = hub.stream("a", page.render)
+    stream = hub.stream("a", page.render, "ada")
     await next_events(stream)
-    assert hub.is_full
+    assert hub.is_full("bob")
     await stream.aclose()  # type: ignore[attr-defined]
-    assert not hub.is_full
+    assert not hub.is_full("bob")
+
+
+async def test_one_user_leaves_streams_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MAX_STREAMS_OF_USER", 1)
+    page, hub = Page(), Live()
+    stream = hub.stream("a", page.render, "ada")
+    await next_events(stream)
+    assert (hub.is_full("ada"), hub.is_full("bob")) == (True, False)
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_many_pages_are_not_read_at_once() -> None:
+    hub, reading, most = Live(), 0, 0
+
+    async def render() -> tuple[str, str]:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        await asyncio.sleep(0)
+        reading -= 1
+        return "page", ""
+
+    streams = [hub.stream(key, render, "ada") for key in range(20)]
+    await asyncio.gather(*map(next_events, streams))
+    for each in streams:
+        await each.aclose()  # type: ignore[attr-defined]
+    assert most == live._MAX_READS
+
+
+async def test_a_browser_that_takes_nothing_loses_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "_SEND_SECONDS", 0.0)
+    hub, never = Live(), asyncio.Event()
+
+    async def wait(*_: object) -> dict[str, object]:
+        await never.wait()
+        return {}
+
+    response = EventStream(hub.stream("a", Page().render, "ada"))
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    await response(scope, wait, wait)  # type: ignore[arg-type]
+    assert hub._streams == {}
 
 
 async def test_a_stream_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_STREAM_SECONDS", 0.0)
     hub = Live()
-    assert [event async for event in hub.stream("a", Page().render)] == ["retry: 1000\n\n"]
+    assert [event async for event in hub.stream("a", Page().render, "ada")] == ["retry: 1000\n\n"]
 
 
 async def test_the_progress_of_a_task_reaches_the_browser(

@@ -217,6 +217,7 @@ async def test_a_gauge_shows_an_outage_and_its_end(
         value for value, before in zip(values, [None, *values], strict=False) if value != before
     ]
     assert changes == [1, 0, 1]
+    assert not any(isinstance(value, bool) for value in values), "OTLP has no booleans"
 
 
 def test_every_metric_has_a_cause() -> None:

@@ -144,6 +144,7 @@ def _postgres(
         "plan_cache_mode": "force_generic_plan",
         "enable_seqscan": "off",
         "jit": "off",
+        "application_name": "meshpoint",  # tells people whose sessions they see
     }
     engine = create_async_engine(
         url,

@@ -236,7 +236,7 @@ class MetricsObserver:
         self._record(BROKER_UP, 1, event.agent)
 
     def _on_sweep(self, event: Event) -> None:
-        self._record(BROKER_UP, bool(event.detail.get("broker")), event.agent)
+        self._record(BROKER_UP, int(bool(event.detail.get("broker"))), event.agent)
 
     def _on_sweep_end(self, event: Event) -> None:
         if event.detail.get("durable"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from opentelemetry import context as otel_context
@@ -24,6 +25,8 @@ PARENT = "meshpoint.parent"
 """In a task's trace context: the `traceparent` of the span that is the parent of its segments."""
 _TRACEPARENT = "traceparent"
 _W3C = TraceContextTextMapPropagator()
+_NO_CONTEXT = Context()
+_KNOWN_PARENTS = 4096
 _SUCCESSES = frozenset({"completed", "draining"})
 
 
@@ -274,12 +277,19 @@ def _pause_id(event: Event) -> str:
 
 def _context_of(traceparent: object) -> Context:
     """The context whose span a message or a task names; empty if it names none."""
-    carrier = {_TRACEPARENT: traceparent} if isinstance(traceparent, str) else {}
-    return _W3C.extract(carrier, Context())
+    return _parse(traceparent) if isinstance(traceparent, str) else _NO_CONTEXT
+
+
+@lru_cache(_KNOWN_PARENTS)
+def _parse(traceparent: str) -> Context:
+    """The context of a `traceparent`. Contexts do not change, and several events name the same."""
+    return _W3C.extract({_TRACEPARENT: traceparent}, Context())
 
 
 def _span_context(traceparent: object) -> SpanContext | None:
-    found = trace.get_current_span(_context_of(traceparent)).get_span_context()
+    if not isinstance(traceparent, str):
+        return None
+    found = trace.get_current_span(_parse(traceparent)).get_span_context()
     return found if found.is_valid else None
 
 

@@ -129,6 +129,17 @@
     else found.focus();
   });
 
+  // A second click would send the form again, and show that there is nothing left to do.
+  document.addEventListener("submit", (event) => {
+    const form = event.target;
+    if (form.method !== "post") return;
+    if (form.dataset.sent) event.preventDefault();
+    form.dataset.sent = "yes";
+  });
+  addEventListener("pageshow", () => {
+    for (const form of document.querySelectorAll("form[data-sent]")) delete form.dataset.sent;
+  });
+
   const current = document.querySelector(".menu [aria-current]");
   if (current) current.scrollIntoView({ block: "nearest", inline: "center" });
 
