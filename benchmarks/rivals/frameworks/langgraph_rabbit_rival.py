@@ -122,7 +122,7 @@ class Root:
 
     async def _resume(self, message: Any) -> None:
         async with message.process():
-            argument = Command(resume={message.message_id: message.body.decode()})
+            argument: Any = Command(resume={message.message_id: message.body.decode()})
             await self._advance(str(message.correlation_id), argument)
 
     async def _advance(self, thread: str, argument: Any) -> None:
