@@ -285,6 +285,16 @@ async def test_text_is_streamed(framework: Framework) -> None:
     assert journey.model_calls == [1, 2, 3, 4]
 
 
+async def test_without_streaming_nothing_is_sent_before_the_result(framework: Framework) -> None:
+    journey = Journey(two_pauses, TOOLS)
+    async with TestMesh(framework.build(journey, stream=False)) as mesh:
+        stubs(mesh)
+        task = await mesh.send(travel, ROME)
+        updates = [each async for each in task.updates()]
+        assert (await task.result()).strip() == PLAN
+    assert not [each for each in updates if isinstance(each, TextDelta | StatusUpdate)]
+
+
 async def test_a_limit_holds_across_pauses(framework: Framework) -> None:
     journey = Journey(two_pauses, TOOLS)
     async with TestMesh(framework.build(journey, request_limit=3)) as mesh:

@@ -548,7 +548,7 @@ class StatementRun:
         await self._store.end([an_end(run) for run in runs])
 
     async def _hand_over(self) -> None:
-        """Publish and ack in the commits of pauses with and without logs, claims and ends."""
+        """Publish and ack in the commits of pauses, also of operations, claims and ends."""
         async with _open_broker(self._url) as broker:
             for logged in (False, True):
                 pauses = [
@@ -578,6 +578,17 @@ class StatementRun:
                     for task in await self._claim_acking(broker, pauses)
                 ]
                 assert len(await self._store.end(ends)) == self._batch
+            child = Child(id=TaskId(new_id()), peer=AGENT, digest="d")
+            pauses = [
+                a_handed_over(
+                    replace(a_pause(run=await operating(self._store)), children=(child,)),
+                    await prepared(broker, [(_REQUESTS, a_message())]),
+                )
+                for _ in range(self._batch)
+            ]
+            await self._store.pause(pauses)
+            tasks = await self._claim_acking(broker, pauses)
+            await self._store.end([an_end(task.run) for task in tasks])
             assert await self._store.finds_lease(broker.lease_id or 0)
 
     async def _claim_acking(self, broker: PostgresBroker, pauses: list[Pause]) -> list[Resumable]:

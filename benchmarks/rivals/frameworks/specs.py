@@ -10,16 +10,25 @@ from benchmarks.rivals.resource_meters import PostgresMeter
 from benchmarks.rivals.specs import RIVALS_PYTHON, ContenderSpec, command_here
 
 MESH_PYDANTIC_AI, MESH_LANGGRAPH = "Meshpoint with Pydantic AI", "Meshpoint with LangGraph"
+RABBIT_PYDANTIC_AI, RABBIT_LANGGRAPH = (
+    f"{MESH_PYDANTIC_AI}, over RabbitMQ",
+    f"{MESH_LANGGRAPH}, over RabbitMQ",
+)
 DBOS, DBOS_HERE = "Pydantic AI with DBOS", "Pydantic AI with DBOS, one process"
 TEMPORAL = "Pydantic AI with Temporal"
 LANGGRAPH = "LangGraph with its saver"
+LANGGRAPH_EXIT = "LangGraph with its saver, durability exit"
 LANGGRAPH_HERE = "LangGraph with its saver, one process"
 
 RIVALS_OF = {
     MESH_PYDANTIC_AI: (DBOS, DBOS_HERE, TEMPORAL),
-    MESH_LANGGRAPH: (LANGGRAPH, LANGGRAPH_HERE),
+    RABBIT_PYDANTIC_AI: (),
+    MESH_LANGGRAPH: (LANGGRAPH, LANGGRAPH_EXIT, LANGGRAPH_HERE),
+    RABBIT_LANGGRAPH: (),
 }
 """With which contenders each of Meshpoint's is compared: those of the same framework."""
+WEAKER = (LANGGRAPH_EXIT, LANGGRAPH_HERE)
+"""Contenders that may pay for a model's answer twice, or have no peer. They are no targets."""
 PACKAGES = (
     "pydantic-ai-slim",
     "dbos",
@@ -33,11 +42,17 @@ PACKAGES = (
 
 _MESHPOINT = (
     "survives kills of every process; a waiting task is a row, out of memory, and any replica "
-    "resumes it; a call and its answer are neither lost nor doubled. RabbitMQ: quorum queues, "
-    "persistent, confirmed; PostgreSQL with synchronous_commit"
+    "resumes it; a call and its answer are neither lost nor doubled, and no recorded answer of a "
+    "model is paid twice. "
+)
+_POSTGRESQL = f"{_MESHPOINT}One PostgreSQL database for tasks and queues, with synchronous_commit"
+_RABBIT = (
+    f"{_MESHPOINT}RabbitMQ: quorum queues, persistent, confirmed; PostgreSQL with "
+    "synchronous_commit"
 )
 GUARANTEES = {
-    MESH_PYDANTIC_AI: _MESHPOINT,
+    MESH_PYDANTIC_AI: _POSTGRESQL,
+    RABBIT_PYDANTIC_AI: _RABBIT,
     DBOS: (
         "survives kills: the workflow replays its steps when its executor starts again; a waiting "
         "task stays in memory. The peer in another process, through a DBOS queue polled every "
@@ -49,30 +64,46 @@ GUARANTEES = {
         "Temporal's development server, one process with SQLite; the peer is an activity on a "
         "task queue of its own, in another process"
     ),
-    MESH_LANGGRAPH: _MESHPOINT,
+    MESH_LANGGRAPH: _POSTGRESQL,
+    RABBIT_LANGGRAPH: _RABBIT,
     LANGGRAPH: (
-        "the graph survives kills, and a waiting task is out of memory; but a kill between its "
-        "checkpoint and the message loses the call, and an answer that comes twice is the answer "
-        "to the next call, unless the application prevents both. RabbitMQ as above; PostgreSQL "
-        "with synchronous_commit, durability exit"
+        "the same as Meshpoint over RabbitMQ, in as many processes: each answer of the model is "
+        "checkpointed (durability sync), messages are acked when what follows them is sent, and "
+        "answers name their interrupts"
     ),
-    LANGGRAPH_HERE: "the same saver; the answer is there at once, without a queue or a peer",
+    LANGGRAPH_EXIT: (
+        "the same, but written once for each pause, so that a kill repeats a turn of the model"
+    ),
+    LANGGRAPH_HERE: (
+        "the saver with durability exit; the answer is there at once, without a queue, a client "
+        "or a peer"
+    ),
 }
 
 
 async def contender_specs(stage: BenchmarkServers, folder: Path) -> list[ContenderSpec]:
     """All contenders available on this machine."""
     specs = [
-        await _mesh(stage, MESH_PYDANTIC_AI, "mesh_pydantic_ai"),
-        await _mesh(stage, MESH_LANGGRAPH, "mesh_langgraph"),
+        await _mesh(
+            stage, name, module, over_rabbit=name in (RABBIT_PYDANTIC_AI, RABBIT_LANGGRAPH)
+        )
+        for name, module in (
+            (MESH_PYDANTIC_AI, "mesh_pydantic_ai"),
+            (RABBIT_PYDANTIC_AI, "mesh_pydantic_ai"),
+            (MESH_LANGGRAPH, "mesh_langgraph"),
+            (RABBIT_LANGGRAPH, "mesh_langgraph"),
+        )
     ]
     return [*specs, *await _rivals(stage, folder)] if RIVALS_PYTHON.exists() else specs
 
 
-async def _mesh(stage: BenchmarkServers, name: str, module: str) -> ContenderSpec:
-    amqp, database = (await stage.rabbit()).url, await stage.database()
+async def _mesh(
+    stage: BenchmarkServers, name: str, module: str, *, over_rabbit: bool
+) -> ContenderSpec:
+    database = await stage.database()
+    broker = (await stage.rabbit()).url if over_rabbit else database
     agents = f"benchmarks.rivals.frameworks.{module}"
-    command = command_here("mesh", amqp, database, "--agents", agents)
+    command = command_here("mesh", broker, database, "--agents", agents)
     return await _with_meter(stage, name, command, database)
 
 
@@ -82,7 +113,8 @@ async def _rivals(stage: BenchmarkServers, folder: Path) -> list[ContenderSpec]:
         DBOS: ("pydantic_ai_dbos_rival", []),
         DBOS_HERE: ("pydantic_ai_dbos_rival", ["--here"]),
         LANGGRAPH: ("langgraph_rabbit_rival", [amqp]),
-        LANGGRAPH_HERE: ("langgraph_rabbit_rival", []),
+        LANGGRAPH_EXIT: ("langgraph_rabbit_rival", [amqp, "--durability", "exit"]),
+        LANGGRAPH_HERE: ("langgraph_rabbit_rival", ["--durability", "exit"]),
     }
     specs: list[ContenderSpec] = []
     for name, (module, options) in commands.items():

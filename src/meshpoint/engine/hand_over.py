@@ -44,7 +44,7 @@ async def prepare_pause(
     """Add the requests of a pause and the acks of its task's requests."""
     if runtime.hand_over_broker is None or not backend.is_shared or segment.unrecorded:
         return pause
-    if pause.checkpoint or pause.children or not all(map(_is_plain, pause.calls)):
+    if pause.checkpoint or not all(map(_is_plain, pause.calls)):
         return pause
     now = None
     if any(call.timeout is not None for call in pause.calls):

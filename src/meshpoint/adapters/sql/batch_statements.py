@@ -36,6 +36,7 @@ from meshpoint.adapters.sql.hand_over import ACK_RECORDED, hand_over
 from meshpoint.adapters.sql.operation_statements import (
     ON_CONFLICT_REPLACE,
     ON_CONFLICT_REPLACE_RECORD,
+    appended_children,
 )
 from meshpoint.model.tasks import NO_DEADLINE
 
@@ -327,6 +328,11 @@ PAUSE_EXISTING_HANDING_OVER = _pause_existing("pause existing handing over", han
 # pause that leaves the log as it is. A row with another last entry, or with entries after it, is
 # left to the general transaction.
 _LOG = _items(39, after="int", replaces="boolean", keeps_state="boolean", new_entries="int")
+_CHANGE_LOG = f"""
+replaced AS (
+  DELETE FROM agent_task_log AS l
+   WHERE l.logical_task_id = ANY(ARRAY(SELECT logical_task_id FROM written WHERE replaces))),
+{_append_entries(43)}"""
 _pause_existing_with_log = partial(
     _pause_existing,
     guard=f"""
@@ -338,16 +344,25 @@ _pause_existing_with_log = partial(
     returned=f""",
             t.run_id, t.log_seq, {_LOG["new_entries"]} AS new_entries,
             {_LOG["replaces"]} AS replaces""",
-    logged=f"""
-replaced AS (
-  DELETE FROM agent_task_log AS l
-   WHERE l.logical_task_id = ANY(ARRAY(SELECT logical_task_id FROM written WHERE replaces))),
-{_append_entries(43)}""",
+    logged=_CHANGE_LOG,
 )
 PAUSE_EXISTING_WITH_LOG = _pause_existing_with_log("pause existing with log")
 PAUSE_EXISTING_WITH_LOG_HANDING_OVER = _pause_existing_with_log(
     "pause existing with log handing over", hand_over_at=46
 )
+
+# The same for operations: `$46` has the children that each pause adds, or NULL.
+_CHILDREN = "($46::text[])[given.place::int]"
+_pause_operation = partial(
+    _pause_existing_with_log,
+    logged=f"""{_CHANGE_LOG}
+added_children AS (
+  UPDATE agent_operations AS o SET children = {appended_children("o.children", _CHILDREN)}
+    FROM written JOIN given ON given.task_id = written.logical_task_id
+   WHERE o.operation_id = written.logical_task_id AND {_CHILDREN} IS NOT NULL),""",
+)
+PAUSE_OPERATION = _pause_operation("pause operation")
+PAUSE_OPERATION_HANDING_OVER = _pause_operation("pause operation handing over", hand_over_at=47)
 
 # Append entries to the logs of running tasks, if the logs are as their runs have read them. The
 # last entry is found by a subquery, because the planner would turn NOT EXISTS into a join.

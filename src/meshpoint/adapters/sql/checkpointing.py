@@ -210,6 +210,7 @@ class PackedPause:
     earliest_timeout: float | None  # seconds until the first sendable call times out
     checkpoint: CheckpointRows | None  # the operation's checkpoint, if the pause has one
     entries: tuple[bytes, ...]  # appended to the log
+    children: str | None  # added to the operation
     size: int  # approximate bytes it adds to a statement
 
     @classmethod
@@ -266,6 +267,7 @@ class PackedPause:
             else checkpoint_rows(pause.checkpoint, codec, options.names)
         )
         entries = await seal_entries(log, codec, agent, task_id) if log.entries else ()
+        children = children_json(pause.children, codec, agent, task_id) if pause.children else None
         outcomes: Iterable[Packed] = (None,) * len(pause.calls)
         if closed:
             outcomes = await outcome_columns(
@@ -292,7 +294,8 @@ class PackedPause:
             earliest_timeout=duration_seconds(min(timeouts, default=None)),
             checkpoint=checkpoint,
             entries=entries,
-            size=_size(pause, (*bodies, *entries), checkpoint),
+            children=children,
+            size=_size(pause, (*bodies, *entries), checkpoint) + len(children or ""),
         )
 
     def with_deadline(self, deadline: float | None) -> PackedPause:
@@ -312,14 +315,15 @@ class PackedPause:
     def fits_fast_path(self) -> bool:
         """Whether the fast path can write it.
 
-        It cannot if a call has an outcome already, is a wait, or may be retried, if the pause adds
-        children or a checkpoint, or if it is larger than one statement may be.
+        It cannot if a call has an outcome already, is a wait, or may be retried, if the pause has
+        a checkpoint, if it adds children to a task without a row, or if it is larger than one
+        statement may be.
         """
         return not (
             self.closed
             or self.waits
             or self.retries
-            or self.pause.children
+            or (self.children is not None and not self.pause.run.fence)
             or self.checkpoint
             or self.size > PART_BYTES
         )
@@ -474,17 +478,9 @@ async def _write_pauses(
     await tx.execute_many(
         operation_statements.ADD_CHILDREN,
         [
-            {
-                "task_id": packed.pause.run.task_id,
-                "children": children_json(
-                    packed.pause.children,
-                    tx.options.codec,
-                    tx.options.names.qualified(packed.pause.run.agent),
-                    packed.pause.run.task_id,
-                ),
-            }
+            {"task_id": packed.pause.run.task_id, "children": packed.children}
             for packed in batch
-            if packed.pause.children
+            if packed.children is not None
         ],
     )
     await save_with_pauses(

@@ -98,6 +98,7 @@ _PAUSE_EXISTING = (
     _Statements(sql.PAUSE_EXISTING, sql.PAUSE_EXISTING_HANDING_OVER),
     _Statements(sql.PAUSE_EXISTING_WITH_LOG, sql.PAUSE_EXISTING_WITH_LOG_HANDING_OVER),
 )
+_PAUSE_OPERATION = _Statements(sql.PAUSE_OPERATION, sql.PAUSE_OPERATION_HANDING_OVER)
 _CLAIM = _Statements(sql.CLAIM, sql.CLAIM_ACKING)
 _CLAIM_SKIP_LOCKED = _Statements(sql.CLAIM_SKIP_LOCKED, sql.CLAIM_ACKING_SKIP_LOCKED)
 _END = _Statements(sql.END, sql.END_HANDING_OVER)
@@ -199,12 +200,13 @@ class FastPath:
             (_PAUSE_NEW, fresh, self._new_task_arrays(fresh), _new_log_arrays),
             (_PAUSE_EXISTING, known, fences, _log_arrays),
         ):
-            with_log = any(packed.pause.log is not None for packed in each)
+            with_children = any(packed.children is not None for packed in each)
+            with_log = with_children or any(packed.pause.log is not None for packed in each)
             if each:
                 try:
                     rows = await self._hand_over(
                         self._pauses,
-                        statements[with_log],
+                        _PAUSE_OPERATION if with_children else statements[with_log],
                         [_offered_requests(packed.pause) for packed in each],
                         self._now,
                         self._options.backoff(1),
@@ -213,6 +215,7 @@ class FastPath:
                         *more,
                         KEEP_ALIVES_PER_TIMEOUT,
                         *(logs(each) if with_log else ()),
+                        *([[packed.children for packed in each]] if with_children else ()),
                     )
                 except StoreUnavailable:
                     if not written:

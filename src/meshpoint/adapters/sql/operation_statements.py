@@ -89,12 +89,18 @@ UPDATE_TRACKED = """
 UPDATE agent_paused_tasks SET checkpoint_seq = 0 WHERE logical_task_id = :task_id
 """
 
-# Append children to an operation's list. Both are the text of a JSON list.
-ADD_CHILDREN = """
-UPDATE agent_operations
-   SET children = substr(children, 1, length(children) - 1)
-                  || CASE WHEN children = '[]' THEN '' ELSE ',' END
-                  || substr(CAST(:children AS text), 2)
+
+def appended_children(stored: str, added: str) -> str:
+    """SQL for a list of children with others appended. Both are the text of a JSON list."""
+    return (
+        f"substr({stored}, 1, length({stored}) - 1)"
+        f" || CASE WHEN {stored} = '[]' THEN '' ELSE ',' END || substr({added}, 2)"
+    )
+
+
+# Append children to an operation's list.
+ADD_CHILDREN = f"""
+UPDATE agent_operations SET children = {appended_children("children", "CAST(:children AS text)")}
  WHERE operation_id = :task_id
 """
 

@@ -156,6 +156,8 @@ WRITING_ENTRIES = {
             batch.PAUSE_EXISTING_HANDING_OVER,
             batch.PAUSE_EXISTING_WITH_LOG,
             batch.PAUSE_EXISTING_WITH_LOG_HANDING_OVER,
+            batch.PAUSE_OPERATION,
+            batch.PAUSE_OPERATION_HANDING_OVER,
         )
     },
     **{

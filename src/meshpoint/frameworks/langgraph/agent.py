@@ -115,7 +115,7 @@ class LangGraphAgent(FrameworkAgent[In, Out]):
     ) -> Done[Out] | Turn:
         """Run the graph until it ends, or waits; see `FrameworkAgent`."""
         self._check_setting(ctx)
-        run = RunState(self.tools.known)
+        run = RunState(self.tools.known, self._stream)
         if history.extra:
             checkpoints = self._read_checkpoints(history)
             argument: Any = Command(resume=_resume(history, answers, run))
@@ -419,8 +419,8 @@ def durable(
             "hotel-*", of agents to discover in each turn. The agent needs the middleware
             `MeshpointDurability`.
         context: Returns the runtime context of a segment, given the task's. It is not stored.
-        stream: Send the text of models to the task's callers as it is written. The models must
-            support streaming.
+        stream: Send the text of models to the task's callers as it is written, and which tools
+            run. The models must support streaming.
         on_peer_failure: "tell_model" makes a peer's failure an error of its tool; "fail" makes it
             a failure of the task.
         budget: What a task may use. It is checked before each request to a model.

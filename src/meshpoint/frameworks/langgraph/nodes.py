@@ -154,10 +154,11 @@ class _ToolsNode(_Node):
                 return await super().run_in_task(task, run, input, config, call)
 
         async def run_tool() -> Any:
-            if not run.is_answered(tool, call_id):
+            if run.stream and not run.is_answered(tool, call_id):
                 await show_tool(task, tool, "called")
             output = await call(input)
-            await show_tool(task, tool, "answered")
+            if run.stream:
+                await show_tool(task, tool, "answered")
             return output
 
         if run.is_peer(tool, call_id):

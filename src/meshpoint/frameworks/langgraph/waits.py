@@ -42,6 +42,7 @@ class RunState:
 
     Attributes:
         tools: The peers of this turn of the model.
+        stream: Whether the task's callers see which tools run.
         hidden: The names of peers that the model does not see, because it has a tool of that name.
         answered: The peer calls whose results this run has yet to read, by tool and id. A model
             may use an id again.
@@ -51,6 +52,7 @@ class RunState:
     """
 
     tools: Mapping[str, PeerTool]
+    stream: bool = True
     hidden: set[str] = field(default_factory=set)
     answered: Counter[tuple[str, str]] = field(default_factory=Counter)
     waits: list[tuple[Waitable[Any], ...]] = field(default_factory=list)

@@ -404,7 +404,8 @@ def durable(
         budget: What the task may use, across pauses and replicas.
         lifespan: Returns an async context manager, which each replica enters before its first
             task. What it yields is `ctx.resources`.
-        stream: Send the text of the model to the task's callers as it is written.
+        stream: Send the text of the model to the task's callers as it is written, and which tools
+            run.
         on_peer_failure: "tell_model" makes a peer's failure an error of its tool; "fail" makes it
             a failure of the task.
         description: What the agent does, for its callers. Default: the agent's.

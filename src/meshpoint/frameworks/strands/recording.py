@@ -272,7 +272,7 @@ class Recorder:
         answer = self.answers.get(call["toolUseId"]) if is_root else None
         if (problem := refuse_arguments(call["input"])) is not None:
             answer = error_result(call["toolUseId"], problem)
-        if answer is None:
+        if self._stream and answer is None:
             await show_tool(task, call["name"], "called")
         if answer is not None:
             yield ToolResultEvent(answer)
@@ -283,7 +283,8 @@ class Recorder:
             async with aclosing(events):
                 async for event in events:
                     yield event
-        await show_tool(task, call["name"], "answered")
+        if self._stream:
+            await show_tool(task, call["name"], "answered")
 
     async def _run_own_tool(
         self, task: TaskExecutionContext, context: ExecuteToolContext, call_next: _ToolNext

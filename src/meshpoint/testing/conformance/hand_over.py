@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshpoint.model.hand_over import HandOver
+from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.messages import (
     Address,
     Header,
@@ -16,6 +17,7 @@ from meshpoint.model.messages import (
     request_queue,
     response_queue,
 )
+from meshpoint.model.subtasks import Child
 from meshpoint.model.tasks import Reply, TaskState
 from meshpoint.model.transitions import (
     Attach,
@@ -41,6 +43,7 @@ from meshpoint.testing.conformance.build import (
     a_pause,
     a_requester,
     an_end,
+    operating,
     paused,
     resumed,
 )
@@ -95,6 +98,21 @@ class HandOverSuite:
         assert isinstance((await store.pause([pause]))[0], PauseCommitted)
         assert hand_over.is_done
         assert await broker.depth(request_queue(PEER)) == 1
+        await self._assert_sent(store, pause, clock)
+
+    async def test_the_pause_of_an_operation_publishes_too(
+        self, store: CheckpointStore, broker: Broker, clock: FakeClock
+    ) -> None:
+        hand_over = await prepared(broker, [(request_queue(PEER), a_message())])
+        child = Child(id=TaskId(new_id()), peer=PEER, digest="d")
+        pause = replace(a_pause(run=await operating(store)), children=(child,))
+        pause = replace(pause, hand_over=hand_over, planned_at=clock.now())
+        assert isinstance((await store.pause([pause]))[0], PauseCommitted)
+        assert hand_over.is_done
+        assert await broker.depth(request_queue(PEER)) == 1
+        summary = await store.operation(pause.run.task_id)
+        assert summary is not None
+        assert summary.children == (child,)
         await self._assert_sent(store, pause, clock)
 
     async def _assert_sent(self, store: CheckpointStore, pause: Pause, clock: FakeClock) -> None:

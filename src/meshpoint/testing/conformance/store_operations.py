@@ -12,7 +12,7 @@ from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.operations import OperationStatus, OperationSummary
 from meshpoint.model.subtasks import AgentCheckpoint, Child, SaveCommitted
 from meshpoint.model.tasks import TaskState
-from meshpoint.model.transitions import BeginCommitted, CancelFound, Fenced, Save
+from meshpoint.model.transitions import BeginCommitted, CancelFound, Fenced, PauseCommitted, Save
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.build import (
@@ -149,6 +149,21 @@ class OperationSuite:
             OperationStatus.WAITING,
             (first, second, third),
         )
+
+    async def test_pauses_written_together_add_their_own_children(
+        self, store: CheckpointStore
+    ) -> None:
+        plain = (await resumed(store, await paused(store))).run
+        runs = [await operating(store) for _ in range(3)]
+        added = [(a_child(), a_child()), (), (a_child(),)]
+        pauses = [
+            replace(a_pause(run=run), children=children)
+            for run, children in zip(runs, added, strict=True)
+        ]
+        results = await store.pause([pauses[2], a_pause("b", run=plain), *pauses[:2]])
+        assert all(isinstance(each, PauseCommitted) for each in results)
+        for run, children in zip(runs, added, strict=True):
+            assert (await summary_of(store, run.task_id)).children == children
 
     async def test_pause_without_children_keeps_operation(self, store: CheckpointStore) -> None:
         run = await operating(store)
