@@ -53,7 +53,7 @@ class PostgresMeter:
 
     Transactions and WAL are the whole server's, but only one contender works at a time.
     `pg_stat_database` reports commits up to ten seconds late, so transaction ids are counted
-    instead; read-only transactions have none, and a notification is one that writes nothing.
+    instead; read-only transactions have none, and a notification has one but writes nothing.
     """
 
     def __init__(self, connection: asyncpg.Connection, database: str, *, statements: bool) -> None:

@@ -269,7 +269,7 @@ class PostgresBroker:
         entry = Entry(self._queue_name(address), content, [each.claim for each in held])
         (result,) = await session.publish([entry])
         if result is PublishResult.ACCEPTED:
-            for delivery in _held(held):  # without those whose lease has lapsed meanwhile
+            for delivery in _held(held):  # again: a lapsed lease ends claims
                 delivery.forget()
         self._announce_messages(session, [entry], [result])
         return result
@@ -689,7 +689,7 @@ class PostgresDelivery:
         return not self._settled and self.claim in self._consumer.unacked
 
     def forget(self) -> None:
-        """Record that a commit has removed the message together with what it has caused."""
+        """Record that another statement has removed the message."""
         self._settled = self._is_forgotten = True
         self._broker.forget(self._consumer, self.claim)
 

@@ -45,7 +45,7 @@ def channel_name(namespace: str) -> str:
 
 
 def gap_after(duration: float) -> float:
-    """Seconds until the next notification, after one that took `duration` seconds."""
+    """Seconds from a notification of `duration` seconds to the next."""
     return min(max(_MIN_GAP_SECONDS, _GAP_PER_DURATION * duration), _MAX_GAP_SECONDS)
 
 
