@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks import page
 from benchmarks.environment import BenchmarkServers
 from benchmarks.report import Report
 from meshpoint import event_loop
@@ -54,6 +55,8 @@ def main(
     for benchmark in benchmarks or list(Benchmark):
         report = event_loop.run(_measure(benchmark, quick=quick))
         report.save(results, plots)
+        if benchmark is Benchmark.SYSTEM and results == RESULTS:
+            page.write()
         if as_json:
             typer.echo(json.dumps(report.to_dict(), indent=2))
         else:

@@ -39,7 +39,7 @@ class Table:
         for index, column in enumerate(self.columns):
             table.add_column(column, justify="right" if index else "left")
         for row in self.rows:
-            table.add_row(*[_text(cell) for cell in row])
+            table.add_row(*[cell_text(cell) for cell in row])
         return table
 
     def to_dict(self) -> dict[str, JsonValue]:
@@ -88,7 +88,9 @@ class Bars:
     def draw(self, axes: Axes) -> None:
         """Draw the plot on `axes`."""
         bars = axes.barh(list(self.values), list(self.values.values()))
-        axes.bar_label(bars, labels=[_text(value) for value in self.values.values()], padding=3)
+        axes.bar_label(
+            bars, labels=[cell_text(value) for value in self.values.values()], padding=3
+        )
         axes.invert_yaxis()
         axes.margins(x=0.15)
         if self.log_x:
@@ -154,7 +156,8 @@ def _draw(plot: Plot, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def _text(cell: Cell) -> str:
+def cell_text(cell: Cell) -> str:
+    """A cell with three significant digits."""
     match cell:
         case None:
             return "–"

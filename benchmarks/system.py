@@ -31,7 +31,9 @@ MORE_IN_FLIGHT = 64
 _TARGET_RATIO = 0.85
 """Target share of the bare mesh's rate with `MORE_IN_FLIGHT` requests, which saturate the CPU."""
 _MESHPOINT_CONTENDERS = (specs.MESHPOINT, specs.IN_MEMORY)
-_WITH_MORE = (specs.MESHPOINT, specs.POSTGRESQL, specs.IN_MEMORY)
+_OURS = (specs.MESHPOINT, specs.POSTGRESQL, specs.IN_MEMORY)
+_MAX_FAN_OUT_WITH_MORE = 10
+"""Beyond this fan-out only ours run with `MORE_IN_FLIGHT`: others take minutes for one round."""
 _POSTGRESQL_TARGET = 10.0
 """Target ratio of PostgreSQL alone to systems without Meshpoint's transport, with ten peers."""
 
@@ -52,7 +54,7 @@ QUICK = Plan(fan_outs=(1, 10), rounds=1, seconds=2, alone_seconds=1)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All rounds of one fan-out: many in flight, one in flight, and ours with more in flight."""
+    """All rounds of one fan-out: many in flight, one in flight, and more in flight."""
 
     many: Medians
     alone: Medians
@@ -66,7 +68,11 @@ class Measured:
 
 async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
     """Measure all contenders."""
-    plan = QUICK if quick else FULL
+    return await measure(stage, QUICK if quick else FULL)
+
+
+async def measure(stage: BenchmarkServers, plan: Plan) -> Report:
+    """Measure all contenders for as long as `plan` says."""
     await stage.postgres()
     layout, layout_table = await _faster_layout(stage, plan)
     async with _contenders(stage, layout) as (contenders, meters):
@@ -76,7 +82,12 @@ async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
         }
     return Report(
         name="system",
-        about={**await stage.describe(), **await specs.versions()},
+        about={
+            **await stage.describe(),
+            **await specs.versions(),
+            "rounds": plan.rounds,
+            "seconds": plan.seconds,
+        },
         tables=[
             layout_table,
             *[
@@ -164,6 +175,7 @@ async def _measure_fan_out(
         }
 
     title, all_contenders = f"N={fan_out}", list(contenders)
+    with_more = all_contenders if fan_out <= _MAX_FAN_OUT_WITH_MORE else _OURS
     return Measured(
         await interleaved(
             make_rounds(all_contenders, MANY_IN_FLIGHT, plan.seconds), plan.rounds, title=title
@@ -172,7 +184,7 @@ async def _measure_fan_out(
             make_rounds(all_contenders, 1, plan.alone_seconds), plan.rounds, title=f"{title} alone"
         ),
         await interleaved(
-            make_rounds(_WITH_MORE, MORE_IN_FLIGHT, plan.seconds),
+            make_rounds(with_more, MORE_IN_FLIGHT, plan.seconds),
             plan.rounds,
             title=f"{title} more",
         ),
@@ -186,7 +198,8 @@ def _speed_table(fan_out: int, measured: Measured) -> Table:
         for name in measured.names
     ]
     rows += [
-        [_with_more(name), *_speed_cells(measured.more, name), None, None] for name in _WITH_MORE
+        [_with_more(name), *_speed_cells(measured.more, name), None, None]
+        for name in measured.more.samples
     ]
     note = (
         f"{MANY_IN_FLIGHT} requests in flight, or one (alone). Of Meshpoint: median, and "
@@ -197,8 +210,13 @@ def _speed_table(fan_out: int, measured: Measured) -> Table:
 
 def _cost_table(fan_out: int, measured: Measured) -> Table:
     rows = [[name, *_cost_cells(measured.many, name)] for name in measured.names]
-    rows += [[_with_more(name), *_cost_cells(measured.more, name)] for name in _WITH_MORE]
-    note = "Commits: transactions that wrote. Celery's statements are Redis commands."
+    rows += [
+        [_with_more(name), *_cost_cells(measured.more, name)] for name in measured.more.samples
+    ]
+    note = (
+        "Commits: transactions that wrote or notified; a notification writes nothing to disk. "
+        "The statements of Celery and dramatiq are Redis commands."
+    )
     return Table(f"N={fan_out}: what a task costs", ["", *COSTS.values()], rows, note)
 
 
@@ -235,7 +253,7 @@ def _figures(measured: Measured) -> dict[str, JsonValue]:
     }
     return {
         **figures,
-        **{_with_more(name): figures_of(measured.more, name) for name in _WITH_MORE},
+        **{_with_more(name): figures_of(measured.more, name) for name in measured.more.samples},
     }
 
 
@@ -264,6 +282,9 @@ def _verdict(minimum: float | None, actual: float) -> str | None:
 
 def _comparisons(fan_out: int, measured_: Measured) -> Iterator[tuple[str, float | None, float]]:
     """Names of comparisons, with the target (if any) and the measured value."""
+    if measured_.more.samples and fan_out == 1:
+        commits = measured_.more.extra(specs.POSTGRESQL, "commits").median
+        yield f"N=1: tasks per commit, {MORE_IN_FLIGHT} in flight", 5.0, 1 / commits
     for in_flight, medians, minimum in (
         (MANY_IN_FLIGHT, measured_.many, None),
         (MORE_IN_FLIGHT, measured_.more, _TARGET_RATIO),
@@ -275,7 +296,7 @@ def _comparisons(fan_out: int, measured_: Measured) -> Iterator[tuple[str, float
         )
     ours, plain = (measured_.alone.extra(name, "p50").median for name in _MESHPOINT_CONTENDERS)
     for name in measured_.names:
-        if name not in {*_WITH_MORE, specs.SQLITE}:
+        if name not in {*_OURS, specs.SQLITE}:
             others = (specs.DBOS, specs.LANGGRAPH, specs.CELERY)
             yield (
                 f"N={fan_out}: tasks/s, PostgreSQL alone ÷ {name}",
@@ -295,6 +316,14 @@ def _comparisons(fan_out: int, measured_: Measured) -> Iterator[tuple[str, float
                 whole / (ours - plain),
             )
             yield f"N={fan_out}: p50 alone, {name} ÷ Meshpoint with its mesh", None, whole / ours
+            alone = measured_.alone.extra(specs.POSTGRESQL, "p50").median
+            yield f"N={fan_out}: p50 alone, {name} ÷ PostgreSQL alone", 1.0, whole / alone
+            if name in measured_.more.samples:
+                yield (
+                    f"N={fan_out}: tasks/s, {MORE_IN_FLIGHT} in flight, PostgreSQL alone ÷ {name}",
+                    None,
+                    measured_.more.ratio(specs.POSTGRESQL, name).median,
+                )
 
 
 def _guarantee_table() -> Table:

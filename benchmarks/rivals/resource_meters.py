@@ -49,11 +49,11 @@ class Meter(Protocol):
 
 
 class PostgresMeter:
-    """Counts writing transactions, statements and bytes of WAL, without delay.
+    """Counts writing transactions, statements, notifications and bytes of WAL, without delay.
 
     Transactions and WAL are the whole server's, but only one contender works at a time.
     `pg_stat_database` reports commits up to ten seconds late, so transaction ids are counted
-    instead; read-only transactions have none.
+    instead; read-only transactions have none, and a notification has one but writes nothing.
     """
 
     def __init__(self, connection: asyncpg.Connection, database: str, *, statements: bool) -> None:
@@ -79,8 +79,10 @@ class PostgresMeter:
         )
         counts = {"commits": commits, "wal KiB": wal / 1024}
         if self._statements:
-            counts["statements"] = await self._connection.fetchval(
-                "SELECT coalesce(sum(calls), 0)::float8 FROM pg_stat_statements(false)"
+            counts["statements"], counts["notifications"] = await self._connection.fetchrow(
+                "SELECT coalesce(sum(calls), 0)::float8,"
+                " coalesce(sum(calls) FILTER (WHERE query LIKE '%pg_notify(%'), 0)::float8"
+                " FROM pg_stat_statements(true)"
                 " JOIN pg_database ON pg_database.oid = dbid WHERE datname = $1",
                 self._database,
             )

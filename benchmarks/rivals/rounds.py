@@ -16,6 +16,7 @@ COSTS = {
     "server cpu ms": "servers' CPU ms",
     "tasks per cpu s": "tasks per CPU second",
     "commits": "commits",
+    "notifications": "of them notifications",
     "statements": "statements",
     "wal KiB": "WAL KiB",
 }

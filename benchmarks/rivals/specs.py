@@ -17,7 +17,7 @@ from servers import RedisServer
 MESHPOINT, IN_MEMORY, SQLITE = "Meshpoint", "Meshpoint, not durable", "Meshpoint on SQLite"
 POSTGRESQL = "Meshpoint on PostgreSQL alone"
 SEED, SEED_THREADS = "seed's design", "seed's design, in threads"
-DBOS, LANGGRAPH, CELERY = "DBOS", "LangGraph", "Celery"
+DBOS, LANGGRAPH, CELERY, DRAMATIQ = "DBOS", "LangGraph", "Celery", "dramatiq"
 
 RIVALS_PYTHON = Path(sys.prefix) / "rivals" / "bin" / "python"
 """A separate environment, because the rivals' dependencies conflict with Meshpoint's and each
@@ -28,7 +28,14 @@ import json, sys
 from importlib.metadata import version
 print(json.dumps({n: version(n) for n in sys.argv[1:]}))
 """
-_RIVAL_PACKAGES = ("dbos", "langgraph", "langgraph-checkpoint-postgres", "celery", "redis")
+_RIVAL_PACKAGES = (
+    "dbos",
+    "langgraph",
+    "langgraph-checkpoint-postgres",
+    "celery",
+    "dramatiq",
+    "redis",
+)
 
 GUARANTEES = {
     MESHPOINT: (
@@ -65,7 +72,16 @@ GUARANTEES = {
         "Redis with appendfsync everysec: what is written may be lost for a second; "
         "prefork 2, acks late"
     ),
+    DRAMATIQ: (
+        "Redis with appendfsync everysec: what is written may be lost for a second; two processes "
+        "with eight threads each, which poll every 10 ms; acked when an actor returns; the root's "
+        "state is a Redis key"
+    ),
 }
+
+
+class _OtherRedis(RedisServer):
+    """A second server, so that no contender's commands are counted for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +134,7 @@ async def contender_specs(
 async def _rival_specs(stage: BenchmarkServers) -> list[ContenderSpec]:
     dbos, langgraph = await stage.empty_database(), await stage.empty_database()
     redis = (await stage.server(RedisServer)).url
+    other_redis = (await stage.server(_OtherRedis)).url
     return [
         ContenderSpec(
             DBOS, _command_in_rivals_python("dbos_rival", dbos), await _postgres_meter(stage, dbos)
@@ -129,6 +146,11 @@ async def _rival_specs(stage: BenchmarkServers) -> list[ContenderSpec]:
         ),
         ContenderSpec(
             CELERY, _command_in_rivals_python("celery_rival", redis), await RedisMeter.open(redis)
+        ),
+        ContenderSpec(
+            DRAMATIQ,
+            _command_in_rivals_python("dramatiq_rival", other_redis),
+            await RedisMeter.open(other_redis),
         ),
     ]
 

@@ -14,6 +14,7 @@ import asyncpg
 import pytest
 import zstandard
 
+from benchmarks import page
 from benchmarks.contenders import job
 from benchmarks.contenders.job import Contender, Job
 from benchmarks.contenders.mesh import Mesh, mesh_job
@@ -110,6 +111,12 @@ async def floor_rows(
     for job_ in jobs:
         await plain_sql.mark_replied(job_)
     yield await table_rows(url)
+
+
+def test_the_page_of_tables_has_the_saved_figures() -> None:
+    saved = json.loads(page.RESULT.read_text())
+    assert page.PAGE.read_text() == page.to_markdown(saved)
+    assert all(f"## {table['title']}" in page.PAGE.read_text() for table in saved["tables"])
 
 
 async def test_the_baseline_writes_the_same_rows_as_meshpoint(

@@ -23,6 +23,7 @@ from meshpoint.model.ids import AgentName, new_id
 from meshpoint.model.messages import request_queue
 from meshpoint.model.tasks import TaskState
 from meshpoint.model.transitions import Pause, PauseCommitted
+from meshpoint.ports.broker import PublishResult
 from meshpoint.testing.conformance.broker import a_message, send
 from meshpoint.testing.conformance.build import AGENT, PEER, a_pause
 from meshpoint.testing.conformance.hand_over import a_handed_over, deliver, prepared
@@ -124,6 +125,19 @@ async def test_a_delivery_that_was_requeued_meanwhile_stays_queued(
     assert isinstance(result, PauseCommitted)
     assert hand_over.is_done
     assert await broker.depth(TO_PEER) == 1
+    assert await broker.depth(request_queue(AGENT)) == 1
+
+
+async def test_a_request_claimed_elsewhere_is_not_acked_with_its_reply(
+    broker: PostgresBroker, postgres_url: str
+) -> None:
+    """Its new holder answers it too."""
+    delivery = await deliver(broker, request_queue(AGENT))
+    await execute(postgres_url, "UPDATE meshpoint_queue_message SET deliveries = 2, holder = 1")
+    result = await broker.publish_acking((TO_PEER, a_message()), [delivery])
+    assert result is PublishResult.ACCEPTED
+    assert await broker.depth(TO_PEER) == 1
+    await execute(postgres_url, "UPDATE meshpoint_queue_message SET holder = NULL")
     assert await broker.depth(request_queue(AGENT)) == 1
 
 

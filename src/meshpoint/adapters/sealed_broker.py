@@ -29,7 +29,7 @@ from meshpoint.ports.broker import (
     Subscription,
 )
 from meshpoint.ports.dead_letters import DeadLetters
-from meshpoint.ports.hand_over import HandOverBroker
+from meshpoint.ports.hand_over import AckingPublisher, HandOverBroker
 from meshpoint.ports.sealer import Place, Sealer
 
 _log = logging.getLogger(__name__)
@@ -125,6 +125,11 @@ class _OpenedDelivery:
         return await self.sealed.dead_letter(reason)
 
 
+def _sealed(deliveries: Sequence[Delivery]) -> list[Delivery]:
+    """The deliveries of the broker below."""
+    return [each.sealed if isinstance(each, _OpenedDelivery) else each for each in deliveries]
+
+
 class SealedBroker:
     """A `meshpoint.ports.broker.Broker` that seals the bodies of messages, if it has a sealer.
 
@@ -195,6 +200,17 @@ class SealedBroker:
         seal = self._envelopes.seal
         return await self._broker.publish([(to, seal(message)) for to, message in messages])
 
+    async def publish_acking(
+        self, envelope: tuple[Address, Message], deliveries: Sequence[Delivery]
+    ) -> PublishResult:
+        """See `AckingPublisher`. Other brokers only publish."""
+        address, message = envelope
+        sealed = (address, self._envelopes.seal(message))
+        if isinstance(self._broker, AckingPublisher):
+            return await self._broker.publish_acking(sealed, _sealed(deliveries))
+        (result,) = await self._broker.publish([sealed])
+        return result
+
     @property
     def lease_id(self) -> int | None:
         """See `HandOverBroker`."""
@@ -208,8 +224,7 @@ class SealedBroker:
             return None
         seal = self._envelopes.seal
         return await self._broker.prepare_hand_over(
-            [(to, seal(message)) for to, message in envelopes],
-            [each.sealed if isinstance(each, _OpenedDelivery) else each for each in deliveries],
+            [(to, seal(message)) for to, message in envelopes], _sealed(deliveries)
         )
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:

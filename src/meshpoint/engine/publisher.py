@@ -16,7 +16,8 @@ from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address, fallback_for_nested
 from meshpoint.model.tasks import OutboxItem
-from meshpoint.ports.broker import Broker, PublishResult
+from meshpoint.ports.broker import Broker, Delivery, PublishResult
+from meshpoint.ports.hand_over import AckingPublisher
 
 log = logging.getLogger("meshpoint.publisher")
 
@@ -77,9 +78,14 @@ class Publisher:
         return results
 
     async def publish_to_address(
-        self, address: Address, envelopes: Sequence[Envelope]
+        self,
+        address: Address,
+        envelopes: Sequence[Envelope],
+        acking: Sequence[Delivery] = (),
     ) -> list[PublishResult]:
         """Publish envelopes for one address.
+
+        A broker that can acks `acking` with a single envelope, if it accepts that.
 
         Raises:
             BrokerUnavailable: all results are in doubt.
@@ -93,7 +99,7 @@ class Publisher:
         while len(results) < len(envelopes):
             batch = envelopes[len(results) : len(results) + batch_size]
             try:
-                batch_results = await self._runtime.broker.publish(batch)
+                batch_results = await self._publish_batch(batch, acking)
                 if len(batch_results) != len(batch):
                     raise _wrong_count(batch_results, batch)
                 if PublishResult.UNROUTABLE in batch_results:
@@ -131,6 +137,14 @@ class Publisher:
             self.backoff.record_success(address)
             self._runtime.retry.record_broker_recovery()
         return results
+
+    async def _publish_batch(
+        self, batch: Sequence[Envelope], acking: Sequence[Delivery]
+    ) -> list[PublishResult]:
+        broker = self._runtime.broker
+        if acking and len(batch) == 1 and isinstance(broker, AckingPublisher):
+            return [await broker.publish_acking(batch[0], acking)]
+        return await broker.publish(batch)
 
     async def publish_advisory(self, envelopes: Sequence[Envelope | None]) -> None:
         """Publish advisory messages. They are lost if the broker or their queue rejects them."""

@@ -50,6 +50,7 @@ class Replies:
         is_redelivery: bool = False,
         digest: str | None = None,
         requests: Sequence[Delivery] = (),
+        may_ack: bool = False,
     ) -> bool:
         """Publish a reply that no run commits.
 
@@ -64,6 +65,8 @@ class Replies:
                 confirmed reply is also stored, so that the next delivery of the request finds it.
                 A reply that needs another attempt is stored before it is sent, and dropped if
                 another run has a row.
+            may_ack: Whether a confirmed reply is the last consequence of `requests`. A broker that
+                can acks them in its commit; other brokers leave that to the caller.
 
         Returns:
             `True` if the request may be acked: the reply is confirmed or stored in a row, or its
@@ -78,7 +81,9 @@ class Replies:
             is_missing = self._backoff.is_queue_missing(address)
             result = PublishResult.UNROUTABLE if is_missing else PublishResult.OVERLOADED
         else:
-            attempt = partial(self._publish_promptly, reply, envelope, requests, count(1))
+            # A copy: a request that is added meanwhile may need more than this reply.
+            acking = list(requests) if may_ack else []
+            attempt = partial(self._publish_promptly, reply, envelope, requests, acking, count(1))
             with self._runtime.steps.step(Step.REPLY, [reply.task_id]):
                 result = await self._runtime.retry.until_available(attempt)
         if result is PublishResult.REJECTED:
@@ -106,6 +111,7 @@ class Replies:
         reply: Reply,
         envelope: Envelope,
         requests: Sequence[Delivery],
+        acking: Sequence[Delivery],
         attempts: Iterator[int],
     ) -> PublishResult:
         """Publish a reply.
@@ -123,7 +129,9 @@ class Replies:
             try:
                 async with asyncio.timeout(timeout):
                     result: PublishResult | None
-                    (result,) = await self._publisher.publish_to_address(address, [envelope])
+                    (result,) = await self._publisher.publish_to_address(
+                        address, [envelope], acking
+                    )
                     if result is PublishResult.REJECTED:
                         result = await self.publish_failure(reply)
             except TimeoutError:

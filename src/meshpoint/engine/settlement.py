@@ -194,7 +194,11 @@ class Settlement:
                 return await self._settle_lost(segment)
         else:
             is_published = await self._replies.publish_reply(
-                reply, segment.run.id, digest=segment.digest, requests=segment.deliveries
+                reply,
+                segment.run.id,
+                digest=segment.digest,
+                requests=segment.deliveries,
+                may_ack=not segment.unrecorded,
             )
             if segment.unrecorded:
                 await self.attaches.settle_unrecorded(segment, None, reply)

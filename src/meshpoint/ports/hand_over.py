@@ -1,7 +1,9 @@
-"""Hand-over: a store that publishes and acks in the commit of a transition.
+"""Hand-over: messages and acks in one commit.
 
-Both protocols are optional. A broker and a store hand over to each other if the broker's queues
-are in the store's database. Otherwise messages are published and acked after the commit.
+All protocols are optional. A broker and a store hand over to each other if the broker's queues
+are in the store's database: the store publishes and acks in the commit of a transition. An
+`AckingPublisher` does so in its own commit, for replies that no store commits. Otherwise messages
+are published first, and what caused them is acked later.
 """
 
 from __future__ import annotations
@@ -11,7 +13,24 @@ from typing import Protocol, runtime_checkable
 
 from meshpoint.model.hand_over import HandOver
 from meshpoint.model.messages import Address, Message
-from meshpoint.ports.broker import Delivery
+from meshpoint.ports.broker import Delivery, PublishResult
+
+
+@runtime_checkable
+class AckingPublisher(Protocol):
+    """A broker that publishes a message and acks what caused it in one commit."""
+
+    async def publish_acking(
+        self, envelope: tuple[Address, Message], deliveries: Sequence[Delivery]
+    ) -> PublishResult:
+        """Publish a message. If it is accepted, `deliveries` are acked too.
+
+        A delivery that this process no longer holds stays as it is. `Delivery.ack` may still be
+        called for each of them, and then has no effect.
+
+        Raises:
+            BrokerUnavailable: The results are in doubt.
+        """
 
 
 @runtime_checkable

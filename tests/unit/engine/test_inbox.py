@@ -66,11 +66,11 @@ async def test_a_single_task_is_not_delayed(timeouts: list[float]) -> None:
 
 async def test_more_arrivals_lengthen_the_wait(timeouts: list[float]) -> None:
     inbox = Inbox(CLOCK)
-    await take_batch(inbox, "a", "b", seconds=0.001)
-    await take_batch(inbox, "a", "b", "c", "d", seconds=0.001)
+    await take_batch(inbox, "a", "b", seconds=0.0005)
+    await take_batch(inbox, "a", "b", "c", "d", seconds=0.0005)
     assert len(timeouts) == 2
-    assert 0.001 <= timeouts[0] < timeouts[1]
-    assert timeouts[1] >= 0.003
+    assert 0.0005 <= timeouts[0] < timeouts[1]
+    assert timeouts[1] >= 0.0015
 
 
 async def test_tasks_of_the_previous_batch_count(timeouts: list[float]) -> None:

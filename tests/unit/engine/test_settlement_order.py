@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
 
 from fake_peer import FakePeer
 from meshpoint.model.events import Phase, Step
+from meshpoint.model.messages import Address, Message
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.model.tasks import TaskState
+from meshpoint.ports.broker import Delivery, PublishResult
 
 from .agents import Gate, asker, doubler, gated, gated_after
-from .mesh import Mesh
+from .mesh import Mesh, RunningReplica
 
 
 async def test_a_pause_commits_then_publishes_then_acks(
@@ -375,3 +378,45 @@ async def test_on_receipt_the_row_is_written_and_the_request_acked_before_the_ru
     await gate.wait_reached(2)
     gate.opened.set()
     assert await client.reply(task_id) == Ok("done")
+
+
+def ack_with_replies(replica: RunningReplica) -> list[int]:
+    """Let the broker ack with its publishes. Returns the number of requests acked by each."""
+    acked: list[int] = []
+
+    async def publish_acking(
+        envelope: tuple[Address, Message], deliveries: Sequence[Delivery]
+    ) -> PublishResult:
+        (result,) = await replica.broker.publish([envelope])
+        acked.append(len(deliveries))
+        for delivery in deliveries:
+            await delivery.ack()
+        return result
+
+    replica.broker.publish_acking = publish_acking  # type: ignore[attr-defined]  # a capability
+    return acked
+
+
+async def test_a_reply_without_a_row_acks_its_request(mesh: Mesh, client: FakePeer) -> None:
+    acked = ack_with_replies(await mesh.replica(doubler))
+    assert await client.reply(await client.ask("doubler", 1)) == Ok(2)
+    await mesh.idle()
+    assert acked == [1]
+    assert mesh.unacked("doubler") == 0
+
+
+async def test_a_request_stays_until_all_callers_have_the_reply(
+    mesh: Mesh, client: FakePeer
+) -> None:
+    gate = Gate()
+    replica = await mesh.replica(gated("agent", gate), durable=False)
+    acked = ack_with_replies(replica)
+    task_id = await client.ask("agent", 1)
+    await gate.wait_reached()
+    (segment,) = replica.worker.tasks.segments.values()
+    segment.attach(Address("client.other"), recorded=False)
+    gate.opened.set()
+    assert await client.reply(task_id) == Ok("done")
+    await mesh.idle()
+    assert acked == []
+    assert mesh.unacked("agent") == 0

@@ -265,6 +265,23 @@ class PostgresBroker:
         self._announce_messages(session, list(entries.values()), published)
         return results
 
+    async def publish_acking(
+        self, envelope: tuple[Address, Message], deliveries: Sequence[Delivery]
+    ) -> PublishResult:
+        """Append a message, and delete `deliveries` in the same statement."""
+        session, (address, message) = self._require_open(), envelope
+        content = encode_sendable(message, to_content)
+        if content is None:
+            return PublishResult.REJECTED
+        held = _held(deliveries)
+        entry = Entry(self._queue_name(address), content, [each.claim for each in held])
+        (result,) = await session.publish([entry])
+        if result is PublishResult.ACCEPTED:
+            for delivery in _held(held):  # again: a lapsed lease ends claims
+                delivery.forget()
+        self._announce_messages(session, [entry], [result])
+        return result
+
     @property
     def lease_id(self) -> int | None:
         """The random id under which this broker holds messages; `None` while it is closed."""
@@ -289,7 +306,7 @@ class PostgresBroker:
         queues = await session.reserve(entries) if entries else []
         if queues is None:
             return None
-        held = [each for each in deliveries if isinstance(each, PostgresDelivery) and each.is_held]
+        held = _held(deliveries)
         return _PreparedHandOver(
             envelopes,
             lease_id=session.holder,
@@ -416,12 +433,17 @@ class PostgresBroker:
         return valid
 
     def forget(self, consumer: Consumer, claim: Claim) -> None:
-        """Make room for the next message after a claim has ended."""
+        """Make room for the next message after a claim has ended.
+
+        Claims again only for a consumer that had no room: another one is woken by each message.
+        """
+        was_full = not consumer.room
         consumer.unacked.discard(claim)
         if consumer.ended:
             self._consumers = [each for each in self._consumers if each is not consumer]
         self._settled_count += 1
-        self._wake(frozenset({claim.queue}))
+        if was_full:
+            self._wake(frozenset({claim.queue}))
 
     async def resize(self, consumer: Consumer, prefetch: int) -> None:
         """Change the maximum number of unacked messages of `consumer`.
@@ -701,7 +723,7 @@ class PostgresDelivery:
         return not self._settled and self.claim in self._consumer.unacked
 
     def forget(self) -> None:
-        """Record that the commit of a store has removed the message."""
+        """Record that another statement has removed the message."""
         self._settled = self._is_forgotten = True
         self._broker.forget(self._consumer, self.claim)
 
@@ -729,6 +751,11 @@ class PostgresDelivery:
             return True
         self._settled = True
         return await self._broker.settle(self._consumer, settlement)
+
+
+def _held(deliveries: Sequence[Delivery]) -> list[PostgresDelivery]:
+    """The deliveries that this process can still settle."""
+    return [each for each in deliveries if isinstance(each, PostgresDelivery) and each.is_held]
 
 
 @dataclass(slots=True, eq=False)

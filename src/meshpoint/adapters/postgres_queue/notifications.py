@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -22,8 +23,17 @@ from meshpoint.errors import StoreUnavailable
 
 _log = logging.getLogger(__name__)
 
-_GAP_SECONDS = 0.01
-"""Between two notifications of a process. The first goes at once."""
+_MIN_GAP_SECONDS = 0.002
+"""Minimum seconds between two notifications of a process. The first goes at once.
+
+Short, because the tasks of an idle mesh wait for each of them.
+"""
+_MAX_GAP_SECONDS = 0.02
+_GAP_PER_DURATION = 4
+"""The gap, relative to the time that the last notification took.
+
+Where the process or the database is busy, notifications take longer, and more messages share one.
+"""
 _RETRY_SECONDS = 1.0
 _PROBE_SECONDS = 15.0
 """Between two checks that the listening connection works. A host that is gone closes nothing."""
@@ -34,6 +44,11 @@ _MAX_QUEUES = 500
 def channel_name(namespace: str) -> str:
     """The channel of a mesh. PostgreSQL allows 63 bytes."""
     return f"meshpoint_queue_{hashlib.sha256(namespace.encode()).hexdigest()[:32]}"
+
+
+def gap_after(duration: float) -> float:
+    """Seconds from a notification of `duration` seconds to the next."""
+    return min(max(_MIN_GAP_SECONDS, _GAP_PER_DURATION * duration), _MAX_GAP_SECONDS)
 
 
 class Notifier:
@@ -56,9 +71,10 @@ class Notifier:
             while self._queues:
                 queues, self._queues = self._queues, set()
                 payload = " ".join(map(str, queues)) if len(queues) <= _MAX_QUEUES else ""
+                began = monotonic()
                 with suppress(StoreUnavailable):  # the slow poll finds the messages
                     await self._connection.read(NOTIFY, self._channel, payload)
-                await asyncio.sleep(_GAP_SECONDS)
+                await asyncio.sleep(gap_after(monotonic() - began))
         finally:
             self._task = None
 

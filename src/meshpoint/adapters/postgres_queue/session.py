@@ -17,6 +17,7 @@ from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
 from meshpoint.adapters.postgres_queue.content import MAX_PROPERTIES_BYTES, Content
 from meshpoint.adapters.sql.array_literals import int_array
 from meshpoint.adapters.sql.batcher import Batcher
+from meshpoint.adapters.sql.hand_over import held_arrays
 from meshpoint.adapters.sql.prepared import PreparedConnection
 from meshpoint.adapters.stored_messages import QueueLimits
 from meshpoint.errors import BrokerUnavailable, CommitInDoubt, StoreUnavailable
@@ -46,10 +47,11 @@ class Queue(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A message to be appended to the queue `name`."""
+    """A message to be appended to the queue `name`, and the claims to ack with it."""
 
     name: str
     content: Content
+    held: Sequence[Claim] = ()
 
 
 class Settlement(NamedTuple):
@@ -178,13 +180,17 @@ class QueueSession:
         if not sent:
             return results
         contents = [entry.content for entry in sent.values()]
+        held = [
+            (place, *claim) for place, entry in enumerate(sent.values(), 1) for claim in entry.held
+        ]
         rows = await self._run(
             self._publishing,
-            sql.PUBLISH,
+            sql.PUBLISH_ACKING if held else sql.PUBLISH,
             int_array(queues[entry.name].id for entry in sent.values()),
             [content.request for content in contents],
             [content.properties for content in contents],
             [content.body for content in contents],
+            *(held_arrays(held) if held else ()),
         )
         accepted = {queue for (queue,) in rows}
         for place, entry in sent.items():

@@ -93,6 +93,25 @@ SELECT q.id, request, properties, body
 RETURNING queue"""
 """Appends messages in the order given. A queue deleted in the meantime gets none."""
 
+PUBLISH_ACKING = """
+WITH given AS MATERIALIZED (
+    SELECT q.id AS queue, request, properties, body, place
+      FROM unnest($1::text::integer[], $2::text[], $3::text[], $4::bytea[])
+           WITH ORDINALITY AS given(queue, request, properties, body, place)
+      JOIN meshpoint_queue q ON q.id = given.queue),
+published AS (
+    INSERT INTO meshpoint_queue_message (queue, request, properties, body)
+    SELECT queue, request, properties, body FROM given ORDER BY place),
+acked AS (
+    DELETE FROM meshpoint_queue_message m
+     USING unnest($5::text::bigint[], $6::text::integer[], $7::text::bigint[], $8::text::integer[],
+                  $9::text::bigint[]) AS held(place, queue, id, deliveries, holder)
+      JOIN given ON given.place = held.place
+     WHERE m.queue = held.queue AND m.id = held.id AND m.deliveries = held.deliveries
+       AND m.holder = held.holder)
+SELECT DISTINCT queue FROM given"""
+"""Does the same, and acks claims with the messages at their places."""
+
 CLAIM = """
 WITH wanted AS MATERIALIZED (
     SELECT queue, low, room

@@ -27,8 +27,8 @@ from meshpoint.model.transitions import (
     Pause,
     PauseCommitted,
 )
-from meshpoint.ports.broker import Broker, Delivery
-from meshpoint.ports.hand_over import HandOverBroker, HandOverStore
+from meshpoint.ports.broker import Broker, Delivery, PublishResult
+from meshpoint.ports.hand_over import AckingPublisher, HandOverBroker, HandOverStore
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.clock import FakeClock
 from meshpoint.testing.conformance.broker import Inbox, a_message, send
@@ -259,6 +259,35 @@ class HandOverSuite:
         assert isinstance(broker, HandOverBroker)
         envelopes = [(request_queue(PEER), a_message()), (Address("nobody"), a_message())]
         assert await broker.prepare_hand_over(envelopes, ()) is None
+
+    async def test_a_reply_is_published_with_the_ack_of_its_request(self, broker: Broker) -> None:
+        assert isinstance(broker, AckingPublisher)
+        requests = [await deliver(broker, request_queue(AGENT)) for _ in range(2)]
+        reply = a_message()
+        result = await broker.publish_acking((_REPLY_TO, reply), requests)
+        assert result is PublishResult.ACCEPTED
+        assert not any(request.lost for request in requests)
+        assert all([await request.ack() for request in requests])
+        assert await received(broker, _REPLY_TO) == reply
+        assert await broker.depth(request_queue(AGENT)) == 0
+
+    async def test_only_an_accepted_reply_acks(self, broker: Broker) -> None:
+        assert isinstance(broker, AckingPublisher)
+        request = await deliver(broker, request_queue(AGENT))
+        result = await broker.publish_acking((Address("nobody"), a_message()), [request])
+        assert result is PublishResult.UNROUTABLE
+        assert await request.requeue()
+        assert await broker.depth(request_queue(AGENT)) == 1
+
+    async def test_a_request_held_elsewhere_is_not_acked(self, broker: Broker) -> None:
+        """Its new holder answers it too."""
+        assert isinstance(broker, AckingPublisher)
+        request = await deliver(broker, request_queue(AGENT))
+        assert await request.requeue()
+        result = await broker.publish_acking((_REPLY_TO, a_message()), [request])
+        assert result is PublishResult.ACCEPTED
+        assert await broker.depth(_REPLY_TO) == 1
+        assert await broker.depth(request_queue(AGENT)) == 1
 
 
 async def prepared(
