@@ -4,7 +4,7 @@
     python -m benchmarks.telemetry   # events alone
 
 With it, replicas send spans to a local collector, which also scrapes their Prometheus endpoints
-each second. For events alone, those of real tasks are replayed to each observer.
+each second. Without servers, the events of real tasks are replayed to each observer.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class _Watch:
 
 
 class EventStream(StreamingResponse):
-    """Sends events to a browser until one of them leaves, or the browser takes nothing more."""
+    """Sends events to a browser until either side disconnects or the browser stops reading."""
 
     media_type = "text/event-stream"
 

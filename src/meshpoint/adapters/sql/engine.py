@@ -144,7 +144,7 @@ def _postgres(
         "plan_cache_mode": "force_generic_plan",
         "enable_seqscan": "off",
         "jit": "off",
-        "application_name": "meshpoint",  # tells people whose sessions they see
+        "application_name": "meshpoint",  # for people who look at the sessions of a server
     }
     engine = create_async_engine(
         url,
