@@ -13,7 +13,6 @@ from benchmarks.rivals import driver
 from meshpoint.connecting import connect_to
 from meshpoint.model.ids import new_id
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
-from servers.process import free_port
 
 MAX_CONCURRENCY = 64
 """Concurrent segments: the most requests ever in flight, so that no default is the limit."""
@@ -90,6 +89,8 @@ async def _replica(
     """A process that serves `settings` and drains at the end of the block."""
     telemetry = []
     if collector is not None:
+        from servers.process import free_port  # not on the path of every caller
+
         telemetry = [collector.address, str(sample), str(free_port())]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
