@@ -12,17 +12,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from functools import partial
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 
 from benchmarks.environment import BenchmarkServers
-from benchmarks.measure import Medians, interleaved
+from benchmarks.measure import Medians
 from benchmarks.report import Cell, Report, Table
-from benchmarks.rivals.rounds import run_sample, start_contender
+from benchmarks.rivals.rounds import compare
 from benchmarks.rivals.specs import command_here
 from meshpoint import Peer, TaskExecutionContext, agent
 from meshpoint.adapters.telemetry.metrics import MetricsObserver
@@ -74,23 +72,15 @@ async def run(stage: BenchmarkServers, *, quick: bool) -> Report:
     """Measure the mesh with each share of exported traces, round after round."""
     rounds, seconds = (5, 1.5) if quick else (9, 3.0)
     broker = (await stage.rabbit()).url
-    measured: dict[str, Medians] = {}
-    async with AsyncExitStack() as stack:
-        contenders = {}
-        options: Mapping[str, Sequence[str]] = {
-            OFF: (),
-            **{name: ("--sample", share) for name, share in SHARES.items()},
-        }
-        for name, arguments in options.items():
-            command = command_here("mesh", broker, await stage.database(), *arguments)
-            contenders[name] = await start_contender(stack, name, command)
-        pids = [each.pid for each in contenders.values()]
-        for fan_out in _FAN_OUTS:
-            samples = {
-                name: partial(run_sample, contender, None, pids, fan_out, _IN_FLIGHT, seconds)
-                for name, contender in contenders.items()
-            }
-            measured[f"N={fan_out}"] = await interleaved(samples, rounds, title=f"N={fan_out}")
+    options: Mapping[str, Sequence[str]] = {
+        OFF: (),
+        **{name: ("--sample", share) for name, share in SHARES.items()},
+    }
+    commands = {
+        name: command_here("mesh", broker, await stage.database(), *arguments)
+        for name, arguments in options.items()
+    }
+    measured = await compare(commands, _FAN_OUTS, _IN_FLIGHT, rounds, seconds)
     return Report(
         name="telemetry",
         about=await stage.describe(),

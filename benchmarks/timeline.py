@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -16,7 +14,7 @@ from benchmarks.environment import BenchmarkServers
 from benchmarks.measure import Medians, Sample, Spread, interleaved
 from benchmarks.report import Cell, Report, Table
 from benchmarks.rivals.resource_meters import cpu_seconds
-from benchmarks.rivals.rounds import run_sample, start_contender
+from benchmarks.rivals.rounds import compare
 from benchmarks.rivals.specs import command_here
 from benchmarks.store import Entrant
 
@@ -100,22 +98,14 @@ async def _measure_mesh(
         "RabbitMQ": (await stage.rabbit()).url,
         "PostgreSQL": None,
     }
-    measured = {}
+    measured: dict[str, Medians] = {}
     for broker, url in brokers.items():
-        async with AsyncExitStack() as stack:
-            contenders = {}
-            for name, options in ((OFF, ()), (ON, ("--timeline",))):
-                database = await stage.database()
-                command = command_here("mesh", url or database, database, *options)
-                contenders[name] = await start_contender(stack, name, command)
-            pids = [each.pid for each in contenders.values()]
-            for fan_out in _FAN_OUTS:
-                samples = {
-                    name: partial(run_sample, contender, None, pids, fan_out, _IN_FLIGHT, seconds)
-                    for name, contender in contenders.items()
-                }
-                title = f"mesh on {broker}, N={fan_out}"
-                measured[title] = await interleaved(samples, rounds, title=title)
+        commands = {}
+        for name, options in ((OFF, ()), (ON, ("--timeline",))):
+            database = await stage.database()
+            commands[name] = command_here("mesh", url or database, database, *options)
+        title = f"mesh on {broker}, N={{}}"
+        measured |= await compare(commands, _FAN_OUTS, _IN_FLIGHT, rounds, seconds, title=title)
     return measured
 
 

@@ -2,53 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from uuid import uuid4
 
 from benchmarks.rivals import driver
 
-_PROCESSES, _WORKER_THREADS, _THREADS = 2, 8, 64
+_PROCESSES, _WORKER_THREADS = 2, 8
 _TIMEOUT_SECONDS = 600.0
 """Maximum seconds for an answer, far more than needed."""
 _POLL_MILLISECONDS = 10
 """Maximum time between two polls of an idle worker. The default, a second, would be its speed."""
 
 
-@asynccontextmanager
-async def running(url: str) -> AsyncIterator[driver.Ask]:
-    """Start workers, and yield a function that runs one job.
-
-    Results are awaited in threads, because dramatiq's client blocks.
-    """
+def running(url: str) -> AbstractAsyncContextManager[driver.Ask]:
+    """Start workers, and yield a function that runs one job."""
     os.environ["DRAMATIQ_URL"] = f"{url}?socket_timeout={_TIMEOUT_SECONDS}"
     os.environ["dramatiq_worker_timeout"] = str(_POLL_MILLISECONDS)  # noqa: SIM112  # theirs
     sizes = ["--processes", str(_PROCESSES), "--threads", str(_WORKER_THREADS)]
     command = [sys.executable, "-m", "dramatiq", "benchmarks.rivals.dramatiq_app", *sizes]
-    worker = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
-    try:
-        from benchmarks.rivals.dramatiq_app import result_of, root
+    return driver.asking_workers(command, _connect)
 
-        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(_THREADS)
 
-        def run_job(fan_out: int) -> object:
-            job_id = str(uuid4())
-            root.send(fan_out, job_id)
-            return result_of(job_id, _TIMEOUT_SECONDS)
+def _connect() -> Callable[[int], object]:
+    from benchmarks.rivals.dramatiq_app import result_of, root
 
-        async def ask(fan_out: int) -> object:
-            return await loop.run_in_executor(threads, run_job, fan_out)
+    def run_job(fan_out: int) -> object:
+        job_id = str(uuid4())
+        root.send(fan_out, job_id)
+        return result_of(job_id, _TIMEOUT_SECONDS)
 
-        await ask(1)  # wait until the workers are ready
-        yield ask
-    finally:
-        worker.terminate()
-        await worker.wait()
+    return run_job
 
 
 def main() -> None:

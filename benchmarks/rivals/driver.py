@@ -12,14 +12,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeAlias
 
 from benchmarks.rivals import job
 
 Ask: TypeAlias = Callable[[int], Awaitable[object]]
 """Runs one job with this fan-out and returns the agent's answer."""
+_THREADS = 64
+"""The most jobs ever in flight."""
 
 
 def serve(rival: AbstractAsyncContextManager[Ask]) -> None:
@@ -27,6 +30,29 @@ def serve(rival: AbstractAsyncContextManager[Ask]) -> None:
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep libraries' output out of the protocol
     asyncio.run(_serve(rival, lambda line: print(json.dumps(line), file=output, flush=True)))
+
+
+@asynccontextmanager
+async def asking_workers(
+    command: Sequence[str], connect: Callable[[], Callable[[int], object]]
+) -> AsyncIterator[Ask]:
+    """Start workers, and yield a function that runs one job.
+
+    `connect` returns a function that blocks until a job is done, so it is called in threads.
+    """
+    workers = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+    try:
+        run_job = connect()
+        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(_THREADS)
+
+        async def ask(fan_out: int) -> object:
+            return await loop.run_in_executor(threads, run_job, fan_out)
+
+        await ask(1)  # wait until the workers are ready
+        yield ask
+    finally:
+        workers.terminate()
+        await workers.wait()
 
 
 async def _serve(

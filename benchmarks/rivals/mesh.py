@@ -64,22 +64,32 @@ class _Collector:
 
 
 @asynccontextmanager
-async def _collector() -> AsyncIterator[_Collector]:
-    """A process that receives spans and metrics while the block runs."""
+async def _process(
+    module: str, *arguments: str
+) -> AsyncIterator[tuple[asyncio.StreamWriter, asyncio.StreamReader]]:
+    """Run a module, and yield its input and output. It ends when its input closes."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "benchmarks.rivals.collector",
+        module,
+        *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        yield _Collector((await process.stdout.readline()).decode().strip(), process.stdin)
+        yield process.stdin, process.stdout
     finally:
         process.stdin.close()
         await process.wait()
+
+
+@asynccontextmanager
+async def _collector() -> AsyncIterator[_Collector]:
+    """A process that receives spans and metrics while the block runs."""
+    async with _process("benchmarks.rivals.collector") as (stdin, stdout):
+        yield _Collector((await stdout.readline()).decode().strip(), stdin)
 
 
 @asynccontextmanager
@@ -92,26 +102,13 @@ async def _replica(
         from servers.process import free_port  # not on the path of every caller
 
         telemetry = [collector.address, str(sample), str(free_port())]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "benchmarks.rivals.mesh_replica",
-        *telemetry,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(settings.model_dump_json().encode() + b"\n")
-        if await process.stdout.readline() != b"ready\n":
+    async with _process("benchmarks.rivals.mesh_replica", *telemetry) as (stdin, stdout):
+        stdin.write(settings.model_dump_json().encode() + b"\n")
+        if await stdout.readline() != b"ready\n":
             raise RuntimeError("a replica did not start; see above")
         if collector is not None:
             collector.stdin.write(f"{telemetry[-1]}\n".encode())
         yield
-    finally:
-        process.stdin.close()
-        await process.wait()
 
 
 def main() -> None:

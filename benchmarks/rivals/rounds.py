@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
-from benchmarks.measure import Sample
+from benchmarks.measure import Medians, Sample, interleaved
 from benchmarks.rivals.contender import Contender
 from benchmarks.rivals.resource_meters import Meter, cpu_seconds, sibling_servers
 
@@ -59,3 +60,29 @@ async def run_sample(
     return Sample(
         count, result.seconds, {"p50": result.quantile(0.5), "p99": result.quantile(0.99), **each}
     )
+
+
+async def compare(
+    commands: Mapping[str, Sequence[str]],
+    fan_outs: Sequence[int],
+    in_flight: int,
+    rounds: int,
+    seconds: float,
+    *,
+    title: str = "N={}",
+) -> dict[str, Medians]:
+    """Start contenders and let them take turns. The results have the titles of the fan-outs."""
+    measured = {}
+    async with AsyncExitStack() as stack:
+        contenders = {
+            name: await start_contender(stack, name, command) for name, command in commands.items()
+        }
+        pids = [each.pid for each in contenders.values()]
+        for fan_out in fan_outs:
+            samples = {
+                name: partial(run_sample, contender, None, pids, fan_out, in_flight, seconds)
+                for name, contender in contenders.items()
+            }
+            key = title.format(fan_out)
+            measured[key] = await interleaved(samples, rounds, title=key)
+    return measured

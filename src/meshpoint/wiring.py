@@ -86,8 +86,7 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
     broker = _make_clear_broker(mesh, purpose)
     if isinstance(broker, InProcessBroker):
         return broker
-    sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
-    return SealedBroker(broker, sealer, mesh.namespace, mesh.max_message_bytes)
+    return SealedBroker(broker, make_mesh_sealer(mesh), mesh.namespace, mesh.max_message_bytes)
 
 
 def _make_clear_broker(mesh: MeshSettings, purpose: str) -> Broker:
@@ -197,6 +196,11 @@ def make_sealer(keys: Sequence[EncryptionKey], setting: str) -> Sealer | None:
     scope = "mesh" if setting.startswith("mesh.") else "store"
     given = [RingKey(key.secret, key.tenant, key.agent) for key in keys]
     return KeyRing(given, setting=setting, scope=scope)
+
+
+def make_mesh_sealer(mesh: MeshSettings) -> Sealer | None:
+    """Create the sealer of the bodies of messages, if there are keys."""
+    return make_sealer(mesh.key_ring, "mesh.encryption_keys")
 
 
 def environment_sealer() -> Sealer | None:
@@ -657,7 +661,7 @@ def make_dead_letters(
     letters = _make_clear_dead_letters(mesh, agents, warn)
     if letters is None:
         return None
-    sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
+    sealer = make_mesh_sealer(mesh)
     return SealedDeadLetters(letters, sealer, mesh.namespace, mesh.max_message_bytes)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from typing import TypeAlias
+
 import asyncpg
 import pytest
 
@@ -12,6 +15,15 @@ from meshpoint.adapters.sql.array_literals import (
     text_array,
 )
 from meshpoint.adapters.sql.batch_statements import value_of
+
+Connection: TypeAlias = "asyncpg.Connection[asyncpg.Record]"
+
+
+@pytest.fixture
+async def connection(postgres_url: str) -> AsyncIterator[Connection]:
+    connection = await asyncpg.connect(postgres_url)
+    yield connection
+    await connection.close()
 
 
 @pytest.mark.parametrize(
@@ -36,23 +48,15 @@ from meshpoint.adapters.sql.batch_statements import value_of
     ],
     ids=repr,
 )
-async def test_texts_arrive_unchanged(postgres_url: str, values: list[str | None]) -> None:
-    connection = await asyncpg.connect(postgres_url)
-    try:
-        literal = text_array(values)
-        assert await connection.fetchval("SELECT $1::text::text[]", literal) == values
-    finally:
-        await connection.close()
+async def test_texts_arrive_unchanged(connection: Connection, values: list[str | None]) -> None:
+    literal = text_array(values)
+    assert await connection.fetchval("SELECT $1::text::text[]", literal) == values
 
 
-async def test_integers_arrive_unchanged(postgres_url: str) -> None:
-    connection = await asyncpg.connect(postgres_url)
-    try:
-        for values in ([], [0], [1, -2, 2**63 - 1, -(2**63)]):
-            literal = int_array(values)
-            assert await connection.fetchval("SELECT $1::text::bigint[]", literal) == values
-    finally:
-        await connection.close()
+async def test_integers_arrive_unchanged(connection: Connection) -> None:
+    for values in ([], [0], [1, -2, 2**63 - 1, -(2**63)]):
+        literal = int_array(values)
+        assert await connection.fetchval("SELECT $1::text::bigint[]", literal) == values
 
 
 @pytest.mark.parametrize(
@@ -65,29 +69,21 @@ async def test_integers_arrive_unchanged(postgres_url: str) -> None:
     ],
 )
 async def test_numbers_and_nulls_arrive_unchanged(
-    postgres_url: str, kind: str, values: list[float | None]
+    connection: Connection, kind: str, values: list[float | None]
 ) -> None:
-    connection = await asyncpg.connect(postgres_url)
-    try:
-        literal = number_array(values)
-        assert await connection.fetchval(f"SELECT $1::text::{kind}[]", literal) == values
-    finally:
-        await connection.close()
+    literal = number_array(values)
+    assert await connection.fetchval(f"SELECT $1::text::{kind}[]", literal) == values
 
 
 @pytest.mark.parametrize(
     "values", [[], [b"a"], [b"\0", b"bc", None, b"\xff" * 1000], [None, None]]
 )
 async def test_joined_values_are_found_again(
-    postgres_url: str, values: list[bytes | None]
+    connection: Connection, values: list[bytes | None]
 ) -> None:
-    connection = await asyncpg.connect(postgres_url)
-    try:
-        rows = await connection.fetch(
-            f"SELECT {value_of('v', '$1')} FROM unnest($2::text::int[], $3::text::int[])"
-            " WITH ORDINALITY AS v(first, size, place) ORDER BY place",
-            *joined_values(values),
-        )
-        assert [row[0] for row in rows] == values
-    finally:
-        await connection.close()
+    rows = await connection.fetch(
+        f"SELECT {value_of('v', '$1')} FROM unnest($2::text::int[], $3::text::int[])"
+        " WITH ORDINALITY AS v(first, size, place) ORDER BY place",
+        *joined_values(values),
+    )
+    assert [row[0] for row in rows] == values

@@ -153,7 +153,7 @@ def show_letter(
     """
     from meshpoint.cli import letter_facts as facts
     from meshpoint.files import write_atomically
-    from meshpoint.wiring import make_sealer, seal_file
+    from meshpoint.wiring import make_mesh_sealer, seal_file
 
     mesh = _Mesh(sources.require_mesh(config, broker, namespace), config)
     letter, body = asyncio.run(_find_one(mesh, letter_id, is_raw=raw is not None))
@@ -165,8 +165,7 @@ def show_letter(
             sys.stdout.buffer.write(body)
             sys.stdout.flush()
             return
-        mesh_sealer = make_sealer(mesh.settings.key_ring, "mesh.encryption_keys")
-        with sources.exported(raw, mesh_sealer, unencrypted) as sealer:
+        with sources.exported(raw, make_mesh_sealer(mesh.settings), unencrypted) as sealer:
             write_atomically(raw, seal_file(sealer, body, _EXPORT_PLACE))
             print_note(f"wrote {quantity(len(body), 'byte')} to {raw}")
     if as_json:
@@ -247,9 +246,9 @@ def drop_letters(
 def _read_edited(file: Path, mesh: MeshSettings) -> bytes:
     """Read a body. A file that `dead show --raw` has encrypted is decrypted."""
     from meshpoint.files import read_bounded
-    from meshpoint.wiring import make_sealer, open_file
+    from meshpoint.wiring import make_mesh_sealer, open_file
 
-    sealer = make_sealer(mesh.key_ring, "mesh.encryption_keys")
+    sealer = make_mesh_sealer(mesh)
     try:
         return open_file(sealer, read_bounded(file, _MAX_EDITED_BYTES), _EXPORT_PLACE)
     except (OSError, ValueError) as error:

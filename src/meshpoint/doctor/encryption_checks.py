@@ -11,7 +11,7 @@ from meshpoint.model.error_text import quantity
 def check_encryption(facts: Facts) -> list[Finding]:
     """Keys in use, keys that are missing, and keys that running replicas may not have yet."""
     findings = [each for release in facts.releases for each in _check_agent(facts, release)]
-    mesh = wiring.make_sealer(facts.settings.mesh.key_ring, "mesh.encryption_keys")
+    mesh = wiring.make_mesh_sealer(facts.settings.mesh)
     if mesh is not None:
         problem = f"mesh.encryption_keys {_describe(mesh.key_id(), mesh.key_ids)}"
         findings.append(note("keys.mesh", facts.settings.mesh.namespace, problem))

@@ -6,6 +6,8 @@ only with the delivery count of its claim, so that a late settlement finds nothi
 
 from __future__ import annotations
 
+from meshpoint.adapters.sql.hand_over import ack_held
+
 UNREADABLE_HOLDER = 0
 """Holder of dead letters that consumers cannot read, and operators read with SQL.
 
@@ -93,7 +95,7 @@ SELECT q.id, request, properties, body
 RETURNING queue"""
 """Appends messages in the order given. A queue deleted in the meantime gets none."""
 
-PUBLISH_ACKING = """
+PUBLISH_ACKING = f"""
 WITH given AS MATERIALIZED (
     SELECT q.id AS queue, request, properties, body, place
       FROM unnest($1::text::integer[], $2::text[], $3::text[], $4::bytea[])
@@ -103,12 +105,7 @@ published AS (
     INSERT INTO meshpoint_queue_message (queue, request, properties, body)
     SELECT queue, request, properties, body FROM given ORDER BY place),
 acked AS (
-    DELETE FROM meshpoint_queue_message m
-     USING unnest($5::text::bigint[], $6::text::integer[], $7::text::bigint[], $8::text::integer[],
-                  $9::text::bigint[]) AS held(place, queue, id, deliveries, holder)
-      JOIN given ON given.place = held.place
-     WHERE m.queue = held.queue AND m.id = held.id AND m.deliveries = held.deliveries
-       AND m.holder = held.holder)
+  {ack_held(5, "given.place")})
 SELECT DISTINCT queue FROM given"""
 """Does the same, and acks claims with the messages at their places."""
 

@@ -352,13 +352,13 @@ PAUSE_EXISTING_WITH_LOG_HANDING_OVER = _pause_existing_with_log(
 )
 
 # The same for operations: `$46` has the children that each pause adds, or NULL.
-_CHILDREN = "($46::text[])[given.place::int]"
+_CHILDREN = _item("children", 46, "text")
 _pause_operation = partial(
     _pause_existing_with_log,
     logged=f"""{_CHANGE_LOG}
 added_children AS (
   UPDATE agent_operations AS o SET children = {appended_children("o.children", _CHILDREN)}
-    FROM written JOIN given ON given.task_id = written.logical_task_id
+    FROM written JOIN given AS i ON i.task_id = written.logical_task_id
    WHERE o.operation_id = written.logical_task_id AND {_CHILDREN} IS NOT NULL),""",
 )
 PAUSE_OPERATION = _pause_operation("pause operation")

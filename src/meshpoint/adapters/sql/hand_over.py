@@ -71,19 +71,28 @@ SELECT 1 FROM meshpoint_queue_holder WHERE id = $1::bigint
 """
 
 
+def ack_held(first: int, place: str) -> str:
+    """SQL that deletes the messages which the `held_arrays` from `$first` name.
+
+    `place`, a column of a table, has the number of each message.
+    """
+    return f"""DELETE FROM meshpoint_queue_message AS m
+   USING unnest(${first}::text::int[], ${first + 1}::text::int[], ${first + 2}::text::bigint[],
+                ${first + 3}::text::int[], ${first + 4}::text::bigint[])
+         AS held(number, queue, id, deliveries, holder)
+    JOIN {place.partition(".")[0]} ON {place} = held.number
+   WHERE m.queue = held.queue AND m.id = held.id AND m.deliveries = held.deliveries
+     AND m.holder = held.holder"""
+
+
 def hand_over(first: int, *, moved: str, guard: str) -> str:
     """SQL that publishes and acks for the tasks in `moved`, and lists them as `handed_over`.
 
     Its parameters start at `$first`. `guard` compares the row of a task, `w`, with the text
     `o.expected` that the messages were prepared for.
     """
-    offers, messages, held = (
-        [f"${number}" for number in range(begin, end)]
-        for begin, end in (
-            (first, first + 5),
-            (first + 5, first + 10),
-            (first + 10, first + 15),
-        )
+    offers, messages = (
+        [f"${number}" for number in range(begin, begin + 5)] for begin in (first, first + 5)
     )
     return f"""
 offered AS MATERIALIZED (
@@ -111,13 +120,7 @@ published AS (
     JOIN handed_over ON handed_over.number = m.number
    ORDER BY m.place),
 acked AS (
-  DELETE FROM meshpoint_queue_message AS m
-   USING unnest({held[0]}::text::int[], {held[1]}::text::int[], {held[2]}::text::bigint[],
-                {held[3]}::text::int[], {held[4]}::text::bigint[])
-         AS a(number, queue, id, deliveries, holder)
-    JOIN handed_over ON handed_over.number = a.number
-   WHERE m.queue = a.queue AND m.id = a.id AND m.deliveries = a.deliveries
-     AND m.holder = a.holder),"""
+  {ack_held(first + 10, "handed_over.number")}),"""
 
 
 class Offer(NamedTuple):
@@ -166,12 +169,7 @@ def held_arrays(held: Sequence[tuple[int, int, int, int, int]]) -> list[str]:
 
 
 # Ack the claimed messages whose outcomes a claim has recorded.
-ACK_RECORDED = """
+ACK_RECORDED = f"""
 acked AS (
-  DELETE FROM meshpoint_queue_message AS m
-   USING unnest($19::text::int[], $20::text::int[], $21::text::bigint[], $22::text::int[],
-                $23::text::bigint[]) AS a(place, queue, id, deliveries, holder)
-    JOIN recorded ON recorded.place = a.place
-   WHERE m.queue = a.queue AND m.id = a.id AND m.deliveries = a.deliveries
-     AND m.holder = a.holder
-  RETURNING recorded.logical_task_id, a.place),"""
+  {ack_held(19, "recorded.place")}
+  RETURNING recorded.logical_task_id, recorded.place),"""
