@@ -9,9 +9,11 @@ import asyncpg
 import pytest
 
 from meshpoint.adapters.sql.array_literals import (
+    NotSeparable,
     int_array,
     joined_values,
     number_array,
+    split_texts,
     text_array,
 )
 from meshpoint.adapters.sql.batch_statements import value_of
@@ -30,7 +32,6 @@ async def connection(postgres_url: str) -> AsyncIterator[Connection]:
     "values",
     [
         [],
-        [""],
         ["a"],
         ["a", "b"],
         ["", ""],
@@ -49,8 +50,16 @@ async def connection(postgres_url: str) -> AsyncIterator[Connection]:
     ids=repr,
 )
 async def test_texts_arrive_unchanged(connection: Connection, values: list[str | None]) -> None:
-    literal = text_array(values)
-    assert await connection.fetchval("SELECT $1::text::text[]", literal) == values
+    statement = f"SELECT {split_texts('$1')}"
+    assert await connection.fetchval(statement, text_array(values)) == values
+
+
+@pytest.mark.parametrize(
+    "values", [[""], ["\x1f"], ["a\x1fb", "c"], ["\x1e"], [None, "\x1e"]], ids=repr
+)
+def test_texts_that_would_arrive_changed_are_refused(values: list[str | None]) -> None:
+    with pytest.raises(NotSeparable):
+        text_array(values)
 
 
 async def test_integers_arrive_unchanged(connection: Connection) -> None:

@@ -31,6 +31,7 @@ from __future__ import annotations
 from functools import partial
 
 from meshpoint.adapters.sql import columns
+from meshpoint.adapters.sql.array_literals import split_texts
 from meshpoint.adapters.sql.columns import APPENDED, CONTEXT_TYPES, comma_separated, emptied
 from meshpoint.adapters.sql.hand_over import ACK_RECORDED, hand_over
 from meshpoint.adapters.sql.operation_statements import (
@@ -53,7 +54,10 @@ SHORT_TEXTS = frozenset(
 
 def _item(name: str, number: int, kind: str) -> str:
     is_literal = name in SHORT_TEXTS if kind == "text" else kind != "bytea"
-    array = f"(SELECT ${number}::text::{kind}[])" if is_literal else f"${number}::{kind}[]"
+    array = f"${number}::{kind}[]"
+    if is_literal:
+        literal = split_texts(f"${number}") if kind == "text" else f"${number}::text::{kind}[]"
+        array = f"(SELECT {literal})"
     return f"({array})[i.place::int]"
 
 
@@ -184,10 +188,10 @@ calls AS (
          LEAST({begin} + terms.timeout, w.now + terms.idle_timeout, w.task_deadline),
          coalesce(LEAST({begin} + terms.timeout, w.task_deadline), {NO_DEADLINE.timestamp()}),
          w.now
-    FROM unnest($3::text::text[], $4::text::text[], $6::text::int[], $7::text::int[],
+    FROM unnest({split_texts("$3")}, {split_texts("$4")}, $6::text::int[], $7::text::int[],
                 $8::text::int[])
          WITH ORDINALITY AS c(sub_task_id, call_id, first, size, terms, place)
-    JOIN unnest($9::text::text[], $10::text::int[], $11::text::text[], $12::text[],
+    JOIN unnest({split_texts("$9")}, $10::text::int[], {split_texts("$11")}, $12::text[],
                  $13::text::double precision[], $14::text::double precision[])
          WITH ORDINALITY AS terms(task_id, first, peer, headers, timeout, idle_timeout, number)
       ON terms.number = c.terms
@@ -416,10 +420,10 @@ WITH locked AS MATERIALIZED (
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT c.*, terms.task_id, terms.ok, terms.sender, l.generation, l.state_format
-    FROM unnest($5::text::text[], $6::text::text[], $8::text::int[], $9::text::int[],
+    FROM unnest({split_texts("$5")}, {split_texts("$6")}, $8::text::int[], $9::text::int[],
                 $10::text::int[])
          WITH ORDINALITY AS c(sub_task_id, claim_id, first, size, terms, place)
-    JOIN unnest($11::text::text[], $12::text::boolean[], $13::text::text[]) WITH ORDINALITY
+    JOIN unnest({split_texts("$11")}, $12::text::boolean[], {split_texts("$13")}) WITH ORDINALITY
          AS terms(task_id, ok, sender, number)
       ON terms.number = c.terms
     JOIN locked AS l ON l.logical_task_id = terms.task_id),
@@ -436,7 +440,7 @@ recorded AS (
 counted AS MATERIALIZED (
   SELECT logical_task_id, generation, state_format, count(*) AS outcomes,
          count(*) FILTER (WHERE ok) AS results,
-         (array_agg(claim_id ORDER BY place DESC))[1] AS last_claim, array_agg(place) AS places,
+         (array_agg(claim_id))[count(*)] AS last_claim, array_agg(place) AS places,
          array_agg(call_id) AS call_ids, array_agg(peer_agent) AS peers, array_agg(seq) AS seqs
     FROM recorded GROUP BY logical_task_id, generation, state_format),
 joined AS (
@@ -703,7 +707,7 @@ due AS MATERIALIZED (
                           WHERE t.logical_task_id = j.logical_task_id AND t.retry_count > 0)
            AS complete
     FROM async_commit,
-         unnest($2::text::text[], $3::text::int[], $4::text::int[])
+         unnest($2::text[], $3::text::int[], $4::text::int[])
            AS sent(task_id, generation, requests)
     JOIN agent_parallel_invocations AS j
       ON j.logical_task_id = sent.task_id AND j.invocation_id = sent.generation

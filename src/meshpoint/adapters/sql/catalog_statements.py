@@ -49,9 +49,8 @@ _CONDITIONS: Final = {
 """Conditions, by parameter.
 
 PostgreSQL plans these statements without knowing their parameters, so a listing includes only the
-conditions that it needs. Indexes cover the operations on a subject, the tasks of a user, the
-tasks of one agent and state, and its waiting tasks by time. More indexes would slow down every
-transition of every task.
+conditions that it needs. Indexes cover the operations on a subject, the tasks of a user, and
+the tasks of one agent and state. More indexes would slow down every transition of every task.
 """
 
 

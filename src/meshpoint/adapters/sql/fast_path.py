@@ -404,8 +404,8 @@ class FastPath:
                     hand_over.finish()
             if (acquired := row["acquired"]) is None:
                 continue
-            command, _ = claims[max(recorded)]
-            results[max(recorded)] = TaskReady(command.task_id, command.sub_task_id)
+            command, _ = claims[recorded[-1]]  # its id identifies the run
+            results[recorded[-1]] = TaskReady(command.task_id, command.sub_task_id)
             if acquired:
                 outcomes = _outcomes(row, [claims[place][0].outcome for place in recorded])
                 if len(outcomes) == row["total_expected"]:
@@ -529,7 +529,7 @@ class FastPath:
         rows = await self._confirms.write(
             sql.CONFIRM_DISPATCHED,
             self._now,
-            text_array([task_id for task_id, _ in pauses]),
+            [task_id for task_id, _ in pauses],
             int_array(generation for _, generation in pauses),
             int_array(map(len, pauses.values())),
         )

@@ -30,7 +30,9 @@ SELECT {_STATES},
        {_count(f"{_MINE} dead_reason IS NOT NULL AND status = 'failed'")} AS dead,
        (SELECT {{instant}} - min(wake_at) {_MINE} status = 'ready' AND wake_at <= {{instant}})
          AS ready_age,
-       (SELECT {{instant}} - min(checkpointed_at) {_MINE} status = 'waiting') AS waiting_age,
+       (SELECT {{instant}} - min(checkpointed_at)
+          FROM (SELECT checkpointed_at {_MINE} status = 'waiting' LIMIT :most) AS waiting)
+         AS waiting_age,
        (SELECT {{instant}} - min(t.checkpointed_at)
           FROM (SELECT logical_task_id FROM agent_parallel_invocations
                  WHERE agent_name = :agent AND send_due_at IS NOT NULL
@@ -49,7 +51,7 @@ SELECT {_STATES},
                   FROM agent_peer_sub_tasks AS c
                   JOIN agent_paused_tasks AS t ON t.logical_task_id = c.logical_task_id
                  WHERE c.agent_name = :agent AND c.status = 'pending'
-                   AND substr(c.peer_agent, 1, 2) = '{QUESTION_PREFIX}' LIMIT :most) AS asked
+                   AND c.peer_agent LIKE '{QUESTION_PREFIX}%' LIMIT :most) AS asked
          WHERE invocation_id = generation AND status = 'waiting') AS questions
 """
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meshpoint.adapters.sql.array_literals import int_array, text_array
+from meshpoint.adapters.sql.array_literals import int_array, split_texts, text_array
 from meshpoint.model.hand_over import HandOver
 from meshpoint.model.ids import TaskId
 
@@ -97,8 +97,8 @@ def hand_over(first: int, *, moved: str, guard: str) -> str:
     return f"""
 offered AS MATERIALIZED (
   SELECT o.task_id, o.number, o.messages, o.planned_at
-    FROM unnest({offers[0]}::text::text[], {offers[1]}::text::bigint[], {offers[2]}::text::int[],
-                {offers[3]}::text::text[], {offers[4]}::double precision[])
+    FROM unnest({split_texts(offers[0])}, {offers[1]}::text::bigint[], {offers[2]}::text::int[],
+                {split_texts(offers[3])}, {offers[4]}::double precision[])
          WITH ORDINALITY AS o(task_id, lease_id, messages, expected, planned_at, number)
     JOIN {moved} AS w ON w.logical_task_id = o.task_id
    WHERE {guard}

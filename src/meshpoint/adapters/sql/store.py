@@ -27,6 +27,7 @@ from meshpoint.adapters.sql import (
 )
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.appending import PackedAppend
+from meshpoint.adapters.sql.array_literals import NotSeparable
 from meshpoint.adapters.sql.batcher import Batcher, split_by_size
 from meshpoint.adapters.sql.catalog import SqlCatalog
 from meshpoint.adapters.sql.codec import Codec, Packed
@@ -163,6 +164,8 @@ class _BatchedStep(Generic[_Item, _Result]):
             written = await self._fast(items)
         except RowLocked:
             self._database.locked_rows.record_timeout()
+            written = {}
+        except NotSeparable:
             written = {}
         return [written.get(place) for place in range(len(items))]
 
@@ -475,6 +478,8 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
                 )
             except RowLocked:
                 self._locked_rows.record_timeout()
+            except NotSeparable:
+                pass
         if rest := [place for place in range(len(packed)) if place not in results]:
             others, acquired = await self._claim_in_transaction(
                 [packed[place] for place in rest], replica, slots - len(owned), owned

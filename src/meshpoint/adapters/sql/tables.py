@@ -45,7 +45,7 @@ from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
 from meshpoint.errors import ConfigurationError
 
-REVISION = "0018"
+REVISION = "0019"
 """The newest migration of this release, which it requires. It also works with a later one."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -458,12 +458,6 @@ _partial_index(
     where=tasks.c.keep_alive_at.is_not(None),
 )
 _partial_index(
-    "ix_agent_paused_tasks_waiting",
-    tasks.c.agent_name,
-    tasks.c.checkpointed_at,
-    where=text("status = 'waiting'"),
-)
-_partial_index(
     "ix_agent_paused_tasks_suspended",
     tasks.c.agent_name,
     where=tasks.c.suspended_at.is_not(None),
@@ -477,7 +471,7 @@ _partial_index(
 _partial_index(
     "ix_agent_peer_sub_tasks_questions",
     calls.c.agent_name,
-    where=text("substr(peer_agent, 1, 2) = '~?'"),
+    where=text("peer_agent LIKE '~?%'"),
 )
 _partial_index(
     "ix_agent_peer_sub_tasks_unsent",

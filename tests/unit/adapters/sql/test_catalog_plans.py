@@ -46,21 +46,18 @@ def explain(connection: sqlite3.Connection, statement: str, **values: Any) -> li
     ("values", "index"),
     [
         (BY_AGENT | {"status": "ready"}, "due (agent_name=? AND status=?)"),
-        (BY_AGENT, "waiting (agent_name=?)"),
-        (BY_AGENT | {"since": 1.0}, "waiting (agent_name=? AND checkpointed_at>?)"),
-        (BY_AGENT | {"until": 1.0}, "waiting (agent_name=? AND checkpointed_at<?)"),
-        (
-            BY_AGENT | {"after_at": 1.0, "after_id": "x"},
-            "waiting (agent_name=? AND checkpointed_at<?)",
-        ),
-        (BY_AGENT | {"requester": "shop"}, "waiting (agent_name=?)"),
+        (BY_AGENT, "due (agent_name=? AND status=?)"),
+        (BY_AGENT | {"since": 1.0}, "due (agent_name=? AND status=?)"),
+        (BY_AGENT | {"until": 1.0}, "due (agent_name=? AND status=?)"),
+        (BY_AGENT | {"after_at": 1.0, "after_id": "x"}, "due (agent_name=? AND status=?)"),
+        (BY_AGENT | {"requester": "shop"}, "due (agent_name=? AND status=?)"),
         (BY_NAMESPACE | {"user": "ada"}, "user (user_id=?)"),
         (BY_NAMESPACE | {"subject": "ACME"}, "subject (subject=?)"),
         (
             {"agent": "test/travel", "subject": "ACME", "states": ["failed"]},
             "subject (subject=? AND agent_name=?)",
         ),
-        (BY_AGENT | {"waiting_for": "flights"}, "waiting (agent_name=?)"),
+        (BY_AGENT | {"waiting_for": "flights"}, "due (agent_name=? AND status=?)"),
     ],
     ids=str,
 )
