@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-
 _SEPARATOR, _NULL = "\x1f", "\x1e"
 
 

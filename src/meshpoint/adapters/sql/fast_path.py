@@ -7,7 +7,7 @@ store passes the others to the general transaction.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import accumulate
 from operator import itemgetter
 from types import SimpleNamespace
@@ -394,6 +394,7 @@ class FastPath:
         positions = [0, *places.values()]  # SQL arrays start at 1
         results: dict[int, ClaimResult] = {}
         owned, unseen = dict[str, OwnedTask](), list[Claim]()
+        attributes = _attributes(rows)
         for row in rows:
             recorded = [positions[number] for number in row["places"]]
             for place in recorded:
@@ -409,7 +410,7 @@ class FastPath:
             if acquired:
                 outcomes = _outcomes(row, [claims[place][0].outcome for place in recorded])
                 if len(outcomes) == row["total_expected"]:
-                    columns = _attributes(row)
+                    columns = attributes(row)
                     log = await self._complete_log(columns) if columns.log_seq else ()
                     owned[command.task_id] = OwnedTask(columns, outcomes, log)
                 else:  # some were recorded while this statement waited for the task's lock
@@ -479,7 +480,7 @@ class FastPath:
             _array([self._seal_reason(command) for command, _ in commands]),
         )
         results: dict[int, EndResult] = {}
-        for row in rows:
+        for row in map(_attributes(rows), rows):
             place = places[row.logical_task_id]
             command, _ = ends[place]
             results[place] = EndCommitted(
@@ -488,7 +489,7 @@ class FastPath:
                     command.run.task_id,
                     command.state,
                     command.reply,
-                    requester_from_row(_attributes(row)),
+                    requester_from_row(row),
                     fence=command.run.fence,
                 )
             )
@@ -572,9 +573,13 @@ def _offered_reply(end: End) -> Offer | None:
     return Offer(end.run.task_id, f"{address}\n{parent}", None, end.hand_over)
 
 
-def _attributes(row: Any) -> Any:
-    """The row's columns as plain attributes, because look-ups in a driver record are slow."""
-    return SimpleNamespace(**dict(row))
+def _attributes(rows: Sequence[Any]) -> Callable[[Any], Any]:
+    """A function that turns one of `rows` into an object whose attributes are the columns.
+
+    Look-ups in a driver's record are slow, and so is `dict(record)`.
+    """
+    names = list(rows[0].keys()) if rows else []
+    return lambda row: SimpleNamespace(**dict(zip(names, row, strict=True)))
 
 
 def _first_positions(keys: Iterable[Hashable]) -> dict[Any, int]:

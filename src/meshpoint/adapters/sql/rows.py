@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from pydantic_core import from_json, to_json
@@ -117,10 +118,15 @@ async def context_columns(
     if codec.seals(agent):
         for name, column in _TEXT_COLUMNS.items():
             columns[name] = codec.text(columns[name], column, agent, task_id, seq=seq)
-    secret = to_json(context["security_context"]) if "security_context" in context else None
-    columns["security_context"] = await codec.pack(
-        secret, inventory.SECURITY_CONTEXT, agent, task_id, seq=seq
-    )
+    columns["security_context"] = None
+    if "security_context" in context:
+        columns["security_context"] = await codec.pack(
+            to_json(context["security_context"]),
+            inventory.SECURITY_CONTEXT,
+            agent,
+            task_id,
+            seq=seq,
+        )
     columns |= columns_for_people(context, codec, agent)
     columns["current_invocation_id"] = _text_copy(_sources(context), "current_invocation_id")
     return columns
@@ -151,23 +157,30 @@ async def context_from_row(row: Any, codec: Codec) -> CheckpointDict:
         KeyMissing: A value is sealed with a key that `codec` lacks.
     """
     key = (row.agent_name, row.logical_task_id)
-    texts = {name: getattr(row, name) for name in _TEXT_COLUMNS}
     if codec.sealer is not None:
-        for name, column in _TEXT_COLUMNS.items():
-            texts[name] = codec.read_text(texts[name], column, *key)
+        row = _opened(row, codec, key)
     try:
-        context: CheckpointDict = from_json(texts["context_rest"] or "{}")
+        context: CheckpointDict = from_json(row.context_rest or "{}")
         for name in _JSON_COLUMNS:
-            if (text := texts[name]) is not None:
+            if (text := getattr(row, name)) is not None:
                 context[name] = from_json(text)
     except ValueError:
-        for text in texts.values():
-            require_clear(text)
+        for name in _TEXT_COLUMNS:
+            require_clear(getattr(row, name))
         raise
-    secret = await codec.unpack(row.security_context, inventory.SECURITY_CONTEXT, *key)
-    if secret is not None:
-        context["security_context"] = from_json(secret)
+    if row.security_context is not None:
+        secret = await codec.unpack(row.security_context, inventory.SECURITY_CONTEXT, *key)
+        if secret is not None:
+            context["security_context"] = from_json(secret)
     return context
+
+
+def _opened(row: Any, codec: Codec, key: tuple[str, str]) -> Any:
+    texts = {
+        name: codec.read_text(getattr(row, name), column, *key)
+        for name, column in _TEXT_COLUMNS.items()
+    }
+    return SimpleNamespace(**texts, security_context=row.security_context)
 
 
 def _text_copy(places: Sequence[Mapping[str, object]], *names: str) -> str | None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 
 from meshpoint.adapters.sql import (
     appending,
@@ -145,17 +145,17 @@ class _BatchedStep(Generic[_Item, _Result]):
         locked_ids = self._database.locked_rows.recently_locked(map(self._task_id, items))
         if self._fast is not None and (locked_ids or not fits_fast_path):
             return await self._run_in_transaction(items)
-        results = dict(enumerate(await self.batcher.put(items)))
-        rest = [place for place, result in results.items() if result is None]
-        if rest:
+        results = await self.batcher.put(items)
+        if rest := [place for place, result in enumerate(results) if result is None]:
             try:
                 others = await self._run_in_transaction([items[place] for place in rest])
             except CommitInDoubt:
                 raise
             except StoreUnavailable as error:
                 raise CommitInDoubt(str(error)) from error
-            results.update(zip(rest, others, strict=True))
-        return [result for result in results.values() if result is not None]
+            for place, other in zip(rest, others, strict=True):
+                results[place] = other
+        return cast("list[_Result]", results)
 
     async def _flush(self, items: Sequence[_Item]) -> Sequence[_Result | None]:
         if self._fast is None:

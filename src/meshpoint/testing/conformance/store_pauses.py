@@ -79,6 +79,16 @@ def cancelled_calls(expired: ExpiryResult) -> list[TaskId]:
 class PauseSuite:
     """Pauses, expired calls and joins, and status updates that extend idle deadlines."""
 
+    async def test_call_ids_may_have_any_characters(self, store: CheckpointStore) -> None:
+        ids = ("a\x1fb", "\x1e", "{}", '","', "\\", "NULL", "é\n")
+        pause, other = a_pause(*ids), a_pause()
+        assert all(
+            isinstance(result, PauseCommitted) for result in await store.pause([other, pause])
+        )
+        task = await resumed(store, pause)
+        assert outcomes(task) == {call_id: ok(call_id) for call_id in ids}
+        assert outcomes(await resumed(store, other)) == {"a": ok("a")}
+
     async def test_first_pause_dispatches(self, store: CheckpointStore, clock: FakeClock) -> None:
         pause = a_pause("b", "a")
         deadline = clock.now() + TIMEOUT
