@@ -31,16 +31,16 @@ READ_WAITING_AFTER = _WAITING.format(after=_AFTER)
 
 # Read tasks with the calls that they wait for, the tasks of those calls, and so on.
 READ_TREES = """
-WITH RECURSIVE tree(parent_id, task_id, call_id, peer, since, deadline, depth, status, generation)
-AS (
+WITH RECURSIVE tree(
+  parent_id, task_id, call_id, peer, since, deadline, depth, seq, status, generation) AS (
   SELECT CAST(NULL AS varchar) COLLATE {bytewise}, t.logical_task_id, CAST('' AS varchar),
          CAST('' AS varchar), CAST(NULL AS double precision), CAST(NULL AS double precision), 0,
-         t.status, t.generation
+         0, t.status, t.generation
     FROM agent_paused_tasks AS t
    WHERE t.logical_task_id {one_of:ids} AND {in_namespace}
   UNION ALL
   SELECT tree.task_id, c.sub_task_id, c.call_id, c.peer_agent, c.created_at, c.timeout_deadline,
-         tree.depth + 1, t.status, t.generation
+         tree.depth + 1, c.seq, t.status, t.generation
     FROM tree
     JOIN agent_peer_sub_tasks AS c
       ON c.logical_task_id = tree.task_id AND c.invocation_id = tree.generation

@@ -66,7 +66,10 @@ class SqlOperatorStore(SqlStore):
         return Page([TaskId(each.task_id) for each in roots[:limit]], end)
 
     async def trees(self, roots: Sequence[TaskId], *, limit: int) -> list[TreeNode]:
-        """Each task with the calls it waits for, their tasks, and so on, level by level."""
+        """Each task with the calls it waits for, their tasks, and so on.
+
+        Level by level, and the calls of a task in their order.
+        """
         if not roots:
             return []
         rows = await self._database.fetch(
@@ -76,7 +79,8 @@ class SqlOperatorStore(SqlStore):
             max_depth=_MAX_DEPTH,
             limit=limit,
         )
-        return [self._node(row) for row in rows]
+        in_order = sorted(rows, key=lambda row: (row.depth, row.parent_id or "", row.seq))
+        return [self._node(row) for row in in_order]
 
     def _node(self, row: Row[Any]) -> TreeNode:
         return TreeNode(
