@@ -50,10 +50,8 @@ async def connection(postgres_url: str) -> AsyncIterator[Connection]:
     ids=repr,
 )
 async def test_texts_arrive_unchanged(connection: Connection, values: list[str | None]) -> None:
-    places = range(1, len(values) + 1)
-    statement = f"SELECT ({split_texts('$1')})[place] FROM unnest($2::int[]) AS place"
-    rows = await connection.fetch(statement, text_array(values), places)
-    assert [row[0] for row in rows] == values
+    statement = f"SELECT {split_texts('$1')}"
+    assert await connection.fetchval(statement, text_array(values)) == values
 
 
 @pytest.mark.parametrize(

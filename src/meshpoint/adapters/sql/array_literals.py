@@ -6,6 +6,8 @@ asyncpg asks of each element of an array whether it is an array itself, which ta
 else that it does with the element. The source of this fact is `_get_array_shape` in its
 `protocol/codecs/array.pyx`. A statement must convert such a text once, by `unnest(…)` or
 `(SELECT …)`: otherwise an index into it would convert it for each row.
+
+Long texts with many quotes, such as JSON, are not worth it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ class NotSeparable(ValueError):
     """A text contains a character that separates texts. Such texts need other statements."""
 
 
-def text_array(values: Sequence[str | None]) -> str | None:
-    """An array of texts, for `split_texts`. `None` if all are `None`.
+def text_array(values: Sequence[str | None]) -> str:
+    """An array of texts, for `split_texts`.
 
     Raises:
         NotSeparable: `split_texts` would return other texts.
@@ -29,8 +31,6 @@ def text_array(values: Sequence[str | None]) -> str | None:
     given = values
     nulls = values.count(None)
     if nulls:
-        if nulls == len(values):
-            return None
         given = [_NULL if value is None else value for value in values]
     text = _SEPARATOR.join(given)  # type: ignore[arg-type]
     separators = max(len(values) - 1, 0)

@@ -41,13 +41,24 @@ from meshpoint.adapters.sql.operation_statements import (
 )
 from meshpoint.model.tasks import NO_DEADLINE
 
+SHORT_TEXTS = frozenset(
+    {
+        *("run_id", "status", "agent", "request_digest"),
+        *("reply_to", "requester_app_id", "parent_task_id"),
+        *("effective_session_id", "user_id", "current_invocation_id"),
+        *("state_format", "app_version", "framework"),
+    }
+)
+"""The texts of `_items` that are passed as `array_literals`, as all numbers are."""
 
-def _item(number: int, kind: str) -> str:
-    parameter = f"${number}"
-    if kind == "bytea":
-        return f"({parameter}::bytea[])[i.place::int]"
-    array = split_texts(parameter) if kind == "text" else f"{parameter}::text::{kind}[]"
-    return f"((SELECT {array}))[i.place::int]"
+
+def _item(name: str, number: int, kind: str) -> str:
+    is_literal = name in SHORT_TEXTS if kind == "text" else kind != "bytea"
+    array = f"${number}::{kind}[]"
+    if is_literal:
+        literal = split_texts(f"${number}") if kind == "text" else f"${number}::text::{kind}[]"
+        array = f"(SELECT {literal})"
+    return f"({array})[i.place::int]"
 
 
 def _items(first: int, **types: str) -> dict[str, str]:
@@ -59,7 +70,9 @@ def _items(first: int, **types: str) -> dict[str, str]:
     Arrays of calls are long, so those are unnested instead: indexing an array of texts takes time
     proportional to the place.
     """
-    return {name: _item(number, kind) for number, (name, kind) in enumerate(types.items(), first)}
+    return {
+        name: _item(name, number, kind) for number, (name, kind) in enumerate(types.items(), first)
+    }
 
 
 def value_of(row: str, values: str) -> str:
@@ -139,7 +152,7 @@ PAUSED = _items(
     request_digest="text",
     result_ttl="double precision",
 )
-PAUSED_FENCE = _item(37, "int")
+PAUSED_FENCE = _item("fence", 37, "int")
 """Of a pause of a task that has a row."""
 
 
@@ -178,7 +191,7 @@ calls AS (
     FROM unnest({split_texts("$3")}, {split_texts("$4")}, $6::text::int[], $7::text::int[],
                 $8::text::int[])
          WITH ORDINALITY AS c(sub_task_id, call_id, first, size, terms, place)
-    JOIN unnest({split_texts("$9")}, $10::text::int[], {split_texts("$11")}, {split_texts("$12")},
+    JOIN unnest({split_texts("$9")}, $10::text::int[], {split_texts("$11")}, $12::text[],
                  $13::text::double precision[], $14::text::double precision[])
          WITH ORDINALITY AS terms(task_id, first, peer, headers, timeout, idle_timeout, number)
       ON terms.number = c.terms
@@ -260,7 +273,7 @@ PAUSE_NEW_HANDING_OVER = _pause_new("pause handing over", hand_over_at=47)
 _pause_new_with_log = partial(
     _pause_new,
     column=" log_seq,",
-    value=f" {_item(47, 'int')},",
+    value=f" {_item('new_entries', 47, 'int')},",
     returned=", run_id, log_seq, log_seq AS new_entries",
     logged=_append_entries(48),
 )
@@ -343,7 +356,7 @@ PAUSE_EXISTING_WITH_LOG_HANDING_OVER = _pause_existing_with_log(
 )
 
 # The same for operations: `$46` has the children that each pause adds, or NULL.
-_CHILDREN = _item(46, "text")
+_CHILDREN = _item("children", 46, "text")
 _pause_operation = partial(
     _pause_existing_with_log,
     logged=f"""{_CHANGE_LOG}

@@ -27,7 +27,7 @@ from meshpoint.adapters.sql.array_literals import (
 from meshpoint.adapters.sql.batcher import PART_BYTES
 from meshpoint.adapters.sql.checkpointing import PackedPause, committed_pause
 from meshpoint.adapters.sql.codec import Packed
-from meshpoint.adapters.sql.columns import CONTEXT_TYPES
+from meshpoint.adapters.sql.columns import CONTEXT
 from meshpoint.adapters.sql.database import LockedRows, StoreOptions
 from meshpoint.adapters.sql.engine import FAST_PATH_CONNECTIONS
 from meshpoint.adapters.sql.failures import driver_errors, summarize
@@ -215,11 +215,7 @@ class FastPath:
                         *more,
                         KEEP_ALIVES_PER_TIMEOUT,
                         *(logs(each) if with_log else ()),
-                        *(
-                            [text_array([packed.children for packed in each])]
-                            if with_children
-                            else ()
-                        ),
+                        *([[packed.children for packed in each]] if with_children else ()),
                     )
                 except StoreUnavailable:
                     if not written:
@@ -285,7 +281,7 @@ class FastPath:
             text_array(task_ids),
             int_array(firsts),
             text_array(peers),
-            text_array(self._seal_headers(pauses, task_ids, [each.decode() for each in headers])),
+            self._seal_headers(pauses, task_ids, [each.decode() for each in headers]),
             number_array(map(duration_seconds, timeouts)),
             number_array(map(duration_seconds, idle_timeouts)),
         ]
@@ -481,7 +477,7 @@ class FastPath:
             text_array([command.run.id for command, _ in commands]),
             text_array([command.state.value for command, _ in commands]),
             [reply for _, reply in commands],
-            text_array([self._seal_reason(command) for command, _ in commands]),
+            _array([self._seal_reason(command) for command, _ in commands]),
         )
         results: dict[int, EndResult] = {}
         for row in map(_attributes(rows), rows):
@@ -619,8 +615,10 @@ def _task_arrays(pauses: Sequence[PackedPause]) -> list[Array]:
         number_array([packed.pause.join.needed for packed in pauses]),
         number_array([duration_seconds(packed.pause.join.deadline) for packed in pauses]),
         *(
-            (text_array if kind == "text" else _array)([packed.columns[name] for packed in pauses])
-            for name, kind in CONTEXT_TYPES.items()
+            (text_array if name in sql.SHORT_TEXTS else _array)(
+                [packed.columns[name] for packed in pauses]
+            )
+            for name in CONTEXT
         ),
     ]
 
