@@ -4,8 +4,8 @@ It measures the store, with `--system` the whole system: a client, an agent, its
 and a database, and with `--messages` what one message costs without servers.
 
 The versions run in separate processes with separate databases on one PostgreSQL, and take turns
-after each round; the store's start anew several times. This tree takes part twice, to show how far
-two equal versions differ.
+after each round; the store's start anew several times. This tree and the earlier one take part
+twice, to show how far two equal versions differ.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import typer
@@ -34,13 +36,16 @@ from benchmarks.rivals.resource_meters import process_cpu_seconds
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-NOW, REPEATED, BEFORE = "now", "now, once more", "before"
+NOW, REPEATED = "now", "now, once more"
+BEFORE, REPEATED_BEFORE = "before", "before, once more"
+_NAMES = (NOW, BEFORE, REPEATED, REPEATED_BEFORE)
 
 FAN_OUTS = (1, 10, 100, 1000)
-_STARTS, _ROUNDS = 5, 3
+_STARTS, _ROUNDS = 6, 2
 """The number of starts, each with new processes and new databases, and of rounds per start.
 
-Two processes of the same version differ by up to 5 %. More rounds of one start do not help.
+Two processes of the same version differ by up to 5 %, also by the order in which they start, which
+therefore rotates. More rounds of one start do not help.
 """
 _SYSTEM_ROUNDS = 12
 _MESSAGE_ROUNDS = 9
@@ -52,6 +57,11 @@ _IN_FLIGHT = 64
 _NOTE = (
     "Each round is compared with its neighbour. The difference between now and now, once more is "
     "the noise."
+)
+_SUMMARY_NOTE = (
+    "In each round, the geometric mean of the rates of both copies of now is divided by that of "
+    "both copies of before. The ratio is the geometric mean of the rounds. Two equal versions are "
+    "before, once more ÷ before."
 )
 
 
@@ -95,6 +105,11 @@ class Version:
         if not (answer := self._process.stdout.readline()):
             raise RuntimeError(f"the process of the version {self.name!r} ended: see above")
         return json.loads(answer)
+
+
+def _tree_of(name: str, tree: Path) -> Path:
+    """The files of a version. `tree` has those of the earlier revision."""
+    return ROOT if name in {NOW, REPEATED} else tree
 
 
 def _import_path(tree: Path) -> str:
@@ -145,10 +160,11 @@ def _extracted_tree(revision: str) -> Iterator[Path]:
 async def _compare(revision: str, tree: Path, *, quick: bool) -> Report:
     async with BenchmarkServers() as stage:
         measured = {fan_out: Medians({}) for fan_out in FAN_OUTS}
-        for _ in range(2 if quick else _STARTS):
+        for start in range(2 if quick else _STARTS):
+            turn = start % len(_NAMES)
             versions = [
-                Version(name, environment, await stage.empty_database())
-                for name, environment in ((NOW, ROOT), (BEFORE, tree), (REPEATED, ROOT))
+                Version(name, _tree_of(name, tree), await stage.empty_database())
+                for name in (*_NAMES[turn:], *_NAMES[:turn])
             ]
             try:
                 for fan_out in FAN_OUTS:
@@ -159,7 +175,7 @@ async def _compare(revision: str, tree: Path, *, quick: bool) -> Report:
         return Report(
             name="since",
             about={**await stage.describe(), "before": _commit(revision), "now": _commit("HEAD")},
-            tables=[_table(measured)],
+            tables=[_table(measured), _summary(measured)],
             figures=_rates(measured),
         )
 
@@ -168,8 +184,10 @@ async def _compare_systems(revision: str, tree: Path, *, quick: bool) -> Report:
     async with BenchmarkServers() as stage, contextlib.AsyncExitStack() as stack:
         amqp = (await stage.rabbit()).url
         systems = {
-            name: await _start_system(stack, environment, name, amqp, await stage.empty_database())
-            for name, environment in ((NOW, ROOT), (BEFORE, tree), (REPEATED, ROOT))
+            name: await _start_system(
+                stack, _tree_of(name, tree), name, amqp, await stage.empty_database()
+            )
+            for name in _NAMES
         }
         measured: dict[int, Medians] = {}
         for fan_out in _SYSTEM_FAN_OUTS:
@@ -185,7 +203,7 @@ async def _compare_systems(revision: str, tree: Path, *, quick: bool) -> Report:
         return Report(
             name="since-system",
             about={**await stage.describe(), "before": _commit(revision), "now": _commit("HEAD")},
-            tables=[_system_table(measured)],
+            tables=[_system_table(measured), _summary(measured)],
             figures=_rates(measured),
         )
 
@@ -339,10 +357,44 @@ def _system_table(measured: Mapping[int, Medians]) -> Table:
     )
 
 
+def _summary(measured: Mapping[int, Medians]) -> Table:
+    return Table(
+        "Both copies of now ÷ both copies of before",
+        ["", "ratio", "standard error", "two equal versions", "standard error"],
+        [
+            [
+                f"N={fan_out}",
+                *mean_and_error(log_ratios(medians, (NOW, REPEATED), (BEFORE, REPEATED_BEFORE))),
+                *mean_and_error(log_ratios(medians, (REPEATED_BEFORE,), (BEFORE,))),
+            ]
+            for fan_out, medians in measured.items()
+        ],
+        _SUMMARY_NOTE,
+    )
+
+
+def log_ratios(medians: Medians, names: Sequence[str], references: Sequence[str]) -> list[float]:
+    """The logarithm of the rate of `names` divided by that of `references`, by round."""
+    above, below = (
+        [
+            fmean(math.log(sample.rate) for sample in samples)
+            for samples in zip(*(medians.samples[name] for name in group), strict=True)
+        ]
+        for group in (names, references)
+    )
+    return [one - other for one, other in zip(above, below, strict=True)]
+
+
+def mean_and_error(logarithms: Sequence[float]) -> tuple[float, float]:
+    """The geometric mean of values, and its standard error."""
+    mean = math.exp(fmean(logarithms))
+    return mean, mean * stdev(logarithms) / math.sqrt(len(logarithms))
+
+
 def _rows(measured: Mapping[int, Medians], *extras: str) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
     for fan_out, medians in measured.items():
-        for name in (BEFORE, NOW, REPEATED):
+        for name in (BEFORE, REPEATED_BEFORE, NOW, REPEATED):
             ratio = medians.ratio(name, BEFORE)
             rows.append(
                 [

@@ -7,6 +7,7 @@ The restore benchmark reads each checkpoint from the intended source.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from benchmarks.contenders import job
 from benchmarks.contenders.job import Contender, Job
 from benchmarks.contenders.mesh import Mesh, mesh_job
 from benchmarks.contenders.plain_sql import PlainSql
+from benchmarks.measure import Medians, Sample
 from benchmarks.redis_failures import restore_through_failures
 from benchmarks.restorer import (
     AFTER_FLUSH,
@@ -28,7 +30,7 @@ from benchmarks.restorer import (
     SAVE_AND_CACHE,
     Restorer,
 )
-from benchmarks.since import NOW, ROOT, Version
+from benchmarks.since import NOW, ROOT, Version, log_ratios, mean_and_error
 from benchmarks.working import MeasuredMemory, Size
 from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.memory import MemorySource
@@ -258,6 +260,19 @@ async def test_each_memory_store_saves_and_restores_a_memory(
         assert await remembered.redis.get(f"L1:seed:working:{item.key}") == item.content
     await remembered.close()
     await store.close()
+
+
+def test_copies_of_two_versions_are_compared_by_round() -> None:
+    rates = {"a": (2, 8), "b": (8, 8), "c": (1, 4), "d": (4, 4)}
+    medians = Medians(
+        {name: [Sample(rate, seconds=1) for rate in each] for name, each in rates.items()}
+    )
+    ratio, error = mean_and_error(log_ratios(medians, ("a", "b"), ("c", "d")))
+    assert ratio == pytest.approx(2)
+    assert error == pytest.approx(0, abs=1e-9)
+    ratio, error = mean_and_error(log_ratios(medians, ("a",), ("b",)))
+    assert ratio == pytest.approx(0.5)
+    assert error == pytest.approx(0.5 * math.log(2))
 
 
 async def test_a_version_completes_rounds_in_its_own_process(empty_postgres_url: str) -> None:
