@@ -44,8 +44,8 @@ FAN_OUTS = (1, 10, 100, 1000)
 _STARTS, _ROUNDS = 6, 2
 """The number of starts, each with new processes and new databases, and of rounds per start.
 
-Two processes of the same version differ by up to 5 %, also by the order in which they start, which
-therefore rotates. More rounds of one start do not help.
+Two processes of the same version differ by up to 5 %. More rounds of one start do not help. The
+order of the starts rotates, in case it matters.
 """
 _SYSTEM_ROUNDS = 12
 _MESSAGE_ROUNDS = 9
@@ -59,9 +59,9 @@ _NOTE = (
     "the noise."
 )
 _SUMMARY_NOTE = (
-    "In each round, the geometric mean of the rates of both copies of now is divided by that of "
-    "both copies of before. The ratio is the geometric mean of the rounds. Two equal versions are "
-    "before, once more ÷ before."
+    "Each round divides the geometric mean of the two rates of now by the mean of the two rates "
+    "of before. The ratio is the geometric mean of the rounds. Two equal versions are before, "
+    "once more ÷ before."
 )
 
 
@@ -108,7 +108,7 @@ class Version:
 
 
 def _tree_of(name: str, tree: Path) -> Path:
-    """The files of a version. `tree` has those of the earlier revision."""
+    """Where a version's files are. The earlier revision is in `tree`."""
     return ROOT if name in {NOW, REPEATED} else tree
 
 
@@ -374,7 +374,7 @@ def _summary(measured: Mapping[int, Medians]) -> Table:
 
 
 def log_ratios(medians: Medians, names: Sequence[str], references: Sequence[str]) -> list[float]:
-    """The logarithm of the rate of `names` divided by that of `references`, by round."""
+    """How much faster `names` are than `references` in each round, as logarithms."""
     above, below = (
         [
             fmean(math.log(sample.rate) for sample in samples)

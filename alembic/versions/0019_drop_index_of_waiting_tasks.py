@@ -1,7 +1,7 @@
-"""Drop the index of waiting tasks by time, and make that of questions cheaper.
+"""Drop an index of waiting tasks, and replace the index of questions by a cheaper one.
 
-Each pause paid for the first, although only listings and a metric read it. The condition of the
-second is evaluated for each call. Replicas of the previous release work unchanged. Writes to a
+Each pause paid for the first, although only listings and a metric read it. The second one's
+condition is evaluated for each call. Replicas of the previous release work unchanged. Writes to a
 table wait while its index is built.
 """
 

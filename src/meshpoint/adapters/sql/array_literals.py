@@ -7,7 +7,7 @@ else that it does with the element. The source of this fact is `_get_array_shape
 `protocol/codecs/array.pyx`. A statement must convert such a text once, by `unnest(…)` or
 `(SELECT …)`: otherwise an index into it would convert it for each row.
 
-Long texts with many quotes, such as JSON, are not worth it.
+Long texts, such as JSON, are not worth it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def text_array(values: Sequence[str | None]) -> str:
 
 def split_texts(parameter: str) -> str:
     """SQL for the array that `parameter` has from `text_array`."""
-    return f"string_to_array({parameter}::text, E'\\x1f', E'\\x1e')"
+    return f"string_to_array({parameter}::text, chr({ord(_SEPARATOR)}), chr({ord(_NULL)}))"
 
 
 def int_array(values: Iterable[int]) -> str:

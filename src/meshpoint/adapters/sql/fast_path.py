@@ -574,7 +574,7 @@ def _offered_reply(end: End) -> Offer | None:
 
 
 def _attributes(rows: Sequence[Any]) -> Callable[[Any], Any]:
-    """A function that turns one of `rows` into an object whose attributes are the columns.
+    """Return a function that turns a row into an object with the columns as attributes.
 
     Look-ups in a driver's record are slow, and so is `dict(record)`.
     """

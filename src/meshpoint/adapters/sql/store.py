@@ -165,7 +165,7 @@ class _BatchedStep(Generic[_Item, _Result]):
         except RowLocked:
             self._database.locked_rows.record_timeout()
             written = {}
-        except NotSeparable:
+        except NotSeparable:  # the general transaction takes any text
             written = {}
         return [written.get(place) for place in range(len(items))]
 
@@ -478,7 +478,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
                 )
             except RowLocked:
                 self._locked_rows.record_timeout()
-            except NotSeparable:
+            except NotSeparable:  # the general transaction takes any text
                 pass
         if rest := [place for place in range(len(packed)) if place not in results]:
             others, acquired = await self._claim_in_transaction(
