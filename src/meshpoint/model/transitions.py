@@ -384,7 +384,7 @@ class WrongSender:
     expected: AgentName
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: it is created for most claims
 class StillWaiting:
     """The outcome is recorded and the join is not complete."""
 

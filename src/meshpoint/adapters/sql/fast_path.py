@@ -7,6 +7,7 @@ store passes the others to the general transaction.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import accumulate
 from operator import itemgetter
@@ -524,9 +525,9 @@ class FastPath:
         """
         if not sent:
             return [], []
-        pauses: dict[tuple[TaskId, int], set[TaskId]] = {}
+        pauses = defaultdict[tuple[TaskId, int], set[TaskId]](set)
         for send in sent:
-            pauses.setdefault((send.task_id, send.generation), set()).add(send.sub_task_id)
+            pauses[send.task_id, send.generation].add(send.sub_task_id)
         rows = await self._confirms.write(
             sql.CONFIRM_DISPATCHED,
             self._now,
@@ -584,9 +585,10 @@ def _attributes(rows: Sequence[Any]) -> Callable[[Any], Any]:
 
 def _first_positions(keys: Iterable[Hashable]) -> dict[Any, int]:
     """The first position of each key."""
-    places: dict[Any, int] = {}
+    places = dict[Any, int]()
     for place, key in enumerate(keys):
-        places.setdefault(key, place)
+        if key not in places:
+            places[key] = place
     return places
 
 

@@ -61,7 +61,6 @@ from meshpoint.model.mailbox import (
 )
 from meshpoint.model.questions import AskedQuestion, QuestionKey
 from meshpoint.model.tasks import (
-    CancelNotice,
     Dispatch,
     OutboxItem,
     Replica,
@@ -444,10 +443,12 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
             options.codec,
             options.names.qualified(replica.agent),
         )
-        firsts: dict[str, _PackedClaim] = {}
-        for command, outcome in zip(claims, outcomes, strict=True):
-            firsts.setdefault(command.id, (command, outcome))
-        packed = list(firsts.values())
+        packed = list(zip(claims, outcomes, strict=True))
+        if len({command.id for command in claims}) < len(claims):
+            firsts: dict[str, _PackedClaim] = {}
+            for command, outcome in packed:
+                firsts.setdefault(command.id, (command, outcome))
+            packed = list(firsts.values())
         results, owned = list[ClaimResult](), dict[str, OwnedTask]()
         for part in split_by_size(packed, [len(outcome or b"") for _, outcome in packed]):
             recorded, acquired = await self._claim_part(part, replica, slots - len(owned))
@@ -699,17 +700,14 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
     async def _confirm_batch(self, sent: Sequence[OutboxItem]) -> Sequence[None]:
         rest = sent
         if self._fast_path is not None:
-            left, locked_sends = await self._fast_path.confirm_dispatched(
-                [send for send in sent if isinstance(send, Dispatch) and not send.is_retry]
-            )
-            await self._fast_path.confirm_replied(
-                [send for send in sent if isinstance(send, Reply)]
-            )
+            dispatches, replies, singly = _by_kind(sent)
+            left, locked_sends = await self._fast_path.confirm_dispatched(dispatches)
+            await self._fast_path.confirm_replied(replies)
             if self._defer_confirms:
                 self._confirm_batcher.put_back(locked_sends)
             else:
                 left += locked_sends
-            rest = [*left, *(send for send in sent if _is_confirmed_singly(send))]
+            rest = [*left, *singly]
         by_task: dict[TaskId, list[OutboxItem]] = {}
         for send in rest:
             by_task.setdefault(send.task_id, []).append(send)
@@ -720,8 +718,19 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
         return [None] * len(sent)
 
 
-def _is_confirmed_singly(send: OutboxItem) -> bool:
-    return isinstance(send, CancelNotice) or (isinstance(send, Dispatch) and send.is_retry)
+def _by_kind(
+    sent: Sequence[OutboxItem],
+) -> tuple[list[Dispatch], list[Reply], list[OutboxItem]]:
+    """Separate the requests and replies that are confirmed together from the other messages."""
+    dispatches, replies, others = list[Dispatch](), list[Reply](), list[OutboxItem]()
+    for send in sent:
+        if isinstance(send, Reply):
+            replies.append(send)
+        elif isinstance(send, Dispatch) and not send.is_retry:
+            dispatches.append(send)
+        else:
+            others.append(send)
+    return dispatches, replies, others
 
 
 def _add_duplicates(claims: Sequence[Claim], results: Sequence[ClaimResult]) -> list[ClaimResult]:
