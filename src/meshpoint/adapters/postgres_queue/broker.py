@@ -154,7 +154,12 @@ class PostgresBroker:
         """
         if self._session is not None:
             return
-        engine = engine_for(self._url, command_timeout=_COMMAND_TIMEOUT, pool_size=_CONNECTIONS)
+        engine = engine_for(
+            self._url,
+            command_timeout=_COMMAND_TIMEOUT,
+            pool_size=_CONNECTIONS,
+            in_key_order=True,
+        )
         session = QueueSession(engine, self._lease, self._delivery_limit, self._limits)
         try:
             await ensure_tables(engine, self._url)
@@ -488,6 +493,7 @@ class PostgresBroker:
             sweeps = now >= self._next_sweep
             if sweeps:  # finds messages that were committed late or requeued
                 self._woken = None
+                session.forget_lows()
                 for consumer in self._consumers:
                     consumer.low = LOWEST_ID
             woken, self._woken = self._woken, set()

@@ -12,7 +12,7 @@ MAX_CLAIMED = 64
 """Maximum messages that one claim takes for one consumer."""
 LOWEST_ID = -(2**63)
 """Below every id, including negative ones from other programs."""
-_LATE_IDS = 1000
+LATE_IDS = 1000
 """Messages whose ids were assigned earlier, but that may be committed later."""
 
 
@@ -57,4 +57,4 @@ class Consumer:
 
         If the claim found nothing, `lowest_id` is of a message committed before.
         """
-        self.low = max(self.low, lowest_id - _LATE_IDS)
+        self.low = max(self.low, lowest_id - LATE_IDS)

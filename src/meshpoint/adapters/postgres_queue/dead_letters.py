@@ -45,7 +45,9 @@ class PostgresDeadLetters:
             BrokerUnavailable: The database does not answer.
             ConfigurationError: The tables are older than this release.
         """
-        self._engine = engine_for(self._url, command_timeout=self._timeout, pool_size=1)
+        self._engine = engine_for(
+            self._url, command_timeout=self._timeout, pool_size=1, in_key_order=True
+        )
         self._connection = PreparedConnection(self._engine)
         ((self._has_tables, are_current, _),) = await self._run(sql.FIND_TABLES)
         if self._has_tables and not are_current:

@@ -35,7 +35,9 @@ class PostgresQueueInspection:
         Raises:
             BrokerUnavailable: The database does not answer.
         """
-        self._engine = engine_for(self._url, command_timeout=self._timeout, pool_size=1)
+        self._engine = engine_for(
+            self._url, command_timeout=self._timeout, pool_size=1, in_key_order=True
+        )
         self._connection = PreparedConnection(self._engine)
         self._has_tables = (await self._read(sql.FIND_TABLES))[0].exist
 

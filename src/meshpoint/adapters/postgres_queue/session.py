@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from meshpoint.adapters.postgres_queue import statements as sql
-from meshpoint.adapters.postgres_queue.consumers import Claim, Consumer
+from meshpoint.adapters.postgres_queue.consumers import LATE_IDS, LOWEST_ID, Claim, Consumer
 from meshpoint.adapters.postgres_queue.content import MAX_PROPERTIES_BYTES, Content
 from meshpoint.adapters.sql.array_literals import int_array
 from meshpoint.adapters.sql.batcher import Batcher
@@ -84,6 +84,7 @@ class QueueSession:
         )
         self._queues: dict[str, Queue] = {}
         self._uncounted_room: dict[int, int] = {}  # messages each queue accepts before a recount
+        self._lows: dict[int, int] = {}  # hints for counting, as those of consumers
         self._publisher: Batcher[Entry, PublishResult] = Batcher(
             self._publish, lambda entry: len(entry.content.body), max_items=_MAX_BATCH
         )
@@ -136,6 +137,7 @@ class QueueSession:
         if len(self._queues) + len(found) > _MAX_KNOWN_QUEUES:
             self._queues.clear()
             self._uncounted_room.clear()
+            self._lows.clear()
         self._queues.update(found)
         return found
 
@@ -232,10 +234,17 @@ class QueueSession:
         }
         if limits:
             ids = list(limits)
-            values = (ids, list(limits.values()))
+            lows = [self._lows.get(queue_id, LOWEST_ID) for queue_id in ids]
+            values = (ids, lows, list(limits.values()))
             for row in await self._run(self._publishing, sql.COUNT_READY, *values):
+                if row.first_id is not None:
+                    self._lows[row.id] = max(LOWEST_ID, row.first_id - LATE_IDS)
                 free = limits[row.id] - row.messages
                 self._uncounted_room[row.id] = 0 if free <= 0 else 1 + free // 8
+
+    def forget_lows(self) -> None:
+        """Count all messages next time, even those requeued below the counted ones."""
+        self._lows.clear()
 
     def _takes_room(self, queue: Queue) -> bool:
         if queue.limit is None:

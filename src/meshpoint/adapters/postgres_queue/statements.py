@@ -6,7 +6,7 @@ only with the delivery count of its claim, so that a late settlement finds nothi
 
 from __future__ import annotations
 
-from meshpoint.adapters.sql.hand_over import ack_held
+from meshpoint.adapters.sql.hand_over import ack_held, has_key
 
 UNREADABLE_HOLDER = 0
 """Holder of dead letters that consumers cannot read, and operators read with SQL.
@@ -72,10 +72,12 @@ SELECT q.name FROM meshpoint_queue_topic t JOIN meshpoint_queue q ON q.id = t.qu
  WHERE t.topic = $1"""
 
 COUNT_READY = """
-SELECT w.queue AS id, (SELECT count(*) FROM (
-    SELECT FROM meshpoint_queue_message m WHERE m.queue = w.queue AND m.holder IS NULL
-     LIMIT w.most) ready) AS messages
-  FROM unnest($1::integer[], $2::integer[]) AS w(queue, most)"""
+SELECT w.queue AS id, counted.messages, counted.first_id
+  FROM unnest($1::integer[], $2::bigint[], $3::integer[]) AS w(queue, low, most)
+ CROSS JOIN LATERAL (SELECT count(*) AS messages, min(ready.id) AS first_id FROM (
+    SELECT m.id FROM meshpoint_queue_message m
+     WHERE m.queue = w.queue AND m.id > w.low AND m.holder IS NULL
+     ORDER BY m.queue, m.id LIMIT w.most) ready) counted"""
 
 DEPTH = """
 SELECT (SELECT count(*) FROM (
@@ -109,7 +111,7 @@ acked AS (
 SELECT DISTINCT queue FROM given"""
 """Does the same, and acks claims with the messages at their places."""
 
-CLAIM = """
+CLAIM = f"""
 WITH wanted AS MATERIALIZED (
     SELECT queue, low, room
       FROM unnest($2::integer[], $3::bigint[], $4::integer[]) AS given(queue, low, room)
@@ -122,7 +124,7 @@ got AS MATERIALIZED (
          ORDER BY m.queue, m.id LIMIT wanted.room FOR UPDATE SKIP LOCKED) ready)
 UPDATE meshpoint_queue_message m
    SET holder = $1, deliveries = least(greatest(deliveries, 0), 2147483646) + 1
-  FROM got WHERE m.queue = got.queue AND m.id = got.id
+  FROM got WHERE {has_key("got.queue", "got.id")}
 RETURNING m.queue, m.id, m.deliveries, left(m.dead_reason, 10000) AS dead_reason,
           CASE WHEN octet_length(m.properties) <= $6 THEN m.properties END AS properties,
           octet_length(m.body) AS body_size,
@@ -136,10 +138,10 @@ READ_BODY = """
 SELECT body FROM meshpoint_queue_message
  WHERE queue = $1 AND id = $2 AND holder = $3 AND deliveries = $4"""
 
-_SETTLED = """
+_SETTLED = f"""
 unnest($2::text::integer[], $3::text::bigint[], $4::text::integer[])
      AS given(queue, id, deliveries)
- WHERE m.queue = given.queue AND m.id = given.id AND m.deliveries = given.deliveries
+ WHERE {has_key("given.queue", "given.id")} AND m.deliveries = given.deliveries
    AND m.holder = $1"""
 
 ACK = f"DELETE FROM meshpoint_queue_message m USING {_SETTLED} RETURNING m.id, m.deliveries"
@@ -148,10 +150,10 @@ REQUEUE = f"""
 WITH settled AS MATERIALIZED (
     SELECT m.queue, m.id FROM meshpoint_queue_message m, {_SETTLED} FOR UPDATE OF m)
 UPDATE meshpoint_queue_message m SET holder = NULL FROM settled
- WHERE m.queue = settled.queue AND m.id = settled.id
+ WHERE {has_key("settled.queue", "settled.id")}
 RETURNING m.id, m.deliveries"""
 
-DEAD_LETTER = """
+DEAD_LETTER = f"""
 UPDATE meshpoint_queue_message m
    SET queue = coalesce(dead.id, m.queue), holder = $6, deliveries = 0, request = NULL,
        id = DEFAULT,
@@ -161,12 +163,12 @@ UPDATE meshpoint_queue_message m
        AS given(queue, id, deliveries, reason)
   JOIN meshpoint_queue q ON q.id = given.queue
   LEFT JOIN meshpoint_queue dead ON dead.name = q.dead_letters
- WHERE m.queue = given.queue AND m.id = given.id AND m.deliveries = given.deliveries
+ WHERE {has_key("given.queue", "given.id")} AND m.deliveries = given.deliveries
    AND m.holder = $1
 RETURNING given.id, given.deliveries"""
 """Appends messages to the dead letters of their agents. $6 holds those that nobody can read."""
 
-FREE = """
+FREE = f"""
 WITH gone AS MATERIALIZED (
     SELECT m.queue, m.id, m.deliveries >= $1 AS is_dead FROM meshpoint_queue_message m
      WHERE m.holder <> 0
@@ -181,10 +183,10 @@ moved AS (
       FROM gone
       JOIN meshpoint_queue q ON q.id = gone.queue
       LEFT JOIN meshpoint_queue dead ON dead.name = q.dead_letters
-     WHERE gone.is_dead AND m.queue = gone.queue AND m.id = gone.id
+     WHERE gone.is_dead AND {has_key("gone.queue", "gone.id")}
     RETURNING m.queue)
 UPDATE meshpoint_queue_message m SET holder = NULL FROM gone
- WHERE NOT gone.is_dead AND m.queue = gone.queue AND m.id = gone.id
+ WHERE NOT gone.is_dead AND {has_key("gone.queue", "gone.id")}
 RETURNING m.queue"""
 """Requeues messages whose holder does not exist, or moves them at the delivery limit."""
 
@@ -241,21 +243,26 @@ READ_DEAD_BODY = """
 SELECT body FROM meshpoint_queue_message m JOIN meshpoint_queue q ON q.id = m.queue
  WHERE q.name = $1 AND m.id = $2 AND octet_length(body) <= $3"""
 
-REPLAY_DEAD_LETTERS = """
+REPLAY_DEAD_LETTERS = f"""
+WITH named AS MATERIALIZED (
+    SELECT dead.id AS queue, given.id, given.request, target.id AS target
+      FROM unnest($2::bigint[], $3::text[], $4::text[]) AS given(id, target, request),
+           meshpoint_queue dead, meshpoint_queue target
+     WHERE dead.name = $1 AND target.name = given.target)
 UPDATE meshpoint_queue_message m
-   SET queue = target.id, id = DEFAULT, holder = NULL, deliveries = 0, request = given.request,
+   SET queue = named.target, id = DEFAULT, holder = NULL, deliveries = 0, request = named.request,
        dead_reason = NULL, dead_from = NULL, body = coalesce($5::bytea, m.body)
-  FROM unnest($2::bigint[], $3::text[], $4::text[]) AS given(id, target, request),
-       meshpoint_queue dead, meshpoint_queue target
- WHERE dead.name = $1 AND target.name = given.target
-   AND m.queue = dead.id AND m.id = given.id AND (m.holder IS NULL OR m.holder = 0)
-RETURNING given.id, target.id AS queue"""
+  FROM named
+ WHERE {has_key("named.queue", "named.id")} AND (m.holder IS NULL OR m.holder = 0)
+RETURNING named.id, named.target AS queue"""
 """Appends dead letters to the queues given. Of several commands, one finds each."""
 
-DROP_DEAD_LETTERS = """
-DELETE FROM meshpoint_queue_message m USING meshpoint_queue dead
- WHERE dead.name = $1 AND m.queue = dead.id AND m.id = ANY ($2::bigint[])
-   AND (m.holder IS NULL OR m.holder = 0)
+DROP_DEAD_LETTERS = f"""
+WITH named AS MATERIALIZED (
+    SELECT dead.id AS queue, given.id
+      FROM meshpoint_queue dead, unnest($2::bigint[]) AS given(id) WHERE dead.name = $1)
+DELETE FROM meshpoint_queue_message m USING named
+ WHERE {has_key("named.queue", "named.id")} AND (m.holder IS NULL OR m.holder = 0)
 RETURNING m.id"""
 
 DELETE_QUEUES = """

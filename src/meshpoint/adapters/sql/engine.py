@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -113,18 +114,27 @@ def engine_for(
     transaction_timeout: timedelta = TRANSACTION_TIMEOUT,
     lock_timeout: timedelta = LOCK_TIMEOUT,
     pool_size: int,
+    in_key_order: bool = False,
 ) -> AsyncEngine:
     """Create an engine whose connections are in autocommit mode.
 
     The store sends BEGIN and COMMIT itself. It therefore knows when COMMIT was sent, and returning
-    a connection to the pool costs no ROLLBACK.
+    a connection to the pool costs no ROLLBACK. `in_key_order` is for queues: PostgreSQL reads
+    messages in the order of their keys, even if it expects so few that sorting would be cheaper.
     """
     parsed = async_url(url)
     if parsed.get_backend_name() == "sqlite":
         engine = create_async_engine(parsed, **_sqlite_options(command_timeout))
         _prepare_sqlite(engine.sync_engine, command_timeout)
         return engine
-    return _postgres(parsed, command_timeout, transaction_timeout, lock_timeout, pool_size)
+    return _postgres(
+        parsed,
+        command_timeout,
+        transaction_timeout,
+        lock_timeout,
+        pool_size,
+        {"enable_bitmapscan": "off", "enable_sort": "off"} if in_key_order else {},
+    )
 
 
 def _postgres(
@@ -133,6 +143,7 @@ def _postgres(
     transaction_timeout: timedelta,
     lock_timeout: timedelta,
     pool_size: int,
+    more_settings: Mapping[str, str],
 ) -> AsyncEngine:
     seconds = command_timeout.total_seconds()
     session = {
@@ -171,6 +182,7 @@ def _postgres(
         "lock_timeout": str(math.ceil(lock_timeout.total_seconds() * 1000)),
         # A COMMIT must be on disk before it is acknowledged. Stricter values are kept.
         "synchronous_commit": "on",
+        **more_settings,
     }
 
     @event.listens_for(engine.sync_engine, "connect")

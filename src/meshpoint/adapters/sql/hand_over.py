@@ -71,6 +71,17 @@ SELECT 1 FROM meshpoint_queue_holder WHERE id = $1::bigint
 """
 
 
+def has_key(queue: str, message_id: str) -> str:
+    """SQL for the condition that the message `m` has this key, from another row.
+
+    The planner can only look up each message by its key. With plain equality, it could also read
+    the whole index and join it with the rows. It does so once VACUUM has found no message, which
+    is common in short queues, while another session holds a snapshot that keeps millions of dead
+    ones.
+    """
+    return f"m.queue = ANY (ARRAY[{queue}]) AND m.id = {message_id}"
+
+
 def ack_held(first: int, place: str) -> str:
     """SQL that deletes the messages which the `held_arrays` from `$first` name.
 
@@ -81,7 +92,7 @@ def ack_held(first: int, place: str) -> str:
                 ${first + 3}::text::int[], ${first + 4}::text::bigint[])
          AS held(number, queue, id, deliveries, holder)
     JOIN {place.partition(".")[0]} ON {place} = held.number
-   WHERE m.queue = held.queue AND m.id = held.id AND m.deliveries = held.deliveries
+   WHERE {has_key("held.queue", "held.id")} AND m.deliveries = held.deliveries
      AND m.holder = held.holder"""
 
 
