@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from typing import Any
 
 import asyncpg
 import pytest
@@ -401,6 +402,44 @@ async def test_a_lock_on_the_whole_table_counts_as_an_outage(
     finally:
         await holder.close()
     assert await store.renew([run], HERE) == []
+
+
+async def test_general_transactions_of_a_batch_wait_for_no_locked_task(
+    postgres_url: str, clock: FakeClock
+) -> None:
+    minute = timedelta(minutes=1)
+    store = SqlStore(
+        postgres_url,
+        namespace="test",
+        clock=clock,
+        command_timeout=2 * minute,
+        lock_timeout=minute,
+    )
+    await store.open()
+    locked, free = [await operating(store) for _ in range(2)]  # the fast path leaves them out
+    async with lock_row(postgres_url, locked.task_id):
+        ends = [asyncio.create_task(store.end([an_end(run)])) for run in (locked, free)]
+        assert isinstance(one(await ends[1]), EndCommitted)
+        assert not ends[0].done()
+        assert not store._locked_rows.skip_locked  # no statement has waited for the lock in vain
+    assert isinstance(one(await ends[0]), EndCommitted)
+    await store.close()
+
+
+async def test_concurrent_steps_share_a_general_transaction(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transactions, original = list[object](), store._database.transact
+
+    async def transact(*given: Any) -> Any:
+        transactions.append(given)
+        return await original(*given)
+
+    monkeypatch.setattr(store._database, "transact", transact)
+    runs = await asyncio.gather(*(operating(store) for _ in range(10)))
+    assert len(transactions) == 1
+    await asyncio.gather(*(store.end([an_end(run)]) for run in runs))
+    assert len(transactions) == 2
 
 
 async def test_writes_waiting_for_a_locked_row_do_not_use_up_the_connections(

@@ -308,12 +308,12 @@ async def test_a_pause_in_doubt_stays_in_doubt_while_the_database_is_unavailable
     """
     pause = a_pause("a")
 
-    async def unavailable(body: object) -> None:
+    async def unavailable(body: object, on_lock: object) -> None:
         raise StoreUnavailable("no connection is left")
 
     cutter.cut_next(LostPart.RESPONSE)
     with monkeypatch.context() as patched:
-        patched.setattr(far_store._database, "write", unavailable)
+        patched.setattr(far_store._database, "transact", unavailable)
         with pytest.raises(CommitInDoubt):
             await far_store.pause([pause])
     assert await _is_paused(far_store, pause)

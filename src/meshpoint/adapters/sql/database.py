@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from enum import Enum, auto
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -85,12 +86,19 @@ class StoreOptions:
         return self.dispatch_lease * float(2 ** min(max(attempts - 1, 0), 6))
 
 
+class OnLock(Enum):
+    """What a transaction does about rows that another session holds."""
+
+    WAIT = auto()
+    SKIP_TASKS = auto()  # leave out tasks whose own rows are held, and wait for their other rows
+    SKIP = auto()  # leave out tasks with any row that is held
+
+
 @dataclass(frozen=True, slots=True)
 class Transaction:
     """An open transaction, or a connection for reads that each see their own snapshot.
 
-    With `skip_locked`, tasks with a row that another session holds are left out instead of waited
-    for. `entries` collects what the transaction adds to the timelines of tasks; `None` without
+    `entries` collects what the transaction adds to the timelines of tasks; `None` without
     timelines.
     """
 
@@ -98,7 +106,7 @@ class Transaction:
     dialect: Dialect
     options: StoreOptions
     logs: LogCache
-    skip_locked: bool = False
+    on_lock: OnLock = OnLock.WAIT
     entries: NewEntries | None = None
 
     def without_timelines(self) -> Transaction:
@@ -273,9 +281,9 @@ class Database:
                 return await self.transact(body)
             except RowLocked:
                 self.locked_rows.record_timeout()
-        return await self.transact(body, skip_locked=True)
+        return await self.transact(body, OnLock.SKIP)
 
-    async def transact(self, body: Body[_T], *, skip_locked: bool = False) -> _T:
+    async def transact(self, body: Body[_T], on_lock: OnLock = OnLock.WAIT) -> _T:
         """Run `body` in a transaction and return its result after the commit.
 
         `body` may run several times: after a conflict with another transaction, it is rolled back
@@ -288,17 +296,17 @@ class Database:
         """
         transaction, writer = partial(self._commit, body), self._writer
         if writer is None:
-            return await self._retry(partial(self._run, transaction, skip_locked=skip_locked))
+            return await self._retry(partial(self._run, transaction, on_lock))
 
         async def run(connection: ThreadConnection) -> _T:
-            return await transaction(self._transaction(connection, skip_locked))
+            return await transaction(self._transaction(connection, on_lock))
 
         async with self._write_lock():
             return await self._retry(lambda: _run_to_completion(writer.transact(run)))
 
-    def _transaction(self, connection: AnyConnection, skip_locked: bool) -> Transaction:
+    def _transaction(self, connection: AnyConnection, on_lock: OnLock) -> Transaction:
         entries = None if self.options.timeline is None else NewEntries()
-        return Transaction(connection, self.dialect, self.options, self.logs, skip_locked, entries)
+        return Transaction(connection, self.dialect, self.options, self.logs, on_lock, entries)
 
     @asynccontextmanager
     async def _write_lock(self) -> AsyncIterator[None]:
@@ -343,7 +351,7 @@ class Database:
             if tx.entries is not None:
                 await tx.entries.write(tx)
         except driver_errors(RowLocked) as error:
-            if not _is_lock_failure(error, tx.skip_locked):
+            if not _is_lock_failure(error, tx.on_lock):
                 if classify(error) is Failure.BUG:
                     await _rollback(tx.connection)
                 raise
@@ -381,10 +389,10 @@ class Database:
                         raise StoreUnavailable(summarize(error)) from error
         raise AssertionError("the last attempt returns or raises")
 
-    async def _run(self, body: Body[_T], *, skip_locked: bool = False) -> _T:
+    async def _run(self, body: Body[_T], on_lock: OnLock = OnLock.WAIT) -> _T:
         async with self.engine.connect() as connection:
             try:
-                return await body(self._transaction(connection, skip_locked))
+                return await body(self._transaction(connection, on_lock))
             except RowLocked:
                 raise  # the transaction has rolled back, so the connection is still usable
             except BaseException:
@@ -402,7 +410,7 @@ async def _rollback(connection: AnyConnection) -> None:
         await connection.exec_driver_sql("ROLLBACK")
 
 
-def _is_lock_failure(error: Exception, skip_locked: bool) -> bool:
+def _is_lock_failure(error: Exception, on_lock: OnLock) -> bool:
     """Whether a row lock caused the error.
 
     If the transaction skips locked rows, only a timeout on a row's lock counts. A timeout on a
@@ -410,7 +418,7 @@ def _is_lock_failure(error: Exception, skip_locked: bool) -> bool:
     """
     if isinstance(error, RowLocked):
         return True
-    return is_row_lock_timeout(error) if skip_locked else is_lock_timeout(error)
+    return is_row_lock_timeout(error) if on_lock is OnLock.SKIP else is_lock_timeout(error)
 
 
 async def _run_to_completion(step: Coroutine[Any, Any, _T]) -> _T:

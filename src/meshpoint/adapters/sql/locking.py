@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.database import OnLock, Transaction
 from meshpoint.errors import RowLocked
 from meshpoint.model.ids import TaskId
 from meshpoint.model.transitions import TaskLocked
@@ -41,13 +41,13 @@ async def lock_tasks(tx: Transaction, task_ids: Iterable[str]) -> LockedTasks:
     """Lock tasks in order of id. Tasks that do not exist are left out."""
     ids = sorted(set(task_ids))
     rows = await tx.fetch(
-        sql.LOCK_TASKS_SKIP_LOCKED if tx.skip_locked else sql.LOCK_TASKS, ids=ids
+        sql.LOCK_TASKS if tx.on_lock is OnLock.WAIT else sql.LOCK_TASKS_SKIP_LOCKED, ids=ids
     )
     locked = LockedTasks(
         max(row.now for row in rows),
         {row.logical_task_id: row for row in rows if row.logical_task_id is not None},
     )
-    if tx.skip_locked:
+    if tx.on_lock is not OnLock.WAIT:
         if len(locked.rows) < len(ids):
             existing = await tx.fetch(sql.READ_EXISTING_IDS, ids=ids)
             locked.locked_elsewhere.update(row.logical_task_id for row in existing)
@@ -74,10 +74,10 @@ async def lock_child_rows(tx: Transaction, task_ids: Iterable[str]) -> set[str]:
     """Lock the calls, joins, checkpoints and operations of locked tasks.
 
     Returns the tasks with a row that another session holds. Always empty if this transaction
-    waits for locked rows instead of skipping them.
+    waits for such rows.
     """
     ids = sorted(task_ids)
-    if not (tx.skip_locked and ids):
+    if not (tx.on_lock is OnLock.SKIP and ids):
         return set()
     return {row.task_id for row in await tx.fetch(sql.LOCK_CHILD_ROWS, ids=ids)}
 

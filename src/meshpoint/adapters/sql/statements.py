@@ -177,10 +177,10 @@ SELECT seq, entry FROM agent_task_log
 
 # Find tasks with log entries after the last one in their row, which another run must have written.
 READ_UNKNOWN_ENTRIES = """
-SELECT DISTINCT l.logical_task_id
-  FROM agent_task_log AS l JOIN agent_paused_tasks AS t
-    ON t.logical_task_id = l.logical_task_id AND l.seq > t.log_seq
- WHERE l.logical_task_id {one_of:ids}
+SELECT t.logical_task_id FROM agent_paused_tasks AS t
+ WHERE t.logical_task_id {one_of:ids}
+   AND (SELECT max(l.seq) FROM agent_task_log AS l
+         WHERE l.logical_task_id = t.logical_task_id) > t.log_seq
 """
 
 # Append one entry to the log of a task.

@@ -31,7 +31,7 @@ from meshpoint.adapters.sql.array_literals import NotSeparable
 from meshpoint.adapters.sql.batcher import Batcher, split_by_size
 from meshpoint.adapters.sql.catalog import SqlCatalog
 from meshpoint.adapters.sql.codec import Codec, Packed
-from meshpoint.adapters.sql.database import Database, StoreOptions, Transaction
+from meshpoint.adapters.sql.database import Database, OnLock, StoreOptions, Transaction
 from meshpoint.adapters.sql.due import SqlDueWork
 from meshpoint.adapters.sql.engine import FAST_PATH_CONNECTIONS, LOCK_TIMEOUT
 from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors
@@ -105,12 +105,17 @@ _Result = TypeVar("_Result")
 _CLOSE_FLUSH_TIMEOUT = 2.0  # seconds
 _LOCK_RETRY_DELAYS = (0.02, 0.05, 0.1)  # seconds
 _CONFIRM_BATCH_ITEMS, _CONFIRM_LOCK_BATCH = 4096, 256
+_MAX_SHARED_BYTES = 256 * 1024
+"""An item with more bytes is not written in a general transaction with others."""
 _PackedClaim: TypeAlias = tuple[Claim, Packed]
 """A claim, and its packed outcome."""
 
 
 class _BatchedStep(Generic[_Item, _Result]):
     """A step of tasks, in batches that concurrent callers share.
+
+    What the fast path does not write is written by general transactions, in batches too. A batch
+    waits for no locked row: the items of locked tasks, and large items, have a transaction each.
 
     Args:
         database: Runs `transact`.
@@ -131,34 +136,71 @@ class _BatchedStep(Generic[_Item, _Result]):
         size: Callable[[_Item], int],
     ) -> None:
         self._database, self._fast, self._transact = database, fast, transact
-        self._task_id = task_id
-        self.batcher: Batcher[_Item, _Result | None] = Batcher(self._flush, size)
+        self._task_id, self._size = task_id, size
+        self._fast_batcher: Batcher[_Item, _Result | None] = Batcher(self._flush_fast, size)
+        self._batcher: Batcher[_Item, _Result | None] = Batcher(self._flush, size)
 
     async def run(self, items: Sequence[_Item], *, fits_fast_path: bool = True) -> list[_Result]:
         """Run the step, and return the results in the order of `items`.
 
         Raises:
-            CommitInDoubt: The store is unavailable. The fast path may have written an item before
-                its connection broke, so `StoreUnavailable` would be wrong.
+            StoreUnavailable: Nothing was written.
+            CommitInDoubt: The store is unavailable, and some items may be written: another
+                transaction wrote them, or the fast path did before its connection broke.
         """
-        locked_ids = self._database.locked_rows.recently_locked(map(self._task_id, items))
-        if self._fast is not None and (locked_ids or not fits_fast_path):
+        if self._database.locked_rows.recently_locked(map(self._task_id, items)):
             return await self._run_in_transaction(items)
-        results = await self.batcher.put(items)
-        if rest := [place for place, result in enumerate(results) if result is None]:
-            try:
-                others = await self._run_in_transaction([items[place] for place in rest])
-            except CommitInDoubt:
-                raise
-            except StoreUnavailable as error:
-                raise CommitInDoubt(str(error)) from error
-            for place, other in zip(rest, others, strict=True):
-                results[place] = other
+        if self._fast is not None and fits_fast_path:
+            results = await self._fast_batcher.put(items)
+            if None in results and self._may_share(items):
+                await self._write_rest(self._batcher.put, items, results)
+        else:
+            results = await self._batcher.put(items) if self._may_share(items) else []
+            if all(result is None for result in results):  # nothing is written yet
+                return await self._run_in_transaction(items)
+        if None in results:
+            await self._write_rest(self._run_in_transaction, items, results)
         return cast("list[_Result]", results)
 
+    def _may_share(self, items: Sequence[_Item]) -> bool:
+        return all(self._size(item) <= _MAX_SHARED_BYTES for item in items)
+
+    async def _write_rest(
+        self,
+        write: Callable[[Sequence[_Item]], Awaitable[Sequence[_Result | None]]],
+        items: Sequence[_Item],
+        results: list[_Result | None],
+    ) -> None:
+        """Write the items without a result, and add their results."""
+        places = [place for place, result in enumerate(results) if result is None]
+        try:
+            written = await write([items[place] for place in places])
+        except CommitInDoubt:
+            raise
+        except StoreUnavailable as error:
+            raise CommitInDoubt(str(error)) from error
+        for place, result in zip(places, written, strict=True):
+            results[place] = result
+
+    async def close(self) -> None:
+        """Abort the batches in progress, and accept no more items."""
+        await self._fast_batcher.close()
+        await self._batcher.close()
+
     async def _flush(self, items: Sequence[_Item]) -> Sequence[_Result | None]:
-        if self._fast is None:
+        if self._database.dialect.is_sqlite:
             return await self._run_in_transaction(items)
+        locked_rows = self._database.locked_rows
+        on_lock = OnLock.SKIP if locked_rows.skip_locked else OnLock.SKIP_TASKS
+        try:
+            results = await self._database.transact(lambda tx: self._transact(tx, items), on_lock)
+        except RowLocked:
+            locked_rows.record_timeout()
+            return [None] * len(items)
+        return [None if isinstance(each, TaskLocked) else each for each in results]
+
+    async def _flush_fast(self, items: Sequence[_Item]) -> Sequence[_Result | None]:
+        assert self._fast is not None
         try:
             written = await self._fast(items)
         except RowLocked:
@@ -273,6 +315,13 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
             self._fast_path = FastPath(
                 self._database.engine, options, clock, self._time, self._database.logs
             )
+        self._begins: _BatchedStep[tuple[Begin, Packed], BeginResult] = _BatchedStep(
+            self._database,
+            None,
+            checkpointing.begin,
+            lambda packed: packed[0].run.task_id,
+            lambda packed: len(packed[1] or b""),
+        )
         self._pauses = _BatchedStep(
             self._database,
             self._fast_path.pause if self._fast_path else None,
@@ -363,13 +412,14 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
                     await self.flush_confirms()
         finally:
             self._database.stop_waiting()
-        for batcher in (
-            self._pauses.batcher,
-            self._appends.batcher,
-            self._ends.batcher,
+        for batched in (
+            self._begins,
+            self._pauses,
+            self._appends,
+            self._ends,
             self._confirm_batcher,
         ):
-            await batcher.close()
+            await batched.close()
         waiting = list(self._separate_renewals.values())
         for renewing in waiting:
             renewing.cancel()
@@ -395,7 +445,10 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
         return found
 
     async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
-        """Insert tasks before their first segment, as running or, if queued, as ready."""
+        """Insert tasks before their first segment, as running or, if queued, as ready.
+
+        In batches shared with concurrent callers.
+        """
         if not begins:
             return []
         packed = [
@@ -407,9 +460,7 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
             )
             for command in begins
         ]
-        return self._locked_rows.require_unlocked(
-            await self._database.write(lambda tx: checkpointing.begin(tx, packed))
-        )
+        return await self._begins.run(packed)
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
         """Write checkpoints, in batches shared with concurrent callers."""
