@@ -27,23 +27,52 @@ class Observer(Protocol):
         """Handle one event. Must neither raise nor block."""
 
 
+EventKind: TypeAlias = tuple[Step, Phase]
+Handler: TypeAlias = Callable[[Event], None]
 MoreDetails: TypeAlias = Callable[[], Mapping[str, JsonValue]]
 """Builds details of an event, for observers that need them."""
 
 
-@dataclass(frozen=True, slots=True)
+class SelectiveObserver:
+    """An observer with a function for each kind of event that it handles."""
+
+    handlers: Mapping[EventKind, Handler]
+
+    def emit(self, event: Event) -> None:
+        """Handle one event; see `Observer`."""
+        if (handle := self.handlers.get((event.step, event.phase))) is not None:
+            handle(event)
+
+
 class Observers:
     """Pass every event to each of `observers`, in order."""
 
-    observers: Sequence[Observer]
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
+        self._handlers: dict[EventKind, Sequence[Handler]] = {}
 
     def emit(self, event: Event) -> None:
         """Handle one event. The failure of one observer is logged, and the others still get it."""
-        for observer in self.observers:
+        kind = event.step, event.phase
+        if (handlers := self._handlers.get(kind)) is None:
+            handlers = self._handlers[kind] = [*_handlers(self.observers, kind)]
+        for handle in handlers:
             try:
-                observer.emit(event)
+                handle(event)
             except Exception:
                 log.exception("an observer failed at %s %s", event.step.value, event.phase.value)
+
+
+def _handlers(observers: Iterable[Observer], kind: EventKind) -> Iterator[Handler]:
+    for observer in observers:
+        match observer:
+            case Observers():
+                yield from _handlers(observer.observers, kind)
+            case SelectiveObserver():
+                if (handle := observer.handlers.get(kind)) is not None:
+                    yield handle
+            case _:
+                yield observer.emit
 
 
 @dataclass(slots=True)
