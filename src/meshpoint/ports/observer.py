@@ -49,30 +49,43 @@ class Observers:
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
-        self._handlers: dict[EventKind, Sequence[Handler]] = {}
+        self._routes = _Routes(self)
 
     def emit(self, event: Event) -> None:
         """Handle one event. The failure of one observer is logged, and the others still get it."""
-        kind = event.step, event.phase
-        if (handlers := self._handlers.get(kind)) is None:
-            handlers = self._handlers[kind] = [*_handlers(self.observers, kind)]
-        for handle in handlers:
-            try:
-                handle(event)
-            except Exception:
-                log.exception("an observer failed at %s %s", event.step.value, event.phase.value)
+        _pass_on(event, self._routes[event.step, event.phase])
 
 
-def _handlers(observers: Iterable[Observer], kind: EventKind) -> Iterator[Handler]:
-    for observer in observers:
-        match observer:
-            case Observers():
-                yield from _handlers(observer.observers, kind)
-            case SelectiveObserver():
-                if (handle := observer.handlers.get(kind)) is not None:
-                    yield handle
-            case _:
-                yield observer.emit
+class _Routes(dict[EventKind, Sequence[Handler]]):
+    """The handlers of `observer` for each kind of event, found when one is first emitted."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __missing__(self, kind: EventKind) -> Sequence[Handler]:
+        handlers = self[kind] = [*_find_handlers(self._observer, kind)]
+        return handlers
+
+
+def _find_handlers(observer: Observer, kind: EventKind) -> Iterator[Handler]:
+    match observer:
+        case Observers():
+            for each in observer.observers:
+                yield from _find_handlers(each, kind)
+        case SelectiveObserver():
+            if (handle := observer.handlers.get(kind)) is not None:
+                yield handle
+        case _:
+            yield observer.emit
+
+
+def _pass_on(event: Event, handlers: Sequence[Handler]) -> None:
+    for handle in handlers:
+        try:
+            handle(event)
+        except Exception:  # a faulty observer must not break the step
+            log.exception("an observer failed at %s %s", event.step.value, event.phase.value)
 
 
 @dataclass(slots=True)
@@ -90,6 +103,10 @@ class Steps:
     observer: Observer
     agent: AgentName
     replica: ReplicaId
+    _routes: _Routes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_routes", _Routes(self.observer))
 
     @contextmanager
     def step(
@@ -157,7 +174,5 @@ class Steps:
         detail: dict[str, JsonValue],
         more: MoreDetails = dict,
     ) -> None:
-        try:
-            self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail, more))
-        except Exception:  # a faulty observer must not break the step
-            log.exception("the observer failed at %s %s", step.value, phase.value)
+        if handlers := self._routes[step, phase]:  # else nobody needs the event
+            _pass_on(Event(step, phase, self.agent, self.replica, ids, detail, more), handlers)
