@@ -9,17 +9,26 @@ has no spans, and costs a look at its `traceparent`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from functools import cached_property, lru_cache
+from typing import Any, cast
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+)
 
 from meshpoint._version import __version__
 from meshpoint.model.events import Event, Phase, Step
@@ -28,7 +37,10 @@ from meshpoint.ports.observer import SelectiveObserver
 PARENT = "meshpoint.parent"
 """In a task's trace context: the `traceparent` of the span that is the parent of its segments."""
 _TRACEPARENT = "traceparent"
-_W3C = TraceContextTextMapPropagator()
+_TRACEPARENT_PATTERN = re.compile(
+    "(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})"
+    "-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
+)
 _KNOWN_PARENTS = 4096
 _SUCCESSES = frozenset({"completed", "draining"})
 
@@ -287,16 +299,22 @@ def _pause_id(event: Event) -> str:
     return f"{event.task_ids[0]}/{event.detail.get('generation')}"
 
 
-class _Origin(NamedTuple):
+class _Origin:
     """The span that a message or a task names."""
 
-    context: Context
-    """The context in which it is the current span; empty without a span."""
-    span: SpanContext | None = None
-    is_unsampled: bool = False
+    def __init__(self, span: SpanContext | None) -> None:
+        self.span = span
+        self.is_unsampled = span is not None and not span.trace_flags.sampled
+
+    @cached_property
+    def context(self) -> Context:
+        """The context in which it is the current span; empty without a span."""
+        if self.span is None:
+            return Context()
+        return trace.set_span_in_context(NonRecordingSpan(self.span), Context())
 
 
-_NO_ORIGIN = _Origin(Context())
+_NO_ORIGIN = _Origin(None)
 
 
 def _find_origin(traceparent: object) -> _Origin:
@@ -306,9 +324,12 @@ def _find_origin(traceparent: object) -> _Origin:
 @lru_cache(_KNOWN_PARENTS)
 def _parse(traceparent: str) -> _Origin:
     """Parse a `traceparent`. Several events name the same."""
-    context = _W3C.extract({_TRACEPARENT: traceparent}, Context())
-    span = trace.get_current_span(context).get_span_context()
-    return _Origin(context, span, not span.trace_flags.sampled) if span.is_valid else _NO_ORIGIN
+    found = _TRACEPARENT_PATTERN.fullmatch(traceparent)
+    if found is None or found["version"] == "ff" or (found["version"] == "00" and found["more"]):
+        return _NO_ORIGIN
+    trace_id, span_id, flags = (int(found[each], 16) for each in ("trace", "span", "flags"))
+    span = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags))
+    return _Origin(span) if span.is_valid else _NO_ORIGIN
 
 
 def _traceparent(span: SpanContext) -> str:
