@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace import SpanKind, StatusCode
+from pydantic import JsonValue
 
 from fake_peer import FakePeer
 from meshpoint.adapters.telemetry import tracing
@@ -240,7 +241,7 @@ async def test_a_batch_of_other_traces_links_to_each(
 
 def receive(*traceparents: str | None) -> tuple[Event, Event]:
     """The events of a batch of requests."""
-    messages = [
+    messages: list[JsonValue] = [
         {"queue": "doubler.req", "id": "m", "correlation": "m", "trace": each}
         for each in traceparents
     ]
