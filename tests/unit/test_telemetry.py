@@ -12,7 +12,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from hidden_imports import run_without
-from meshpoint import TaskExecutionContext, agent
+from meshpoint import TaskExecutionContext, agent, ports
 from meshpoint.adapters.telemetry import providers
 from meshpoint.adapters.telemetry.metrics import MetricsObserver
 from meshpoint.adapters.telemetry.tracing import TracingObserver
@@ -20,7 +20,7 @@ from meshpoint.errors import ConfigurationError
 from meshpoint.local import local_mesh
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.ports.observer import Observers
+from meshpoint.ports.observer import Observers, SelectiveObserver, Steps
 from meshpoint.settings import MeshSettings, Settings, load
 from meshpoint.wiring import (
     MetricsAddress,
@@ -107,6 +107,32 @@ def test_a_faulty_observer_does_not_hide_events_from_others() -> None:
     event = Event(Step.STARTED, Phase.INFO, AgentName("a"), ReplicaId("r"))
     Observers((Faulty(), recorded)).emit(event)
     assert recorded.all == [event]
+
+
+class _Starts(SelectiveObserver):
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+        self.handlers = {(Step.STARTED, Phase.INFO): self.seen.append}
+
+
+def test_an_observer_gets_the_events_that_it_handles() -> None:
+    starts, recorded = _Starts(), RecordedEvents()
+    steps = Steps(Observers((starts, Observers((recorded,)))), AgentName("a"), ReplicaId("r"))
+    steps.emit(Step.STARTED)
+    steps.emit(Step.DRAINED)
+    assert [event.step for event in starts.seen] == [Step.STARTED]
+    assert [event.step for event in recorded.all] == [Step.STARTED, Step.DRAINED]
+    starts.emit(recorded.all[1])
+    assert len(starts.seen) == 1
+
+
+def test_an_event_that_nobody_handles_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+    monkeypatch.setattr(ports.observer, "Event", lambda *values: built.append(values[0]))
+    steps = Steps(_Starts(), AgentName("a"), ReplicaId("r"))
+    steps.emit(Step.DRAINED)
+    steps.emit(Step.STARTED)
+    assert built == [Step.STARTED]
 
 
 async def test_a_caller_sends_its_span_with_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from meshpoint.model.json_values import JsonDict, json_digest
 from meshpoint.model.messages import (
     MAX_CONTEXT_ID_BYTES,
     MAX_NAME_BYTES,
+    TRACEPARENT,
     Address,
     Header,
     HeaderValue,
@@ -234,7 +235,7 @@ def build_message(
     if start_token is not None:
         headers[Header.START.value] = start_token
     if traceparent is not None:
-        headers[Header.TRACEPARENT.value] = traceparent
+        headers[TRACEPARENT] = traceparent
     if request.result_ttl is not None:
         headers[Header.KEEP_RESULT.value] = request.result_ttl.total_seconds()
     return Message(

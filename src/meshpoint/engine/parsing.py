@@ -28,6 +28,7 @@ from meshpoint.model.json_values import JsonDict, json_digest
 from meshpoint.model.messages import (
     MAX_CONTEXT_ID_BYTES,
     MAX_NAME_BYTES,
+    TRACEPARENT,
     Address,
     Header,
     Message,
@@ -165,7 +166,7 @@ def parse_request(message: Message, options: Options) -> Request:
         raise PoisonMessage(f"metadata: {first_problem(error)}") from loggable_cause(error)
     except NotJson as error:  # nested too deep to store
         raise PoisonMessage(f"metadata: {error}") from error
-    traceparent = readable_traceparent(message.headers.get(Header.TRACEPARENT))
+    traceparent = readable_traceparent(message.headers.get(TRACEPARENT))
     start_at = _number_header(message, Header.START_AT)
     return Request(
         task_id=TaskId(task_id),
@@ -174,7 +175,7 @@ def parse_request(message: Message, options: Options) -> Request:
         requester=requester,
         a2a_context=a2a_context,
         security_context=security_context,
-        trace_context={} if traceparent is None else {Header.TRACEPARENT.value: traceparent},
+        trace_context={} if traceparent is None else {TRACEPARENT: traceparent},
         message=message,
         resume_token=_check_name(Header.RESUME, resume_token)
         if (resume_token := message.headers.get(Header.RESUME))

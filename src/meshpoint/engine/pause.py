@@ -20,7 +20,7 @@ from meshpoint.model.envelopes import encode_request
 from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName, TaskId, new_id, resumed_id
 from meshpoint.model.json_values import json_digest
-from meshpoint.model.messages import Header, HeaderValue
+from meshpoint.model.messages import TRACEPARENT, Header, HeaderValue
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.model.questions import QuestionCall
@@ -200,7 +200,7 @@ def _plan_call(
     if planner is not None and sub_task_id != peer_task_id:
         headers[Header.RESUME.value] = planner.order
     if (traceparent := traceparent_of(context)) is not None:
-        headers[Header.TRACEPARENT.value] = traceparent
+        headers[TRACEPARENT] = traceparent
     return PlannedCall(
         sub_task_id=sub_task_id,
         call_id=call.id,

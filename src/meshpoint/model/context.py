@@ -27,7 +27,7 @@ from meshpoint.model.error_text import make_storable
 from meshpoint.model.fixed_values import FixedValuesMixin
 from meshpoint.model.ids import TaskId
 from meshpoint.model.json_values import JsonDict, JsonList, check_json
-from meshpoint.model.messages import Address, Header, readable_traceparent
+from meshpoint.model.messages import TRACEPARENT, Address, readable_traceparent
 from meshpoint.model.peer_calls_mixin import PeerCallsMixin
 from meshpoint.model.recorded_work import RecordedWorkMixin
 from meshpoint.model.status_metadata import UpdateKind
@@ -310,7 +310,7 @@ class TaskExecutionContext(
 
 def traceparent_of(context: TaskExecutionContext) -> str | None:
     """W3C's `traceparent` of the running segment, or of its request without telemetry."""
-    return readable_traceparent(context.trace_context.get(Header.TRACEPARENT.value))
+    return readable_traceparent(context.trace_context.get(TRACEPARENT))
 
 
 Context: TypeAlias = TaskExecutionContext

@@ -34,6 +34,7 @@ from meshpoint.model.bodies import (
 )
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id, resumed_id, split_resumed_id
 from meshpoint.model.messages import (
+    TRACEPARENT,
     Address,
     AttachStatus,
     CompletionStatus,
@@ -100,7 +101,7 @@ def describe_envelopes(envelopes: Iterable[tuple[Address, Message]]) -> dict[str
             "queue": address,
             "id": message.message_id,
             "correlation": message.correlation_id,
-            "trace": message.headers.get(Header.TRACEPARENT.value),
+            "trace": message.headers.get(TRACEPARENT),
         }
         for address, message in envelopes
     ]
@@ -515,7 +516,7 @@ def encode_reply(
     if retry is not None:
         metadata["retry"] = retry
     if traceparent is not None:
-        metadata[Header.TRACEPARENT.value] = traceparent
+        metadata[TRACEPARENT] = traceparent
     if not outcome.usage.is_empty:
         metadata["usage"] = outcome.usage.model_dump(mode="json", exclude={"requests"})
     match outcome:

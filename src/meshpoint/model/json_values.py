@@ -306,12 +306,14 @@ def _check_value(value: object, owner: JsonDict | JsonList, key: object) -> Json
 
 
 def _check_text(value: str, owner: JsonDict | JsonList, key: object) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise NotJson(
-            f"{_child_path(owner, key)!r}: the text cannot be encoded as UTF-8 ({error.reason})"
-        ) from error
+    if not str.isascii(value):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            path = _child_path(owner, key)
+            raise NotJson(
+                f"{path!r}: the text cannot be encoded as UTF-8 ({error.reason})"
+            ) from error
     return str.__str__(value)
 
 

@@ -10,7 +10,7 @@ import zlib
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import NewType
+from typing import Final, NewType
 
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
@@ -200,6 +200,10 @@ class Header(StrEnum):
     DENY_TO = "x-deny-to"  # in a forwarded attach: the private queue for `deny` messages
     CERTAIN = "x-certain"  # 1 in a reply to an attach: no replica and no queue has the task
     KEEP_RESULT = "x-keep-result"  # seconds; keep the outcome at least this long after the end
+
+
+TRACEPARENT: Final = Header.TRACEPARENT.value
+"""Read for each message; `value` of a member is a function call."""
 
 
 class AttachStatus(StrEnum):

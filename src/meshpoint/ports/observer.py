@@ -27,23 +27,65 @@ class Observer(Protocol):
         """Handle one event. Must neither raise nor block."""
 
 
+EventKind: TypeAlias = tuple[Step, Phase]
+Handler: TypeAlias = Callable[[Event], None]
 MoreDetails: TypeAlias = Callable[[], Mapping[str, JsonValue]]
 """Builds details of an event, for observers that need them."""
 
 
-@dataclass(frozen=True, slots=True)
+class SelectiveObserver:
+    """An observer with a function for each kind of event that it handles."""
+
+    handlers: Mapping[EventKind, Handler]
+
+    def emit(self, event: Event) -> None:
+        """Handle one event; see `Observer`."""
+        if (handle := self.handlers.get((event.step, event.phase))) is not None:
+            handle(event)
+
+
 class Observers:
     """Pass every event to each of `observers`, in order."""
 
-    observers: Sequence[Observer]
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
+        self._routes = _Routes(self)
 
     def emit(self, event: Event) -> None:
         """Handle one event. The failure of one observer is logged, and the others still get it."""
-        for observer in self.observers:
-            try:
-                observer.emit(event)
-            except Exception:
-                log.exception("an observer failed at %s %s", event.step.value, event.phase.value)
+        _pass_on(event, self._routes[event.step, event.phase])
+
+
+class _Routes(dict[EventKind, Sequence[Handler]]):
+    """The handlers of `observer` for each kind of event, found when one is first emitted."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __missing__(self, kind: EventKind) -> Sequence[Handler]:
+        handlers = self[kind] = [*_find_handlers(self._observer, kind)]
+        return handlers
+
+
+def _find_handlers(observer: Observer, kind: EventKind) -> Iterator[Handler]:
+    match observer:
+        case Observers():
+            for each in observer.observers:
+                yield from _find_handlers(each, kind)
+        case SelectiveObserver():
+            if (handle := observer.handlers.get(kind)) is not None:
+                yield handle
+        case _:
+            yield observer.emit
+
+
+def _pass_on(event: Event, handlers: Sequence[Handler]) -> None:
+    for handle in handlers:
+        try:
+            handle(event)
+        except Exception:  # a faulty observer must not break the step
+            log.exception("an observer failed at %s %s", event.step.value, event.phase.value)
 
 
 @dataclass(slots=True)
@@ -61,6 +103,10 @@ class Steps:
     observer: Observer
     agent: AgentName
     replica: ReplicaId
+    _routes: _Routes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_routes", _Routes(self.observer))
 
     @contextmanager
     def step(
@@ -128,7 +174,5 @@ class Steps:
         detail: dict[str, JsonValue],
         more: MoreDetails = dict,
     ) -> None:
-        try:
-            self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail, more))
-        except Exception:  # a faulty observer must not break the step
-            log.exception("the observer failed at %s %s", step.value, phase.value)
+        if handlers := self._routes[step, phase]:  # else nobody needs the event
+            _pass_on(Event(step, phase, self.agent, self.replica, ids, detail, more), handlers)

@@ -10,7 +10,9 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace import SpanKind, StatusCode
+from pydantic import JsonValue
 
 from fake_peer import FakePeer
 from meshpoint.adapters.telemetry import tracing
@@ -19,7 +21,7 @@ from meshpoint.agents.peer import Peer
 from meshpoint.model.calls import Done
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Event, Phase, Step
-from meshpoint.model.ids import TaskId
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.outcomes import Ok
 
 from .agents import Gate, ScriptedAgent, asker, doubler, gated
@@ -54,6 +56,30 @@ class Spans:
     def segments(self) -> list[ReadableSpan]:
         spans = self._exporter.get_finished_spans()
         return [span for span in spans if span.name.startswith("invoke_agent ")]
+
+
+class RefusingSampler(Sampler):
+    """Samples nothing, and keeps the names of the spans for which it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def should_sample(
+        self, parent_context: object, trace_id: int, name: str, *arguments: object, **more: object
+    ) -> SamplingResult:
+        self.asked.append(name)
+        return SamplingResult(Decision.DROP)
+
+    def get_description(self) -> str:
+        return "refuses"
+
+
+@pytest.fixture
+def refusing(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> RefusingSampler:
+    sampler = RefusingSampler()
+    monkeypatch.setattr(trace, "get_tracer", TracerProvider(sampler=sampler).get_tracer)
+    mesh.events.hooks.append(tracing.TracingObserver("memory").emit)
+    return sampler
 
 
 @pytest.fixture
@@ -211,6 +237,70 @@ async def test_a_batch_of_other_traces_links_to_each(
     linked = [link for span in received for link in links_of(span)]
     parents = [parent for span in received if (parent := parent_of(span)) is not None]
     assert sorted(linked + parents) == sorted(int(each.split("-")[2], 16) for each in others)
+
+
+def receive(*traceparents: str | None) -> tuple[Event, Event]:
+    """The events of a batch of requests."""
+    messages: list[JsonValue] = [
+        {"queue": "doubler.req", "id": "m", "correlation": "m", "trace": each}
+        for each in traceparents
+    ]
+    before, after = (
+        Event(
+            Step.RECEIVE, phase, AgentName("doubler"), ReplicaId("r"), (), {"messages": messages}
+        )
+        for phase in (Phase.BEFORE, Phase.AFTER)
+    )
+    return before, after
+
+
+def test_messages_of_unsampled_traces_have_no_part_in_a_span(spans: Spans, mesh: Mesh) -> None:
+    (hook,) = mesh.events.hooks
+    unsampled = CALLER.removesuffix("01") + "00"
+    for event in receive(unsampled):
+        hook(event)
+    assert spans.named("process doubler.req") == []
+    for event in receive(unsampled, CALLER):
+        hook(event)
+    received = spans.one("process doubler.req")
+    assert parent_of(received) == int(CALLER.split("-")[2], 16)
+    assert (received.attributes or {})["messaging.batch.message_count"] == 2
+
+
+async def test_a_sampler_is_asked_once_for_the_segments_of_a_trace(
+    mesh: Mesh, client: FakePeer, refusing: RefusingSampler
+) -> None:
+    def measure(number: int) -> int:
+        return number
+
+    @agent("surveyor")
+    async def surveyor(ctx: TaskExecutionContext, number: int) -> int:
+        await ctx.subtask("measure", measure, number)
+        return await Peer("doubler", int, int)(number)
+
+    await mesh.replica(doubler, surveyor)
+    assert await client.reply(await client.ask("surveyor", 1)) == Ok(2)
+    await mesh.idle()
+    assert refusing.asked == ["process surveyor.req", "invoke_agent surveyor"]
+    begun, *later = mesh.events.matching(Step.SEGMENT, Phase.BEFORE)
+    traces: list[Any] = [event.all_details()["trace"] for event in (begun, *later)]
+    assert {each["traceparent"] for each in traces} == {traces[0]["traceparent"]}
+    assert not int(traces[0]["traceparent"][-2:], 16) & 1
+
+
+async def test_code_of_an_unsampled_segment_sees_its_trace(
+    mesh: Mesh, client: FakePeer, spans: Spans
+) -> None:
+    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
+        current = trace.get_current_span()
+        return Done([current.is_recording(), current.get_span_context().trace_id])
+
+    await mesh.replica(ScriptedAgent("curious", start))
+    unsampled = CALLER.removesuffix("01") + "00"
+    seen = await client.reply(await client.ask("curious", 1, traceparent=unsampled, call_depth=1))
+    await mesh.idle()
+    assert seen == Ok([False, int(CALLER.split("-")[1], 16)])
+    assert spans.segments() == []
 
 
 async def test_a_subtask_is_a_tool(mesh: Mesh, client: FakePeer, spans: Spans) -> None:

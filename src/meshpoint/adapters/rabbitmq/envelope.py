@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from datetime import datetime
+from functools import lru_cache
 from itertools import starmap
 
 from meshpoint.adapters.rabbitmq.content import Content
@@ -39,6 +40,8 @@ _RAW_ROUTING_KEY = "x-dead-routing-key"
 _DROPPED_HEADERS = "x-dead-headers-dropped"
 _MAX_ID_BYTES = 255
 _KEY_LENGTH = 16
+_KNOWN_HEADERS = 256
+"""Encoded headers kept: the calls of one pause have the same."""
 _LETTER_HEADERS = {Header.DEAD_FROM.value, _RAW_ROUTING_KEY, _UNKNOWN_TYPE}
 """Headers that a letter gets when it is copied or decoded."""
 
@@ -270,6 +273,7 @@ def _properties(
     return b"".join(parts)
 
 
+@lru_cache(_KNOWN_HEADERS, typed=True)
 def _encode_header(key: str, value: HeaderValue) -> bytes:
     name = short_string(str(key))
     if isinstance(value, str):

@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection
 
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName
+from meshpoint.ports.observer import SelectiveObserver
 
 
-class Health:
+class Health(SelectiveObserver):
     """Follows the events of `agents`, and finds out whether all of them serve.
 
     `is_connected` returns whether the broker is reachable and every consumer attached.
@@ -18,21 +19,30 @@ class Health:
         self._is_connected = is_connected
         self._starting, self._draining = set(agents), False
         self._without_store = set[AgentName]()
+        self.handlers = {
+            (Step.STARTED, Phase.INFO): self._on_started,
+            (Step.DRAINING, Phase.INFO): self._on_draining,
+            (Step.STORE_UNAVAILABLE, Phase.INFO): self._on_store_unavailable,
+            (Step.STORE_AVAILABLE, Phase.INFO): self._on_store_available,
+            (Step.SWEEP, Phase.AFTER): self._on_sweep_end,
+        }
 
-    def emit(self, event: Event) -> None:
-        """Note what `event` says about its agent."""
-        match event.step, event.phase:
-            case Step.STARTED, _:
-                self._starting.discard(event.agent)
-            case Step.DRAINING, _:
-                self._draining = True
-            case Step.STORE_UNAVAILABLE, _:
-                self._without_store.add(event.agent)
-            case Step.STORE_AVAILABLE, _:
-                self._without_store.discard(event.agent)
-            case Step.SWEEP, Phase.AFTER if event.detail.get("durable"):
-                # A task's own process may have reported the outage, and ended since.
-                self._without_store.discard(event.agent)
+    def _on_started(self, event: Event) -> None:
+        self._starting.discard(event.agent)
+
+    def _on_draining(self, event: Event) -> None:
+        self._draining = True
+
+    def _on_store_unavailable(self, event: Event) -> None:
+        self._without_store.add(event.agent)
+
+    def _on_store_available(self, event: Event) -> None:
+        self._without_store.discard(event.agent)
+
+    def _on_sweep_end(self, event: Event) -> None:
+        if event.detail.get("durable"):
+            # A task's own process may have reported the outage, and ended since.
+            self._without_store.discard(event.agent)
 
     def find_problem(self) -> str | None:
         """Why this process is not ready; `None` if it is."""

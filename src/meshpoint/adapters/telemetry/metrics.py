@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.waits import is_wait
+from meshpoint.ports.observer import SelectiveObserver
 
 _MAX_PEERS = 100
 """Maximum peers with a label of their own. Agent code chooses their names."""
@@ -143,7 +144,9 @@ METRICS = (
     BROKER_UP,
 )
 
-Recorder: TypeAlias = Callable[[float, tuple[str, ...]], None]
+Labels: TypeAlias = tuple[str, ...]
+"""The values of a metric's labels."""
+Recorder: TypeAlias = Callable[[float, Labels], None]
 """Records one value, with the values of the metric's labels: adds, observes or sets it."""
 
 
@@ -154,6 +157,29 @@ class Meter(Protocol):
         """Create `metric`. Called once for each."""
 
 
+def scalar_recorder(kind: Kind, values: dict[Labels, float]) -> Recorder:
+    """Keep a counter or a gauge in `values`, from which a meter reads it when asked."""
+
+    def add(value: float, labels: Labels) -> None:
+        values[labels] = values.get(labels, 0.0) + value
+
+    def replace(value: float, labels: Labels) -> None:
+        values[labels] = value
+
+    return add if kind is Kind.COUNTER else replace
+
+
+def _record_in_all(recorders: Sequence[Recorder]) -> Recorder:
+    if len(recorders) == 1:
+        return recorders[0]
+
+    def record(value: float, labels: Labels) -> None:
+        for each in recorders:
+            each(value, labels)
+
+    return record
+
+
 # A step's events before and after it come from one asyncio task, whose context is copied by the
 # asyncio tasks that it starts: a segment sees the claim that resumed it.
 _segment_started: ContextVar[float] = ContextVar("meshpoint.segment_started")
@@ -161,7 +187,7 @@ _checkpoint_started: ContextVar[float] = ContextVar("meshpoint.checkpoint_starte
 _claim_started: ContextVar[float | None] = ContextVar("meshpoint.claim_started", default=None)
 
 
-class MetricsObserver:
+class MetricsObserver(SelectiveObserver):
     """Measures the metrics of one process, for all its agents.
 
     Args:
@@ -178,13 +204,14 @@ class MetricsObserver:
         now: Callable[[], float] = time.time,
     ) -> None:
         self._recorders = {
-            metric.name: [meter.recorder(metric) for meter in meters] for metric in METRICS
+            metric.name: _record_in_all([meter.recorder(metric) for meter in meters])
+            for metric in METRICS
         }
         self._monotonic, self._now = monotonic, now
         self._slots: dict[AgentName, int] = {}
         self._running: dict[AgentName, set[TaskId]] = {}
         self._peers: set[str] = set()
-        self._handlers: dict[tuple[Step, Phase], Callable[[Event], None]] = {
+        self.handlers = {
             (Step.STARTED, Phase.INFO): self._on_started,
             (Step.SWEEP, Phase.BEFORE): self._on_sweep,
             (Step.SWEEP, Phase.AFTER): self._on_sweep_end,
@@ -212,14 +239,8 @@ class MetricsObserver:
             (Step.BROKER_AVAILABLE, Phase.INFO): self._setting(BROKER_UP, 1),
         }
 
-    def emit(self, event: Event) -> None:
-        """Measure what `event` says."""
-        if (handle := self._handlers.get((event.step, event.phase))) is not None:
-            handle(event)
-
     def _record(self, metric: Metric, value: float, *labels: str) -> None:
-        for record in self._recorders[metric.name]:
-            record(value, labels)
+        self._recorders[metric.name](value, labels)
 
     def _counting(self, metric: Metric) -> Callable[[Event], None]:
         return self._setting(metric, 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import cache
 
 from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
 
 from meshpoint._version import __version__
-from meshpoint.adapters.telemetry.metrics import Kind, Metric, Recorder
+from meshpoint.adapters.telemetry.metrics import Kind, Labels, Metric, Recorder, scalar_recorder
 
 _UNITS = {"seconds": "s", "bytes": "By"}
 
@@ -24,20 +26,25 @@ class OpenTelemetryMeter:
         Its name has neither unit nor suffix: exporters for Prometheus append them.
         """
         name, unit = instrument_name(metric)
-        add: Callable[[float, dict[str, str]], None]
-        match metric.kind:
-            case Kind.COUNTER:
-                add = self._meter.create_counter(name, unit, metric.description).add
-            case Kind.GAUGE:
-                add = self._meter.create_gauge(name, unit, metric.description).set
-            case Kind.HISTOGRAM:
-                add = self._meter.create_histogram(
-                    name,
-                    unit,
-                    metric.description,
-                    explicit_bucket_boundaries_advisory=metric.buckets,
-                ).record
-        return lambda value, labels: add(value, dict(zip(metric.labels, labels, strict=True)))
+        attributes_of = cache(lambda labels: dict(zip(metric.labels, labels, strict=True)))
+        if metric.kind is Kind.HISTOGRAM:
+            record = self._meter.create_histogram(
+                name,
+                unit,
+                metric.description,
+                explicit_bucket_boundaries_advisory=metric.buckets,
+            ).record
+            return lambda value, labels: record(value, attributes_of(labels))
+        values: dict[Labels, float] = {}
+
+        def observe(options: CallbackOptions) -> Iterable[Observation]:  # in the reader's thread
+            return [Observation(value, attributes_of(key)) for key, value in [*values.items()]]
+
+        if metric.kind is Kind.COUNTER:
+            self._meter.create_observable_counter(name, [observe], unit, metric.description)
+        else:
+            self._meter.create_observable_gauge(name, [observe], unit, metric.description)
+        return scalar_recorder(metric.kind, values)
 
 
 def instrument_name(metric: Metric) -> tuple[str, str]:

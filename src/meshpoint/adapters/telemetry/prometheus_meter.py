@@ -1,26 +1,30 @@
-"""Metrics for Prometheus."""
+"""Metrics for Prometheus.
+
+Values are plain numbers until a scrape: the client's own counters and histograms take a lock and
+several calls for each value.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import cast
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client import Metric as Family
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from meshpoint.adapters.telemetry.metrics import Kind, Metric, Recorder
+from meshpoint.adapters.telemetry.metrics import Kind, Labels, Metric, Recorder, scalar_recorder
 
 
 class PrometheusMeter:
-    """Keeps the values of this process for Prometheus."""
+    """Keeps the values of this process for Prometheus. Not for use by several threads."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -29,44 +33,65 @@ class PrometheusMeter:
 
     def recorder(self, metric: Metric) -> Recorder:
         """Create `metric`; see `Meter`."""
-        names = metric.name, metric.description, metric.labels
-        match metric.kind:
-            case Kind.COUNTER:
-                counter = Counter(*names, registry=self._registry)
-                return _recorder(lambda labels: counter.labels(*labels).inc)
-            case Kind.GAUGE:
-                gauge = Gauge(*names, registry=self._registry)
-                return _recorder(lambda labels: gauge.labels(*labels).set)
-            case Kind.HISTOGRAM:
-                histogram = Histogram(*names, registry=self._registry, buckets=metric.buckets)
-                return _recorder(lambda labels: histogram.labels(*labels).observe)
+        if metric.kind is Kind.HISTOGRAM:
+            histograms: dict[Labels, _Histogram] = {}
+            self._registry.register(_HistogramCollector(metric, histograms))
+            return _histogram_recorder(metric.buckets, histograms)
+        values: dict[Labels, float] = {}
+        self._registry.register(_ScalarCollector(metric, values))
+        return scalar_recorder(metric.kind, values)
 
     def render(self) -> bytes:
         """All values, in Prometheus's text format."""
-        return generate_latest(cast("CollectorRegistry", _WithoutCreated(self._registry)))
+        return generate_latest(self._registry)
 
 
-def _recorder(bind: Callable[[tuple[str, ...]], Callable[[float], None]]) -> Recorder:
-    """Keep what `bind` returns for each combination of labels: looking it up takes most time."""
-    bound: dict[tuple[str, ...], Callable[[float], None]] = {}
+class _Histogram:
+    """The values of one combination of labels, counted by bucket. The last has no bound."""
 
-    def record(value: float, labels: tuple[str, ...]) -> None:
-        if (record_value := bound.get(labels)) is None:
-            record_value = bound[labels] = bind(labels)
-        record_value(value)
+    __slots__ = ("counts", "sum")
 
-    return record
+    def __init__(self, buckets: int) -> None:
+        self.counts, self.sum = [0] * (buckets + 1), 0.0
 
 
-class _WithoutCreated(Collector):
-    """The metrics of a registry, without the times at which the client has created them."""
+def _histogram_recorder(bounds: Sequence[float], histograms: dict[Labels, _Histogram]) -> Recorder:
+    def observe(value: float, labels: Labels) -> None:
+        if (histogram := histograms.get(labels)) is None:
+            histogram = histograms[labels] = _Histogram(len(bounds))
+        histogram.counts[bisect_left(bounds, value)] += 1
+        histogram.sum += value
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    return observe
+
+
+class _ScalarCollector(Collector):
+    """Shows the values of a counter or a gauge."""
+
+    def __init__(self, metric: Metric, values: dict[Labels, float]) -> None:
+        self._metric, self._values = metric, values
 
     def collect(self) -> Iterator[Family]:
-        for family in self._registry.collect():
-            family.samples = [
-                sample for sample in family.samples if not sample.name.endswith("_created")
-            ]
-            yield family
+        metric = self._metric
+        kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        family = kind(metric.name, metric.description, labels=metric.labels)
+        for labels, value in self._values.items():
+            family.add_metric(labels, value)
+        yield family
+
+
+class _HistogramCollector(Collector):
+    """Shows the values of a histogram."""
+
+    def __init__(self, metric: Metric, histograms: dict[Labels, _Histogram]) -> None:
+        self._metric, self._histograms = metric, histograms
+        bounds = *metric.buckets, float("inf")
+        self._bounds = [floatToGoString(bound) for bound in bounds]  # type: ignore[no-untyped-call]
+
+    def collect(self) -> Iterator[Family]:
+        metric = self._metric
+        family = HistogramMetricFamily(metric.name, metric.description, labels=metric.labels)
+        for labels, histogram in self._histograms.items():
+            buckets = zip(self._bounds, accumulate(histogram.counts), strict=True)
+            family.add_metric(labels, [*buckets], histogram.sum)
+        yield family

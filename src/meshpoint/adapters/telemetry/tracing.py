@@ -2,30 +2,45 @@
 
 A task's `trace_context` carries its trace through pauses: it is stored with the task, and each
 segment puts its own span into it. Messages carry that span as W3C's `traceparent`.
+
+Whether a trace is sampled is decided once, by its first segment. The rest of an unsampled trace
+has no spans, and costs a look at its `traceparent`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, cast
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+)
 
 from meshpoint._version import __version__
 from meshpoint.model.events import Event, Phase, Step
+from meshpoint.ports.observer import SelectiveObserver
 
 PARENT = "meshpoint.parent"
 """In a task's trace context: the `traceparent` of the span that is the parent of its segments."""
 _TRACEPARENT = "traceparent"
-_W3C = TraceContextTextMapPropagator()
-_NO_CONTEXT = Context()
+_TRACEPARENT_PATTERN = re.compile(
+    "(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})"
+    "-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
+)
 _KNOWN_PARENTS = 4096
 _SUCCESSES = frozenset({"completed", "draining"})
 
@@ -34,7 +49,8 @@ _SUCCESSES = frozenset({"completed", "draining"})
 class _OpenSegment:
     """The span of a segment, until its result is committed.
 
-    It is the current span of the agent's code while `token` is set.
+    It is the current span of the agent's code while `token` is set. A span that records nothing
+    counts as ended.
     """
 
     span: Span
@@ -42,11 +58,11 @@ class _OpenSegment:
     is_ended: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _OpenSpan:
     """The spans between a step's events, and the spans of the step around it."""
 
-    event: Event
+    step: Step
     spans: Sequence[Span]
     token: Token[Context] | None
     outer: _OpenSpan | None
@@ -57,7 +73,7 @@ _segment: ContextVar[_OpenSegment | None] = ContextVar("meshpoint.segment_span",
 _innermost: ContextVar[_OpenSpan | None] = ContextVar("meshpoint.open_span", default=None)
 
 
-class TracingObserver:
+class TracingObserver(SelectiveObserver):
     """Starts and ends the spans of one process, for all its agents.
 
     `messaging_system` names the broker in the attributes of messages.
@@ -67,7 +83,7 @@ class TracingObserver:
         self._system = messaging_system
         self._tracer = trace.get_tracer("meshpoint", __version__)
         ends = (Phase.AFTER, Phase.FAILED)
-        self._handlers: dict[tuple[Step, Phase], Callable[[Event], None]] = {
+        self.handlers = {
             (Step.SEGMENT, Phase.BEFORE): self._begin_segment,
             **{(Step.SEGMENT, phase): self._leave_segment for phase in ends},
             (Step.CHECKPOINT, Phase.BEFORE): self._note_pause,
@@ -88,23 +104,22 @@ class TracingObserver:
             },
         }
 
-    def emit(self, event: Event) -> None:
-        """Start or end the spans of `event`."""
-        if (handle := self._handlers.get((event.step, event.phase))) is not None:
-            handle(event)
-
     def _begin_segment(self, event: Event) -> None:
         detail: Mapping[str, Any] = event.all_details()
         carrier = detail.get("trace")
         if carrier is None:  # the event of another process was too long to be reported in full
             carrier = {}
-        previous = _span_context(carrier.get(_TRACEPARENT))
-        parent, linked = Context(), [previous]
+        previous = _find_origin(carrier.get(_TRACEPARENT))
+        parent, linked = _NO_ORIGIN, [previous]
         if PARENT in carrier:  # an earlier segment has begun the trace, or joined it
-            parent = _context_of(carrier[PARENT])
+            parent = _find_origin(carrier[PARENT])
         elif detail.get("call_depth"):  # a task of a task belongs to the same trace
-            parent, linked = _context_of(carrier.get(_TRACEPARENT)), []
-        linked += [_span_context(answer["trace"]) for answer in detail.get("answers") or ()]
+            parent, linked = previous, []
+        if parent.is_unsampled:  # `carrier` names it already
+            token = otel_context.attach(parent.context)
+            _segment.set(_OpenSegment(trace.INVALID_SPAN, token, is_ended=True))
+            return
+        linked += [_find_origin(answer["trace"]) for answer in detail.get("answers") or ()]
         (task_id,) = event.task_ids
         attributes = {
             "gen_ai.operation.name": "invoke_agent",
@@ -117,35 +132,38 @@ class TracingObserver:
         }
         span = self._tracer.start_span(
             f"invoke_agent {event.agent}",
-            parent,
+            parent.context,
             SpanKind.INTERNAL,
             _without_none(attributes),
             _links(linked),
         )
-        if detail.get("generation"):
+        self._store(carrier, span.get_span_context(), previous.span)
+        is_recording = span.is_recording()
+        if is_recording and detail.get("generation"):
             span.add_event("gen_ai.agent.resumed", {"pause.id": _pause_id(event)})
-        context = trace.set_span_in_context(span, parent)
-        self._store(carrier, context)
-        _segment.set(_OpenSegment(span, otel_context.attach(context)))
+        context = trace.set_span_in_context(span, parent.context)
+        _segment.set(_OpenSegment(span, otel_context.attach(context), is_ended=not is_recording))
 
-    def _store(self, carrier: dict[str, Any], context: Context) -> None:
-        """Put the span of `context` into a task's trace context."""
-        before = carrier.get(_TRACEPARENT)
-        _W3C.inject(carrier, context)
+    def _store(
+        self, carrier: dict[str, Any], span: SpanContext, previous: SpanContext | None
+    ) -> None:
+        """Put the span of a segment into its task's trace context."""
+        if not span.is_valid:
+            return
+        before, carrier[_TRACEPARENT] = carrier.get(_TRACEPARENT), _traceparent(span)
         if PARENT not in carrier:
-            parent = trace.get_current_span(context).get_span_context()
-            is_child = (known := _span_context(before)) is not None and (
-                known.trace_id == parent.trace_id
-            )
-            carrier[PARENT] = before if is_child else carrier.get(_TRACEPARENT)
+            is_child = previous is not None and previous.trace_id == span.trace_id
+            carrier[PARENT] = before if is_child else carrier[_TRACEPARENT]
 
     def _leave_segment(self, event: Event) -> None:
         segment = _segment.get()
-        if segment is None or segment.is_ended:
+        if segment is None:
             return
         if segment.token is not None:
             otel_context.detach(segment.token)
             segment.token = None
+        if segment.is_ended:
+            return
         result = event.detail.get("result")
         if result != "paused":
             self._end_segment(segment, event, None if result in _SUCCESSES else str(result))
@@ -177,6 +195,10 @@ class TracingObserver:
         _end(segment.span, event, problem)
 
     def _begin_subtask(self, event: Event) -> None:
+        current = trace.get_current_span()
+        if current.get_span_context().is_valid and not current.is_recording():
+            self._push(event, [])
+            return
         name = str(event.detail.get("subtask"))
         attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name}
         span = self._tracer.start_span(f"execute_tool {name}", attributes=attributes)
@@ -190,25 +212,28 @@ class TracingObserver:
             self._start_message_span("send", SpanKind.PRODUCER, queue, messages)
             for queue, messages in by_queue.items()
         ]
-        self._push(event, spans)
+        self._push(event, [span for span in spans if span is not None])
 
     def _begin_process(self, event: Event) -> None:
         messages = _messages(event)
+        span = None
         if messages:
             queue = messages[0]["queue"]
             span = self._start_message_span("process", SpanKind.CONSUMER, queue, messages)
-            self._push(event, [span])
-        else:
-            self._push(event, [])
+        self._push(event, [] if span is None else [span])
 
     def _start_message_span(
         self, operation: str, kind: SpanKind, queue: str, messages: Sequence[Mapping[str, Any]]
-    ) -> Span:
-        """Start the span of messages in one queue.
+    ) -> Span | None:
+        """Start the span of messages in one queue, unless all belong to unsampled traces.
 
-        It belongs to the trace of its messages if they share one parent. Otherwise it links to
-        each of them.
+        It belongs to the trace of the others if they share one parent. Otherwise it links to each
+        of them.
         """
+        named = map(_find_origin, {message["trace"]: None for message in messages})
+        origins = [origin for origin in named if not origin.is_unsampled]
+        if not origins:
+            return None
         destination = _destination(queue)
         attributes: dict[str, Any] = {
             "messaging.system": self._system,
@@ -221,24 +246,23 @@ class TracingObserver:
             attributes["messaging.message.conversation_id"] = messages[0]["correlation"]
         else:
             attributes["messaging.batch.message_count"] = len(messages)
-        origins = {message["trace"] for message in messages}
         is_shared = len(origins) == 1
         return self._tracer.start_span(
             f"{operation} {destination}",
-            _context_of(*origins) if is_shared else Context(),
+            origins[0].context if is_shared else _NO_ORIGIN.context,
             kind,
             attributes,
-            [] if is_shared else _links(map(_span_context, sorted(origins - {None}))),
+            [] if is_shared else _links(origins),
         )
 
     def _push(
         self, event: Event, spans: Sequence[Span], token: Token[Context] | None = None
     ) -> None:
-        _innermost.set(_OpenSpan(event, spans, token, _innermost.get()))
+        _innermost.set(_OpenSpan(event.step, spans, token, _innermost.get()))
 
     def _end_span(self, event: Event) -> None:
         opened = _innermost.get()
-        if opened is None or opened.event.step is not event.step:
+        if opened is None or opened.step is not event.step:
             return  # the observer was added between the two events
         _innermost.set(opened.outer)
         if opened.token is not None:
@@ -263,7 +287,7 @@ def _end(span: Span, event: Event, problem: str | None) -> None:
 
 def _messages(event: Event) -> Sequence[Mapping[str, Any]]:
     messages: Any = event.all_details().get("messages") or ()
-    return list(messages)
+    return cast("Sequence[Mapping[str, Any]]", messages)
 
 
 def _destination(queue: str) -> str:
@@ -275,26 +299,45 @@ def _pause_id(event: Event) -> str:
     return f"{event.task_ids[0]}/{event.detail.get('generation')}"
 
 
-def _context_of(traceparent: object) -> Context:
-    """The context whose span a message or a task names; empty if it names none."""
-    return _parse(traceparent) if isinstance(traceparent, str) else _NO_CONTEXT
+class _Origin:
+    """The span that a message or a task names."""
+
+    def __init__(self, span: SpanContext | None) -> None:
+        self.span = span
+        self.is_unsampled = span is not None and not span.trace_flags.sampled
+
+    @cached_property
+    def context(self) -> Context:
+        """The context in which it is the current span; empty without a span."""
+        if self.span is None:
+            return Context()
+        return trace.set_span_in_context(NonRecordingSpan(self.span), Context())
+
+
+_NO_ORIGIN = _Origin(None)
+
+
+def _find_origin(traceparent: object) -> _Origin:
+    return _parse(traceparent) if isinstance(traceparent, str) else _NO_ORIGIN
 
 
 @lru_cache(_KNOWN_PARENTS)
-def _parse(traceparent: str) -> Context:
-    """The context of a `traceparent`. Contexts do not change, and several events name the same."""
-    return _W3C.extract({_TRACEPARENT: traceparent}, Context())
+def _parse(traceparent: str) -> _Origin:
+    """Parse a `traceparent`. Several events name the same."""
+    found = _TRACEPARENT_PATTERN.fullmatch(traceparent)
+    if found is None or found["version"] == "ff" or (found["version"] == "00" and found["more"]):
+        return _NO_ORIGIN
+    trace_id, span_id, flags = (int(found[each], 16) for each in ("trace", "span", "flags"))
+    span = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags))
+    return _Origin(span) if span.is_valid else _NO_ORIGIN
 
 
-def _span_context(traceparent: object) -> SpanContext | None:
-    if not isinstance(traceparent, str):
-        return None
-    found = trace.get_current_span(_parse(traceparent)).get_span_context()
-    return found if found.is_valid else None
+def _traceparent(span: SpanContext) -> str:
+    return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
 
 
-def _links(contexts: Iterable[SpanContext | None]) -> list[Link]:
-    return [Link(context) for context in contexts if context is not None]
+def _links(origins: Iterable[_Origin]) -> list[Link]:
+    return [Link(origin.span) for origin in origins if origin.span is not None]
 
 
 def _without_none(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,6 +346,5 @@ def _without_none(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def current_traceparent() -> str | None:
     """The current span as W3C's `traceparent`; `None` without one."""
-    carrier: dict[str, str] = {}
-    _W3C.inject(carrier)
-    return carrier.get(_TRACEPARENT)
+    span = trace.get_current_span().get_span_context()
+    return _traceparent(span) if span.is_valid else None
