@@ -596,13 +596,13 @@ async def test_registered_replicas_are_described(
     )
     async with open_store(database_url, namespace) as store:
         await store.register(old)
-        await store.register(replace(old, id=ReplicaId("lost"), valid_for=timedelta()))
+        await store.register(replace(old, id=ReplicaId("lost"), valid_for=timedelta(), pid=17))
     findings = await diagnose(settings)
     (unread,) = named(findings, "tasks.unread")
     assert unread.problem.endswith("; running replicas read it (1.0)")
     assert unread.data["readers"] == ["old"]
     (lost,) = named(findings, "replicas.lost")
-    assert lost.problem.startswith("the replica lost on host-1 was last seen at ")
+    assert lost.problem.startswith("the replica lost on host-1 (pid 17) was last seen at ")
     (release,) = named(findings, "replicas.release")
     assert release.problem == f"1 replica of Meshpoint 0.0.1; this is {__version__}"
     (serving,) = named(findings, "replicas")
