@@ -36,7 +36,16 @@ def _registration(
     valid_for = 30 * _SECOND if replica == LOST else HOUR
     formats = frozenset({f"{agent}/1"})
     return Registration(
-        replica, AgentName(agent), "0.1.0", version, formats, 16, host, valid_for, is_draining
+        replica,
+        AgentName(agent),
+        "0.1.0",
+        version,
+        formats,
+        16,
+        host,
+        valid_for,
+        is_draining,
+        pid=1,
     )
 
 

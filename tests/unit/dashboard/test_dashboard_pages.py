@@ -143,11 +143,12 @@ async def test_registered_replicas_are_shown(
                 "<b>host-7</b>",
                 timedelta(minutes=1),
                 is_draining=agent == "idle",
+                pid=17 if agent == "idle" else None,
             )
         )
     text = text_of((await browser.get(f"/m/{NAMESPACE}/agents")).text)
     assert f"{SHORT} live <b>host-7</b> 2026.11 travel/1, travel/2 1 4 " in text
-    assert f"{SHORT} draining <b>host-7</b> 2026.11 idle/1, idle/2 0 8 " in text
+    assert f"{SHORT} draining <b>host-7</b> · 17 2026.11 idle/1, idle/2 0 8 " in text
 
 
 async def test_a_task_shows_its_timeline(
