@@ -7,24 +7,24 @@ import asyncio
 import sys
 import tempfile
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 
 from dashboard.browser import chromium, serving
 from dashboard.bulk import fill
 from dashboard.checks import check_actions, check_axe, check_live, check_roles, take_pictures
-from dashboard.scene import Scene, open_store, write_config, write_letters, write_scene
+from dashboard.day import Day, write_day
+from dashboard.scene import write_config, write_letters
 from dashboard.timing import measure
 
 TOKENS = "ada operate aaaaaaaaaaaaaaaaaaaaaaaa\nbob view bbbbbbbbbbbbbbbbbbbbbbbbbbbb\n"
 
 
-async def write(folder: Path) -> Scene:
-    """Write the scene and its dead letters."""
-    store = await open_store(f"sqlite:///{folder}/mesh.db")
-    scene = await write_scene(store, with_attack=False)
-    await store.close()
+async def write(folder: Path) -> Day:
+    """Write a day of the scene and its dead letters."""
+    day = await write_day(f"sqlite:///{folder}/mesh.db", datetime.now(UTC))
     await write_letters(folder / "mesh-queues.db", ["not JSON"] * 3 + ["delivery limit"])
-    return scene
+    return day
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     problems: list[str] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config, scene = write_config(folder), asyncio.run(write(folder))
+        config, day = write_config(folder), asyncio.run(write(folder))
         large = folder / "large"
         large.mkdir()
         if "tasks" in chosen:  # first, since Playwright keeps an event loop
@@ -49,17 +49,17 @@ def main() -> None:
             browser = stack.enter_context(chromium())
             address = stack.enter_context(serving(config))
             if "pictures" in chosen:
-                take_pictures(browser, address, scene, options.pictures)
+                take_pictures(browser, address, day, options.pictures)
             if "axe" in chosen:
-                problems += check_axe(browser, address, scene, options.axe)
+                problems += check_axe(browser, address, day, options.axe)
             if "actions" in chosen:
                 tokens = folder / "tokens"
                 tokens.write_text(TOKENS)
                 tokens.chmod(0o600)
                 guarded = stack.enter_context(serving(config, "--tokens", str(tokens)))
-                problems += check_roles(browser, guarded, scene)
+                problems += check_roles(browser, guarded, day.scene)
                 problems += check_live(browser, address, folder)
-                problems += check_actions(browser, address, scene)
+                problems += check_actions(browser, address, day.scene)
         if "tasks" in chosen:
             config = write_config(large, options.db)
             problems += measure(stack.enter_context(serving(config)), options.tasks)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,20 +19,25 @@ from meshpoint.model.messages import Address, Message, MessageType, request_queu
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.model.questions import Question, QuestionKey
 from meshpoint.model.tasks import PlannedCall, Requester, Run, TaskState
-from meshpoint.model.transitions import End, JoinCompleted, Pause
+from meshpoint.model.timeline import TimelineOptions
+from meshpoint.model.transitions import Begin, BeginCommitted, End, JoinCompleted, Pause, Save
+from meshpoint.ports.clock import Clock
 from meshpoint.testing.conformance.broker import Inbox, a_message, send
 from meshpoint.testing.conformance.build import (
     a_call,
+    a_checkpoint,
     a_claim,
     a_release,
     a_replica,
     an_end,
-    failed,
+    an_operation,
     write_pause,
 )
 
 NAMESPACE = "demo"
 AGENTS = ("travel", "flights", "hotels", "billing")
+REPLICA = ReplicaId("01a21e40-7c1d-7a02-8f10-2f9d53a0c6e1")
+"""The replica of `travel` that runs its tasks."""
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 DECISION: JsonValue = {
@@ -147,7 +151,7 @@ async def wait(
 async def respond(store: SqlOperatorStore, pause: Pause, *call_ids: str, slots: int = 1) -> Run:
     """Answer calls of a task, by default all, and return its run: the next one after the last."""
     agent = pause.run.agent
-    replica = a_replica(agent=agent, formats=[f"{agent}/1"])
+    replica = a_replica(REPLICA, agent=agent, formats=[f"{agent}/1"])
     run = pause.run
     for each in pause.calls:
         if call_ids and each.call_id not in call_ids:
@@ -159,16 +163,27 @@ async def respond(store: SqlOperatorStore, pause: Pause, *call_ids: str, slots: 
     return run
 
 
-async def write_scene(store: SqlOperatorStore, *, with_attack: bool = True) -> Scene:
-    """Write tasks in every state, and a task full of attacks."""
+async def write_scene(
+    store: SqlOperatorStore,
+    *,
+    with_attack: bool = True,
+    advance: Callable[[timedelta], None] = lambda duration: None,
+) -> Scene:
+    """Write tasks in every state, and a task full of attacks.
+
+    `advance` moves the clock of the store, so that the tasks are of different ages.
+    """
     flights, hotels = call("flights"), replace(call("hotels"), call_id="hotels, 2 rooms")
     approval = ask(
         "approval", "Book the flight to Rome for 412 EUR?\nIt leaves at 09:40.", DECISION
     )
     trip: JsonValue = {"city": "Rome", "days": 3, "api_key": "hunter2-key", "travellers": ["Ada"]}
+    failures = await _write_failures(store, advance)
     root = await wait(store, "travel", flights, hotels, call("weather"), approval, value=trip)
+    advance(3 * MINUTE)
     await respond(store, root, "weather")
     root_id = root.run.task_id
+    advance(9 * MINUTE)
     await wait(
         store,
         "flights",
@@ -179,9 +194,10 @@ async def write_scene(store: SqlOperatorStore, *, with_attack: bool = True) -> S
         join=AT_LEAST(1),
         value={"to": "FCO"},
     )
+    advance(MINUTE)
     await wait(store, "hotels", call("billing"), parent=root_id, task_id=hotels.sub_task_id)
+    advance(MINUTE)
     await _write_questions(store)
-    failures = await _write_failures(store)
     question = QuestionKey(AgentName("travel"), root_id, approval.sub_task_id)
     hostile_id = await _write_attack(store) if with_attack else root_id
     return Scene(root_id, flights.sub_task_id, question, *failures, hostile_id)
@@ -210,7 +226,9 @@ async def _write_questions(store: SqlOperatorStore) -> None:
     await wait(store, "billing", question, value={"invoice": 17})
 
 
-async def _write_failures(store: SqlOperatorStore) -> tuple[TaskId, TaskId, TaskId]:
+async def _write_failures(
+    store: SqlOperatorStore, advance: Callable[[timedelta], None]
+) -> tuple[TaskId, TaskId, TaskId]:
     """Write failed and parked tasks and others, and return one failed, revivable and parked."""
     for number, message in enumerate(
         ["peer 'flights': no seat on flight 4711", "peer 'flights': no seat on flight 815"] * 2
@@ -221,8 +239,9 @@ async def _write_failures(store: SqlOperatorStore) -> tuple[TaskId, TaskId, Task
         outcome = Failed(FailureKind.ERROR, message)
         reply = encode_reply(run.task_id, None, outcome)
         await store.end([an_end(run, TaskState.FAILED, reply=reply)])
+        advance(MINUTE)
         failed_id = run.task_id
-    operation_id = (await failed(store, subject="ACME")).task_id
+    operation_id = await _write_failed_operation(store)
     for _ in range(3):
         pause = await wait(store, "travel", call("flights"), call("hotels"))
         run = await respond(store, pause)
@@ -237,6 +256,25 @@ async def _write_failures(store: SqlOperatorStore) -> tuple[TaskId, TaskId, Task
     pause = await wait(store, "travel", call("flights"))
     await respond(store, pause)  # it runs
     return failed_id, operation_id, parked_id
+
+
+async def _write_failed_operation(store: SqlOperatorStore) -> TaskId:
+    """Write an operation that failed at its second subtask, and can be resumed."""
+    begin = Begin(
+        run_of("travel"),
+        a_replica(REPLICA),
+        Requester(Address("shop.resp"), "shop", None, None, None),
+        request({"ticker": "ACME"}),
+        an_operation(),
+    )
+    (result,) = await store.begin([begin])
+    assert isinstance(result, BeginCommitted)
+    run = result.run
+    await store.save(Save(run, a_checkpoint(run)))
+    reason = "the price service does not answer"
+    reply = encode_reply(run.task_id, None, Failed(FailureKind.ERROR, reason))
+    await store.end([an_end(run, TaskState.FAILED, reply=reply, reason=reason)])
+    return run.task_id
 
 
 async def write_letters(file: Path, reasons: Sequence[str]) -> None:
@@ -255,25 +293,10 @@ async def write_letters(file: Path, reasons: Sequence[str]) -> None:
     await broker.close()
 
 
-async def open_store(url: str) -> SqlOperatorStore:
+async def open_store(
+    url: str, clock: Clock | None = None, timeline: TimelineOptions | None = None
+) -> SqlOperatorStore:
     """Open the store of the scene."""
-    store = SqlOperatorStore(url, namespace=NAMESPACE)
+    store = SqlOperatorStore(url, namespace=NAMESPACE, clock=clock, timeline=timeline)
     await store.open()
     return store
-
-
-if __name__ == "__main__":  # python -m dashboard.scene FOLDER
-    import asyncio
-    import sys
-
-    folder = Path(sys.argv[1])
-    os.makedirs(folder, exist_ok=True)
-
-    async def main() -> None:
-        write_config(folder)
-        store = await open_store(f"sqlite:///{folder}/mesh.db")
-        print(await write_scene(store))
-        await store.close()
-        await write_letters(folder / "mesh-queues.db", ["not JSON"] * 3 + ["delivery limit"])
-
-    asyncio.run(main())

@@ -42,10 +42,17 @@ def measure(address: str, count: int) -> list[str]:
     paths = {
         "waiting": f"{mesh}/waiting",
         "waiting, page 41": follow(address, f"{mesh}/waiting"),
+        "waiting of an agent": f"{mesh}/waiting?agent=travel",
+        "waiting tasks": f"{mesh}/tasks?state=waiting",
+        "waiting tasks, page 41": follow(address, f"{mesh}/tasks?state=waiting"),
+        "waiting tasks of an agent": f"{mesh}/tasks?state=waiting&agent=travel",
+        "running tasks": f"{mesh}/tasks?state=running",
+        "parked tasks of an agent": f"{mesh}/tasks?state=parked&agent=travel",
         "questions": f"{mesh}/questions",
         "questions, page 41": follow(address, f"{mesh}/questions"),
         "task": f"{mesh}/task?id={quote(ids[0])}",
         "failures": f"{mesh}/failures",
+        "failures of an agent": f"{mesh}/failures?agent=travel",
         "letters": f"{mesh}/letters",
         "failed tasks, page 41": follow(address, f"{mesh}/tasks?state=failed"),
         "agents": f"{mesh}/agents",
@@ -59,7 +66,7 @@ def measure(address: str, count: int) -> list[str]:
             begun = monotonic()
             read(address + path)
             times.append(1000 * (monotonic() - begun))
-        print(f"  {name:24} {median(times):7.1f} {max(times):7.1f}")
+        print(f"  {name:26} {median(times):7.1f} {max(times):7.1f}")
         if median(times) > MAX_MILLISECONDS:
             problems.append(f"{name} takes {median(times):.0f} ms")
     return problems

@@ -17,7 +17,7 @@ import pytest_asyncio
 import yaml
 
 from meshpoint._version import __version__
-from meshpoint.adapters.sql import SqlStore, migrations
+from meshpoint.adapters.sql import SqlStore, catalog_statements, migrations
 from meshpoint.adapters.sql.tables import REVISION, VERSION_TABLE
 from meshpoint.doctor.examine import examine
 from meshpoint.doctor.facts import load_release
@@ -258,6 +258,35 @@ async def test_tables_behind_and_ahead_of_the_release(
     (newer,) = named(findings, "schema.newer")
     assert newer.severity is Severity.NOTE
     assert f"meshpoint db downgrade {REVISION}" in newer.fix
+
+
+async def test_a_full_disk_is_an_error_although_reading_works(
+    configure: Callable[..., Settings],
+    postgres_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = configure(f"sqlite:///{tmp_path}/broker.db", postgres_url)
+    assert not named(await diagnose(settings), "database.full")
+    raising = "DO $$BEGIN RAISE EXCEPTION 'No space left' USING ERRCODE = '{code}'; END$$"
+    for code, is_full in (("53100", True), ("53400", False)):  # 53400: a limit of the login
+        statement = raising.replace("{code}", code)
+        monkeypatch.setattr(catalog_statements, "WRITE_TEMPORARY_FILE", statement)
+        found = named(await diagnose(settings), "database.full")
+        assert [each.severity for each in found] == [Severity.ERROR] * is_full
+
+
+async def test_the_check_of_the_disk_writes_a_file_and_changes_nothing(postgres_url: str) -> None:
+    connection = await asyncpg.connect(postgres_url)
+    async with connection.transaction(readonly=True):
+        for setting in catalog_statements.TEMPORARY_FILE_SETTINGS:
+            await connection.execute(setting)
+        plan = await connection.fetch(
+            f"EXPLAIN (ANALYZE, BUFFERS) {catalog_statements.WRITE_TEMPORARY_FILE}"
+        )
+    await connection.close()
+    assert "temp read" in "\n".join(row[0] for row in plan)
+    assert "written=" in "\n".join(row[0] for row in plan)
 
 
 async def test_a_role_that_may_not_write(
@@ -567,13 +596,13 @@ async def test_registered_replicas_are_described(
     )
     async with open_store(database_url, namespace) as store:
         await store.register(old)
-        await store.register(replace(old, id=ReplicaId("lost"), valid_for=timedelta()))
+        await store.register(replace(old, id=ReplicaId("lost"), valid_for=timedelta(), pid=17))
     findings = await diagnose(settings)
     (unread,) = named(findings, "tasks.unread")
     assert unread.problem.endswith("; running replicas read it (1.0)")
     assert unread.data["readers"] == ["old"]
     (lost,) = named(findings, "replicas.lost")
-    assert lost.problem.startswith("the replica lost on host-1 was last seen at ")
+    assert lost.problem.startswith("the replica lost on host-1 (pid 17) was last seen at ")
     (release,) = named(findings, "replicas.release")
     assert release.problem == f"1 replica of Meshpoint 0.0.1; this is {__version__}"
     (serving,) = named(findings, "replicas")

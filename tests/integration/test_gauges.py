@@ -248,6 +248,14 @@ async def test_postgres_shows_its_sessions(postgres_url: str) -> None:
         assert found.sessions.snapshot_age > 0
         assert found.sessions.query_age > 0
         assert found.now is not None
+        gap = await holder.fetchval(
+            "SELECT CAST(extract(epoch FROM query_start - now()) AS double precision)"
+            " FROM pg_stat_activity WHERE pid = $1",
+            waiter.get_server_pid(),
+        )
+        assert gap > 0
+        earlier = found.sessions.lock_wait - found.sessions.query_age
+        assert earlier > gap / 2, "a wait counts from the beginning of the other transaction"
         await lock.rollback()
         await waiting
     finally:

@@ -7,7 +7,7 @@ from datetime import datetime
 from machines.mail_checks import expected_questions, normalize_question
 from machines.task_model import CallModel, TaskModel
 from meshpoint.model.outcomes import Failed
-from meshpoint.model.tasks import CallState, CallSummary, TaskState, TaskSummary
+from meshpoint.model.tasks import NO_DEADLINE, CallState, CallSummary, TaskState, TaskSummary
 from meshpoint.model.transitions import ExistingTask
 from meshpoint.ports.task_store import CheckpointStore
 
@@ -72,7 +72,8 @@ def _check_reachable(model: TaskModel, summary: TaskSummary) -> None:
             awaited = {call.planned.peer for call in model.pending_calls}
             assert not kept & awaited, f"{model.task_id} waits for a signal that it has"
             deadlines = [call.due_at for call in model.pending_calls]
-            assert summary.wake_at <= min([*deadlines, model.join_deadline or deadlines[0]])
+            first = min([*deadlines, model.join_deadline or deadlines[0]])
+            assert summary.wake_at <= first or first >= NO_DEADLINE
         case TaskState.RUNNING | TaskState.READY | TaskState.PARKED:
             assert summary.wake_at == model.due_at
 

@@ -28,6 +28,9 @@ from meshpoint.errors import ConfigurationError, KeyMissing, MeshpointError, Una
 from meshpoint.model.error_text import quantity
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+    from meshpoint.cli.audit import Action
     from meshpoint.cli.letter_facts import LetterGroup
     from meshpoint.model.dead_letters import DeadLetter, LetterFilter, LetterResult
     from meshpoint.ports.dead_letters import DeadLetters
@@ -78,6 +81,8 @@ _All = Annotated[bool, typer.Option("--all", help="All letters of the mesh.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Count the letters; change nothing.")]
 _Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 _EXPORT_PLACE = ("export.letter", "")
+_MAX_NAMED = 100
+"""Ids of letters that the audit names."""
 _MAX_EDITED_BYTES = 64 * 1024 * 1024
 
 
@@ -385,8 +390,8 @@ def _change(
     mesh: _Mesh, where: LetterFilter, verbs: _Verbs, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
     """Replay or drop the selected letters, after a confirmation, and print the results."""
-    from meshpoint.cli.letter_facts import describe_results, results_to_json
-    from meshpoint.model.dead_letters import LetterResult
+    from meshpoint.cli.letter_facts import results_to_json
+    from meshpoint.model.dead_letters import LetterResult, describe_results
 
     if dry_run or not yes:
         count = asyncio.run(_count(mesh, where))
@@ -408,6 +413,18 @@ def _change(
         raise typer.Exit(ExitCode.ERROR)
 
 
+def _action(where: LetterFilter, verbs: _Verbs) -> Action:
+    """The action as the audit names it."""
+    from meshpoint.cli.audit import Action
+
+    ids = sorted(where.ids)
+    target = ids[0] if len(ids) == 1 else where.agent or "all agents"
+    details: dict[str, JsonValue] = {"sender": where.sender, "letters": [*ids[:_MAX_NAMED]]}
+    if where.reason:
+        details["reason"] = where.reason
+    return Action(verbs.infinitive, target, details)
+
+
 async def _count(mesh: _Mesh, where: LetterFilter) -> int:
     async with _open(mesh) as letters, aclosing(_pages(letters, where)) as pages:
         return sum([len(page) async for page in pages])
@@ -415,11 +432,19 @@ async def _count(mesh: _Mesh, where: LetterFilter) -> int:
 
 async def _apply(mesh: _Mesh, where: LetterFilter, verbs: _Verbs) -> Counter[LetterResult]:
     """Replay or drop the selected letters. After an outage, says how far it came."""
-    from meshpoint.cli.letter_facts import describe_results
+    from meshpoint.cli.audit import recorded_in_mesh
+    from meshpoint.model.dead_letters import describe_results
 
     results: Counter[LetterResult] = Counter()
+    action, namespace = _action(where, verbs), mesh.settings.namespace
     try:
-        async with _open(mesh) as letters, aclosing(_pages(letters, where)) as pages:
+        async with (
+            recorded_in_mesh(
+                mesh.config, namespace, action, lambda: describe_results(results, verbs.past)
+            ),
+            _open(mesh) as letters,
+            aclosing(_pages(letters, where)) as pages,
+        ):
             async for page in pages:
                 results.update(await verbs.run(letters, page))
     except Unavailable:

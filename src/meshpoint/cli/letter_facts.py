@@ -17,6 +17,7 @@ from meshpoint.model.dead_letters import DeadLetter, LetterResult
 from meshpoint.model.error_text import quantity
 from meshpoint.model.secrets import mask_secrets, remove_secrets
 
+_DONE = LetterResult.DONE
 _UNREADABLE = "(unreadable)"
 _MAX_JSON_TEXT = 100_000
 """Maximum characters of a body that is not JSON. `--raw` does not cut it."""
@@ -166,24 +167,10 @@ def show_body(body: bytes | None, keys: Sequence[str]) -> JsonValue:
         return mask_secrets(text[:_MAX_JSON_TEXT], keys)
 
 
-_RESULTS = {
-    LetterResult.GONE: "not found: dropped, displaced or taken by another command",
-    LetterResult.NO_QUEUE: "kept: the queue of origin is gone",
-    LetterResult.REFUSED: "kept: the queue is full, or the broker refuses the message",
-    LetterResult.DEFECTIVE: "kept: impossible to replay, see `meshpoint dead show ID`",
-}
-
-
-def describe_results(results: Counter[LetterResult], verb: str) -> str:
-    """Return what happened to letters, on one line."""
-    others = [f"{results[each]} {text}" for each, text in _RESULTS.items() if results[each]]
-    return "; ".join([f"{verb} {quantity(results[LetterResult.DONE], 'letter')}", *others])
-
-
 def results_to_json(results: Counter[LetterResult], verb: str) -> dict[str, object]:
     """Return the number of letters with each result."""
-    counts = {each.name.lower(): results[each] for each in _RESULTS}
-    return {verb: results[LetterResult.DONE], **counts}
+    others = {each.name.lower(): results[each] for each in LetterResult if each is not _DONE}
+    return {verb: results[_DONE], **others}
 
 
 def _describe_body(letter: DeadLetter, body: bytes | None, keys: Sequence[str]) -> str:

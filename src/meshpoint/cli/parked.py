@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from meshpoint.cli import sources
+from meshpoint.cli.audit import Action
 from meshpoint.cli.output import format_age, print_json, print_table, print_text
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from meshpoint.model.tasks import TaskSummary
     from meshpoint.operations import Operations
 
@@ -39,7 +42,9 @@ def resume_all(
         return operations.parked(agent=agent, reason=reason)
 
     change = None if dry_run else unpark
-    found = asyncio.run(sources.change_all(config, database, namespace, find, change))
+    details: dict[str, JsonValue] = {"reason": reason} if reason else {}
+    action = Action("resume-parked", agent or "all agents", details, "offered {} again")
+    found = asyncio.run(sources.change_all(config, database, namespace, find, change, action))
     if not dry_run:
         print_offered([task.task_id for task in found], as_json=as_json)
     elif as_json:

@@ -59,9 +59,9 @@ def list_replicas(
     else:
         columns = (
             *("replica", "agent", "state", "up for", "last seen"),
-            *("version", "release", "slots", "host", "formats"),
+            *("version", "release", "slots", "host", "pid", "formats"),
         )
-        print_table(columns, [_to_row(each) for each in found], right={"slots"})
+        print_table(columns, [_to_row(each) for each in found], right={"slots", "pid"})
 
 
 async def _read(
@@ -89,6 +89,7 @@ def _to_row(each: RegisteredReplica) -> tuple[str, ...]:
         each.release,
         str(each.slots),
         each.host,
+        "-" if each.pid is None else str(each.pid),
         ", ".join(_plain_formats(each)),
     )
 
@@ -104,6 +105,7 @@ def _to_json(each: RegisteredReplica) -> dict[str, object]:
         "release": each.release,
         "slots": each.slots,
         "host": each.host,
+        "pid": each.pid,
         "formats": _plain_formats(each),
     }
 

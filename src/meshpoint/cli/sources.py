@@ -7,8 +7,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -19,9 +19,11 @@ import typer
 from meshpoint.errors import ConfigurationError, MeshpointError, OperationNotFound
 
 if TYPE_CHECKING:
+    from meshpoint.cli.audit import Action
     from meshpoint.model.ids import AgentName
     from meshpoint.model.tasks import TaskSummary
     from meshpoint.operations import Operations
+    from meshpoint.ports.operator_store import OperatorStore
     from meshpoint.ports.sealer import Sealer
     from meshpoint.settings import MeshSettings, Settings, StoreSettings
     from meshpoint.settings.choosing import OptionNames
@@ -287,7 +289,7 @@ async def open_each(
     """Yield each database in turn, open during its iteration."""
     mesh = load_mesh(config, namespace=namespace)
     for each in load_databases(config, database):
-        _check_file_exists(each.url)
+        check_file_exists(each.url)
         async with open_database(each, mesh.namespace) as opened:
             yield opened
 
@@ -326,20 +328,57 @@ async def change_all(
     namespace: str | None,
     find: Callable[[Operations], AsyncGenerator[list[TaskSummary], None]],
     change: Callable[[Operations, Sequence[str]], Awaitable[list[str]]] | None,
+    action: Action,
 ) -> list[TaskSummary]:
     """Change the tasks that `find` yields, and return the changed tasks; all without `change`.
 
-    `change` gets the ids of a batch, and returns the ids of the changed tasks.
+    `change` gets the ids of a batch, and returns the ids of the changed tasks. Each database with
+    such tasks records the `action` in its audit.
     """
     chosen: list[TaskSummary] = []
-    async with aclosing(open_each(config, database, namespace, open_operations)) as databases:
-        async for operations in databases:
-            async with aclosing(find(operations)) as pages:
-                async for tasks in pages:
-                    ids = [task.task_id for task in tasks]
-                    changed = set(ids if change is None else await change(operations, ids))
-                    chosen += [task for task in tasks if task.task_id in changed]
+    async with aclosing(open_each(config, database, namespace, _open_audited)) as databases:
+        async for store in databases:
+            chosen += await _change_in(store, find, change, action)
     return chosen
+
+
+async def _change_in(
+    store: OperatorStore,
+    find: Callable[[Operations], AsyncGenerator[list[TaskSummary], None]],
+    change: Callable[[Operations, Sequence[str]], Awaitable[list[str]]] | None,
+    action: Action,
+) -> list[TaskSummary]:
+    """As `change_all`, in one database."""
+    from meshpoint.cli.audit import recorded
+    from meshpoint.operations import Operations
+
+    operations = Operations._on(store)
+    chosen: list[TaskSummary] = []
+    async with (
+        recorded(
+            store, None if change is None else action, lambda: action.describe(len(chosen))
+        ) as record,
+        aclosing(find(operations)) as pages,
+    ):
+        async for tasks in pages:
+            await record.begin()
+            ids = [task.task_id for task in tasks]
+            changed = set(ids if change is None else await change(operations, ids))
+            chosen += [task for task in tasks if task.task_id in changed]
+    return chosen
+
+
+@asynccontextmanager
+async def _open_audited(store: StoreSettings, namespace: str) -> AsyncIterator[OperatorStore]:
+    """Open a database with its audit; for `open_each`."""
+    from meshpoint.wiring import make_operator_store
+
+    opened = make_operator_store(store, namespace)
+    try:
+        await opened.open()
+        yield opened
+    finally:
+        await opened.close()
 
 
 def add_working_directory() -> None:
@@ -382,7 +421,7 @@ def parse_instant(option: str, text: str | None) -> datetime | None:
     return instant
 
 
-def _check_file_exists(url: str) -> None:
+def check_file_exists(url: str) -> None:
     """Check that a SQLite file exists, since opening a store would create it.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from meshpoint.cli import sources
+from meshpoint.cli.audit import Action
 from meshpoint.cli.output import format_age, print_either, print_json, print_table, print_text
 from meshpoint.cli.task_facts import describe_peers, describe_state
 from meshpoint.errors import MeshpointError, OperationCompleted, OperationNotFound
@@ -77,7 +78,8 @@ def suspend_all(
         return operations.suspendable(agent=agent, states=states)
 
     change = None if dry_run else suspend
-    found = asyncio.run(sources.change_all(config, database, namespace, find, change))
+    action = Action("suspend", agent or "all agents", {"states": [*states]}, "suspended {}")
+    found = asyncio.run(sources.change_all(config, database, namespace, find, change, action))
     _print_changed(found, "suspended", _NONE_LEFT, dry_run=dry_run, as_json=as_json)
 
 
@@ -99,7 +101,8 @@ def resume_all(
         return operations.suspended(agent=agent)
 
     change = None if dry_run else unsuspend
-    found = asyncio.run(sources.change_all(config, database, namespace, find, change))
+    action = Action("resume-suspended", agent or "all agents", {}, "continued {}")
+    found = asyncio.run(sources.change_all(config, database, namespace, find, change, action))
     _print_changed(found, "continued", _NONE_SUSPENDED, dry_run=dry_run, as_json=as_json)
 
 

@@ -31,7 +31,7 @@ from meshpoint.errors import (
     OperationRunning,
     ResumeRefused,
 )
-from meshpoint.model.dead_letters import DeadLetter, LetterFilter, LetterResult
+from meshpoint.model.dead_letters import DeadLetter, LetterFilter, LetterResult, describe_results
 from meshpoint.model.error_text import describe_exception, quantity
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.secrets import mask_reason
@@ -323,6 +323,7 @@ async def _plan_letters(source: Source, query: Query, name: str, verb: str, effe
     if not first:
         raise OperationNotFound("", "there are no such dead letters any more")
     reason = mask_reason(first[0].reason, source.secret_keys)
+    past = "replayed" if name == "replay" else "dropped"
 
     async def run(choice: str | None) -> str:
         results: Counter[LetterResult] = Counter()
@@ -332,11 +333,11 @@ async def _plan_letters(source: Source, query: Query, name: str, verb: str, effe
                     change = access.replay if name == "replay" else access.drop
                     results.update(await change(page))
         except MeshpointError as error:
-            done = _describe_letters(results, name)
+            done = describe_results(results, past)
             raise MeshpointError(f"{done} before: {error}") from error
         if not results:
             raise MeshpointError("there are no such dead letters any more")
-        return _describe_letters(results, name)
+        return describe_results(results, past)
 
     return Plan(
         name=name,
@@ -365,21 +366,6 @@ async def _chosen_letters(
                 chosen = [each for each in page if group in (None, letter_group_id(each))]
                 if chosen:
                     yield access, chosen
-
-
-_LETTER_RESULTS = {
-    LetterResult.GONE: "gone already",
-    LetterResult.NO_QUEUE: "without a queue",
-    LetterResult.REFUSED: "refused by the queue",
-    LetterResult.DEFECTIVE: "defective",
-}
-
-
-def _describe_letters(results: Counter[LetterResult], name: str) -> str:
-    done = results[LetterResult.DONE]
-    past = "replayed" if name == "replay" else "dropped"
-    others = [f"{results[each]} {text}" for each, text in _LETTER_RESULTS.items() if results[each]]
-    return ", ".join([f"{past} {quantity(done, 'letter')}", *others])
 
 
 _PLANS: Mapping[str, Callable[[Source, Query], Awaitable[Plan]]] = {

@@ -19,7 +19,7 @@ _KEEPS_ALL = "noeviction"
 
 
 def check_databases(facts: Facts) -> list[Finding]:
-    """Schemas and privileges of the databases that answered."""
+    """Schemas, privileges and disks of the databases that answered."""
     findings: list[Finding] = []
     configured = {each.settings.session_db_url for each in facts.releases}
     for url, database in facts.databases.items():
@@ -29,6 +29,10 @@ def check_databases(facts: Facts) -> list[Finding]:
         if database.problem is not None:
             fix = "grant SELECT, INSERT, UPDATE and DELETE on all tables of Meshpoint to the role"
             findings.append(error("database.login", database.url, database.problem, fix))
+        if database.is_full:
+            problem = "its disk is full: tasks cannot pause or end"
+            fix = "make room on the disk, or enlarge it; do not delete rows or files by hand"
+            findings.append(error("database.full", database.url, problem, fix))
     return findings
 
 

@@ -74,6 +74,8 @@ class DatabaseFacts:
     """What is known of one database. `None` means that it could not be read.
 
     Attributes:
+        problem: why its login could not serve tasks.
+        is_full: whether it cannot write to its disk.
         tasks: of each agent with tasks in this namespace.
         replicas: that have registered.
     """
@@ -81,6 +83,7 @@ class DatabaseFacts:
     url: str
     schema: SchemaFacts | None = None
     problem: str | None = None
+    is_full: bool = False
     clock: ClockOffset | None = None
     tasks: dict[AgentName, AgentTasks] = field(default_factory=dict)
     replicas: list[RegisteredReplica] = field(default_factory=list)
@@ -237,6 +240,7 @@ class FactReader:
                 facts.schema = await self._limit(inspection.schema())
                 facts.clock = await self._measure(inspection.now)
                 facts.problem = await self._limit(inspection.problem())
+                facts.is_full = await self._limit(inspection.is_disk_full())
                 facts.replicas = await self._limit(inspection.replicas())
                 for agent in await self._limit(inspection.agents()):
                     self._on_step(f"the tasks of {agent}")

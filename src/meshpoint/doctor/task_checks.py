@@ -263,8 +263,9 @@ def check_lost_replicas(facts: Facts) -> list[Finding]:
         registered = facts.registered(release.name)
         for each in registered:
             if each.state is ReplicaState.LOST:
+                process = "" if each.pid is None else f" (pid {each.pid})"
                 problem = (
-                    f"the replica {each.id} on {each.host} was last seen at "
+                    f"the replica {each.id} on {each.host}{process} was last seen at "
                     f"{each.seen_at.isoformat(timespec='seconds')}: it was killed, is stopped, or "
                     "cannot reach the database; other replicas rescue its tasks"
                 )
@@ -300,6 +301,7 @@ def _describe(each: RegisteredReplica) -> dict[str, JsonValue]:
         "id": each.id,
         "state": each.state.value,
         "host": each.host,
+        "pid": each.pid,
         "version": each.app_version,
         "formats": list[JsonValue](sorted(set(map(plain_format, each.formats)))),
         "seen_at": each.seen_at.isoformat(),

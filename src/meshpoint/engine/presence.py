@@ -19,17 +19,21 @@ log = logging.getLogger("meshpoint.leases")
 MIN_INTERVAL = timedelta(seconds=10)
 """Minimum time between two registrations, so that they cost next to nothing."""
 INTERVALS_UNTIL_LOST = 3
+MAX_CLOCK_OFFSET = timedelta(seconds=2)
+"""More than a slow statement adds to the difference between two clocks."""
 _LEAVE_TIMEOUT = 1.0  # seconds
 
 
 class Presence:
     """Registers a replica from time to time, on one event loop.
 
-    Nothing depends on it: a replica that cannot register works as before.
+    Nothing depends on it: a replica that cannot register works as before. It also compares the
+    clocks of the host and of the database, which no other host can.
     """
 
     def __init__(self, registration: Registration) -> None:
         self._registration = registration
+        self._is_clock_apart = False
         self._interval = registration.valid_for.total_seconds() / INTERVALS_UNTIL_LOST
         self._outage = OutageTracker(time.monotonic)
         self._changed = asyncio.Event()
@@ -73,3 +77,21 @@ class Presence:
                 )
         else:
             self._outage.record_success()
+            self._compare_clocks(store.clock_offset)
+
+    def _compare_clocks(self, offset: timedelta | None) -> None:
+        """Log once that the clocks are apart, and once that they agree again."""
+        if offset is None:
+            return
+        is_apart = abs(offset) > MAX_CLOCK_OFFSET
+        if is_apart and not self._is_clock_apart:
+            log.warning(
+                "replica %s: the clock of this host is %.1f s %s the database's; synchronize it, "
+                "for example with chrony",
+                self._registration.id,
+                abs(offset).total_seconds(),
+                "behind" if offset > timedelta() else "ahead of",
+            )
+        elif self._is_clock_apart and not is_apart:
+            log.info("replica %s: the clocks agree again", self._registration.id)
+        self._is_clock_apart = is_apart

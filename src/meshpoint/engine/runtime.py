@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -139,6 +140,7 @@ class ReplicaRuntime:
                 self.options.max_concurrency,
                 socket.gethostname(),
                 valid_for=interval * presence.INTERVALS_UNTIL_LOST,
+                pid=os.getpid(),
             )
         )
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -292,7 +294,12 @@ class Worker:
             self._leases.start(self.tasks.stop_lost, self.runtime.make_presence())
         if self.runtime.database is None:  # another replica may have started at the same time
             await self.runtime.retry.for_at_most(self._marker.check_in, options.startup_timeout)
-        self.runtime.steps.emit(Step.STARTED, slots=options.max_concurrency)
+        self.runtime.steps.emit(
+            Step.STARTED,
+            slots=options.max_concurrency,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
         if not self.runtime.new_task_backend.is_shared:
             log.info(
                 "agent %s: stateless_checkpointing is off: new tasks live in this process's "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from meshpoint.errors import ConfigurationError
-from meshpoint.model.error_text import make_storable
+from meshpoint.model.error_text import make_storable, quantity
 from meshpoint.model.ids import AgentName
 from meshpoint.model.messages import (
     Address,
@@ -79,6 +80,20 @@ class LetterResult(Enum):
     NO_QUEUE = auto()  # not replayed: its queue does not exist
     REFUSED = auto()  # not replayed: its queue is full, or the broker does not accept it
     DEFECTIVE = auto()  # not replayed: see `DeadLetter.defect`
+
+
+_RESULTS = {
+    LetterResult.GONE: "not found: dropped, displaced or taken by another command",
+    LetterResult.NO_QUEUE: "kept: the queue of origin is gone",
+    LetterResult.REFUSED: "kept: the queue is full, or the broker refuses the message",
+    LetterResult.DEFECTIVE: "kept: impossible to replay, the letter itself says why",
+}
+
+
+def describe_results(results: Counter[LetterResult], verb: str) -> str:
+    """What happened to letters, on one line. `verb` is "replayed" or "dropped"."""
+    others = [f"{results[each]} {text}" for each, text in _RESULTS.items() if results[each]]
+    return "; ".join([f"{verb} {quantity(results[LetterResult.DONE], 'letter')}", *others])
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class Registration:
         app_version: The version of the agent's code.
         formats: The state formats that it reads.
         slots: Segments that it runs concurrently.
+        pid: Its process on that host, if known.
         valid_for: How long after this registration it is lost, unless it registers again.
     """
 
@@ -41,11 +42,17 @@ class Registration:
     host: str
     valid_for: timedelta
     is_draining: bool = False
+    pid: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredReplica:
-    """A registered replica. `seen_at` is when it registered last."""
+    """A registered replica.
+
+    Attributes:
+        seen_at: When it registered last.
+        pid: Its process on its host; `None` if a release registered it that did not say so.
+    """
 
     id: ReplicaId
     agent: AgentName
@@ -57,3 +64,4 @@ class RegisteredReplica:
     host: str
     started_at: datetime
     seen_at: datetime
+    pid: int | None = None

@@ -46,7 +46,7 @@ class SessionGauges:
     Attributes:
         snapshot_age: Of the oldest snapshot, which keeps dead rows from being removed.
         query_age: Of the longest running statement.
-        lock_wait: How long a session has waited for a lock.
+        lock_wait: How long a transaction has had a lock that another session waits for.
     """
 
     snapshot_age: float

@@ -163,6 +163,9 @@ class DatabaseInspection(Protocol):
     async def problem(self) -> str | None:
         """Why the login could not serve tasks, such as a missing privilege; else `None`."""
 
+    async def is_disk_full(self) -> bool:
+        """Whether the database cannot write to its disk."""
+
     async def agents(self) -> list[AgentName]:
         """The agents of this namespace that have tasks. Empty without tables."""
 

@@ -587,6 +587,13 @@ class Fleet(Protocol):
     async def replicas(self, agent: AgentName | None = None) -> list[RegisteredReplica]:
         """The replicas of `agent`, or of all agents, in the order of their start."""
 
+    @property
+    def clock_offset(self) -> timedelta | None:
+        """How far the store's clock is ahead of this host's, without I/O.
+
+        `None` if unknown, or if they are the same.
+        """
+
 
 class CheckpointStore(Transitions, DueWork, Outbox, Catalog, Operations, Fleet, Protocol):
     """The complete store. `durable` says whether tasks kept here outlive the process."""

@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from command_result import Command, CommandResult, run_main
+from meshpoint.adapters.sql.operator_store import SqlOperatorStore
 from meshpoint.adapters.sqlite_queue import SqliteBroker, dead_letters
 from meshpoint.adapters.sqlite_queue.dead_letters import SqliteDeadLetters
 from meshpoint.cli import main
@@ -116,7 +117,7 @@ def test_unreadable_letters_are_a_group_of_their_own(
     assert raw.read_bytes() == b"\xff"
     replayed = run_dead("replay", f"{AGENT}:2", "--yes")
     assert replayed.code == 1
-    assert replayed.out.startswith("replayed 0 letters; 1 kept: impossible to replay, see")
+    assert replayed.out.startswith("replayed 0 letters; 1 kept: impossible to replay, the letter")
     assert run_dead("drop", f"{AGENT}:2", "--yes").out == "dropped 1 letter\n"
 
 
@@ -296,3 +297,51 @@ def test_memory_has_none(capsys: pytest.CaptureFixture[str]) -> None:
         "error: mesh.broker_url: dead letters at memory:// exist only inside the process that has "
         "them; name the broker of the replicas with --config FILE or --broker URL\n"
     )
+
+
+def test_changes_of_letters_are_in_the_audit_of_the_named_database(
+    add_letters: AddLetters, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def read_actions() -> list[tuple[str, str, object, str | None]]:
+        store = SqlOperatorStore(f"sqlite:///{tmp_path}/tasks.db", namespace="demo")
+        await store.open()
+        page = await store.actions(limit=10)
+        await store.close()
+        return [(each.action, each.target, each.details, each.result) for each in page.items]
+
+    file = tmp_path / "mesh.yaml"
+    file.write_text(
+        f"mesh: {{namespace: demo, broker_url: 'sqlite:///{tmp_path}/mesh.db',"
+        f" database_url: 'sqlite:///{tmp_path}/tasks.db'}}\n"
+        f"agent: {{name: {AGENT}, entrypoint: 'mod:agent'}}\n"
+    )
+    add_letters("not JSON", a_message(), a_message(), a_message())
+    assert asyncio.run(read_actions()) == []
+    options = ("--config", str(file), "--yes")
+    assert run_main(["dead", "drop", f"{AGENT}:1", *options], capsys).code == 0
+    assert run_main(["dead", "replay", "--reason", "JSON", *options], capsys).code == 0
+    assert asyncio.run(read_actions()) == [
+        (
+            "replay",
+            "all agents",
+            {"sender": None, "letters": [], "reason": "JSON"},
+            "replayed 2 letters",
+        ),
+        ("drop", f"{AGENT}:1", {"sender": None, "letters": [f"{AGENT}:1"]}, "dropped 1 letter"),
+    ]
+
+
+def test_letters_are_replayed_although_the_audit_cannot_be_written(
+    add_letters: AddLetters, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tasks.db").write_text("no database")
+    file = tmp_path / "mesh.yaml"
+    file.write_text(
+        f"mesh: {{namespace: demo, broker_url: 'sqlite:///{tmp_path}/mesh.db',"
+        f" database_url: 'sqlite:///{tmp_path}/tasks.db'}}\n"
+        f"agent: {{name: {AGENT}, entrypoint: 'mod:agent'}}\n"
+    )
+    add_letters("not JSON", a_message())
+    result = run_main(["dead", "replay", "--all", "--config", str(file), "--yes"], capsys)
+    assert (result.code, result.out) == (0, "replayed 1 letter\n")
+    assert "the audit does not record this: " in result.err

@@ -55,7 +55,7 @@ def test_replicas_are_listed_for_scripts(cli: Command, configured: str) -> None:
     assert [first["id"], second["id"]] == ["A", "B"]
     assert first.keys() == {
         *("id", "agent", "state", "started_at", "seen_at", "app_version"),
-        *("release", "slots", "host", "formats"),
+        *("release", "slots", "host", "pid", "formats"),
     }
     assert (first["state"], first["formats"], first["slots"]) == ("live", ["travel/1"], 10)
 

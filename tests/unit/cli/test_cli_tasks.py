@@ -14,6 +14,7 @@ import pytest
 
 from command_result import Command, CommandResult
 from meshpoint.adapters.sql import SqlStore
+from meshpoint.adapters.sql.operator_store import SqlOperatorStore
 from meshpoint.cli import tasks
 from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Join
 from meshpoint.model.envelopes import encode_reply, encode_request
@@ -438,6 +439,34 @@ def test_many_tasks_are_suspended_and_resumed(
     assert set(continued["task_ids"]) == {*waiting, held, running}
     assert continued["status"] == "continued"
     assert run_command("show", kept, "--json").json["state"] == "parked"
+
+
+def test_changes_of_many_tasks_are_in_the_audit(
+    run_command: Command, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read_actions(_: SqlStore) -> list[tuple[str, str, str, object, str]]:
+        store = SqlOperatorStore(f"sqlite:///{tmp_path}/tasks.db", namespace="test")
+        await store.open()
+        page = await store.actions(limit=10)
+        await store.close()
+        return [
+            (each.actor, each.action, each.target, each.succeeded, each.result or "")
+            for each in page.items
+        ]
+
+    monkeypatch.setattr("meshpoint.cli.audit.current_user", lambda: "ada")
+    write(_wait), write(_wait), write(_park)
+    run_command("suspend", "--agent", "travel", "--state", "waiting", "--dry-run")
+    run_command("resume", "--state", "suspended", "--agent", "nobody")
+    assert write(read_actions) == []
+    run_command("suspend", "--agent", "travel", "--state", "waiting")
+    run_command("resume", "--state", "suspended")
+    run_command("resume", "--state", "parked", "--agent", "travel", "--reason", "call")
+    assert write(read_actions) == [
+        ("ada", "resume-parked", "travel", True, "offered 1 task again"),
+        ("ada", "resume-suspended", "all agents", True, "continued 2 tasks"),
+        ("ada", "suspend", "travel", True, "suspended 2 tasks"),
+    ]
 
 
 @pytest.mark.parametrize(

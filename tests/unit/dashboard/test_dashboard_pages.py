@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dashboard.client import Browser
-from dashboard.scene import NAMESPACE, Scene, call, open_store, wait, write_config
-from meshpoint.adapters.sql import SqlStore
+from dashboard.scene import NAMESPACE, REPLICA, Scene, call, open_store, wait, write_config
+from meshpoint.adapters.sql import SqlStore, operator_store
 from meshpoint.adapters.sql.operator_store import SqlOperatorStore
 from meshpoint.dashboard import Dashboard, LocalAccess
 from meshpoint.dashboard.sources import load_sources
@@ -22,6 +22,7 @@ from meshpoint.model.replicas import Registration
 from meshpoint.model.timeline import TimelineOptions
 from meshpoint.testing.conformance.build import answered, failed, paused
 
+SHORT = f"{REPLICA[:8]}…{REPLICA[-8:]}"
 PAGES = ("waiting", "questions", "failures", "agents", "audit", "tasks", "letters")
 
 
@@ -43,6 +44,27 @@ async def test_the_first_page_shows_who_waits_for_whom(browser: Browser, scene: 
     assert "question approval" in text
     assert f"/question?id={scene.question.to_id()}" in page.text
     assert 'data-kind="left"' in page.text
+
+
+async def test_the_tasks_of_an_agent_are_listed_even_if_others_wait_for_them(
+    browser: Browser, scene: Scene
+) -> None:
+    page = await browser.get(f"/m/{NAMESPACE}/waiting", agent="flights")
+    assert f'title="{scene.child}"' in page.text
+    assert f'title="{scene.root}"' not in page.text
+
+
+async def test_a_page_says_that_tasks_follow_for_which_no_other_waits(
+    browser: Browser, store: SqlOperatorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator_store, "_SCANNED", 1)
+    monkeypatch.setattr(operator_store, "_MAX_SCANS", 1)
+    page = await browser.get(f"/m/{NAMESPACE}/waiting")
+    assert "The next page has more." in page.text
+    monkeypatch.setattr(operator_store, "_MAX_SCANS", 20)
+    page = await browser.get(f"/m/{NAMESPACE}/waiting")
+    assert "The next page has more." not in page.text
+    assert 'class="node"' in page.text
 
 
 async def test_a_tree_crosses_the_databases_of_a_mesh(
@@ -80,7 +102,7 @@ async def test_a_task_page_says_why_it_does_not_run(browser: Browser, scene: Sce
     assert "call 3: expected flights, recorded weather" in parked
     operation = text_of((await browser.get(f"/m/{NAMESPACE}/task", id=scene.operation)).text)
     assert "Checkpoints" in operation
-    assert "fetch weigh write no answer" in operation
+    assert "fetch weigh write the price service does not answer" in operation
 
 
 async def test_failures_are_grouped_by_what_their_reasons_have_in_common(
@@ -103,7 +125,7 @@ async def test_agents_show_versions_formats_and_queues(browser: Browser, scene: 
     text = text_of((await browser.get(f"/m/{NAMESPACE}/agents")).text)
     assert "requests 0 · nested 0 · responses 0 · 0 consumers" in text
     assert "travel/1 2026.11 3" in text
-    assert "A not registered 1 – –" in text
+    assert f"{SHORT} not registered 1 – –" in text
 
 
 async def test_registered_replicas_are_shown(
@@ -112,7 +134,7 @@ async def test_registered_replicas_are_shown(
     for agent, slots in (("travel", 4), ("idle", 8)):
         await store.register(
             Registration(
-                ReplicaId("A"),
+                REPLICA,
                 AgentName(agent),
                 "1.2.3",
                 "2026.11",
@@ -121,11 +143,12 @@ async def test_registered_replicas_are_shown(
                 "<b>host-7</b>",
                 timedelta(minutes=1),
                 is_draining=agent == "idle",
+                pid=17 if agent == "idle" else None,
             )
         )
     text = text_of((await browser.get(f"/m/{NAMESPACE}/agents")).text)
-    assert "A live <b>host-7</b> 2026.11 travel/1, travel/2 1 4 " in text
-    assert "A draining <b>host-7</b> 2026.11 idle/1, idle/2 0 8 " in text
+    assert f"{SHORT} live <b>host-7</b> 2026.11 travel/1, travel/2 1 4 " in text
+    assert f"{SHORT} draining <b>host-7</b> · 17 2026.11 idle/1, idle/2 0 8 " in text
 
 
 async def test_a_task_shows_its_timeline(

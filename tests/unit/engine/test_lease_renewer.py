@@ -109,6 +109,7 @@ class Registry(Renewals):
         super().__init__()
         self._registering_errors = list(errors)
         self.seen: list[str] = []
+        self.clock_offset: timedelta | None = None
         self.registered = threading.Event()
 
     async def register(self, registration: Registration) -> None:
@@ -148,3 +149,26 @@ async def test_a_failed_registration_delays_no_renewal(error: Exception) -> None
         await asyncio.to_thread(store.registered.wait)
     assert store.seen[0] == "live"
     assert store.seen[-1] == "A left"
+
+
+@pytest.mark.parametrize(("seconds", "side"), [(90, "behind"), (-3.5, "ahead of")])
+async def test_a_clock_apart_from_the_database_is_logged_once(
+    caplog: pytest.LogCaptureFixture, seconds: float, side: str
+) -> None:
+    store: Any = Registry()
+    presence = create_presence(3600)
+    caplog.set_level("INFO", logger="meshpoint.leases")
+
+    async def register(offset: float | None) -> list[str]:
+        caplog.clear()
+        store.clock_offset = None if offset is None else timedelta(seconds=offset)
+        await presence._register(store)
+        return [record.getMessage() for record in caplog.records]
+
+    assert await register(None) == []
+    assert await register(2) == []
+    (problem,) = await register(seconds)
+    assert f"the clock of this host is {abs(seconds):.1f} s {side} the database's" in problem
+    assert await register(seconds) == []
+    (repaired,) = await register(0)
+    assert repaired.endswith("the clocks agree again")

@@ -65,4 +65,5 @@ class InProcessFleet:
             each.host,
             row.started_at,
             row.seen_at,
+            each.pid,
         )

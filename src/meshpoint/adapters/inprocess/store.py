@@ -47,6 +47,11 @@ class InProcessStore(
         return False
 
     @property
+    def clock_offset(self) -> None:
+        """`None`: it uses this host's clock."""
+        return None
+
+    @property
     def current_time(self) -> datetime:
         """The current time by this store's clock."""
         return self._tables.clock.now()

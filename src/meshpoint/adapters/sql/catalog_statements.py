@@ -193,6 +193,11 @@ SELECT count(*) AS tasks FROM agent_paused_tasks
 
 READ_CLOCK = "SELECT {clock} AS now"
 
+# On PostgreSQL: write a few megabytes into a temporary file where the database's tables are, which
+# even a read-only transaction may do. The settings make it write there instead of in memory.
+TEMPORARY_FILE_SETTINGS = ("SET LOCAL work_mem = '64kB'", "SET LOCAL temp_tablespaces = ''")
+WRITE_TEMPORARY_FILE = "SELECT count(*) FROM generate_series(1, 300000)"
+
 # On PostgreSQL: the first privilege that the role lacks, and whether the server is a standby.
 READ_STANDBY = "SELECT pg_is_in_recovery() AS standby"
 READ_MISSING_PRIVILEGE = """

@@ -44,6 +44,7 @@ from meshpoint.adapters.sql.rows import (
     outcome_columns,
     ready_at,
     requester_columns,
+    wake_time,
 )
 from meshpoint.adapters.sql.subtasking import save_with_pauses
 from meshpoint.errors import AgentMisbehaved
@@ -573,13 +574,14 @@ def _task_columns(
         _join_deadline(pause, now),
         *(_wait_ends(pause, now) if packed.waits else ()),
     ]
+    known = [each for each in deadlines if each is not None]
     return {
         "task_id": pause.run.task_id,
         "agent": tx.options.names.qualified(pause.run.agent),
         "status": TaskState.READY.value if packed.met else TaskState.WAITING.value,
         "generation": pause.run.generation + 1,
         "run_id": pause.run.id,
-        "wake_at": due_at if packed.met else min(each for each in deadlines if each is not None),
+        "wake_at": due_at if packed.met else wake_time(min(known), now),
         "keep_alive_at": keep_alive_at(pause.requester, now),
         "keep_alives": KEEP_ALIVES_PER_TIMEOUT,
         "now": now,

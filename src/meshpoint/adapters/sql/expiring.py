@@ -25,6 +25,7 @@ from meshpoint.adapters.sql.rows import (
     cancel_notice_from_row,
     group_by_task,
     outcome_column,
+    wake_time,
 )
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import TaskId, new_id
@@ -284,7 +285,10 @@ async def _close_timed_out(
     await tx.execute_many(
         sql.UPDATE_WAKE_AT,
         [
-            {"task_id": task.row.logical_task_id, "wake_at": task.next_deadline}
+            {
+                "task_id": task.row.logical_task_id,
+                "wake_at": wake_time(task.next_deadline, task.row.now),
+            }
             for task in tasks
             if not task.met
         ],

@@ -33,6 +33,7 @@ _POOLER = "a connection pooler does not keep prepared statements"
 _POOLER_FIX = (
     "use PgBouncer 1.21 or later with max_prepared_statements above 0, or pool_mode = session"
 )
+DISK_FULL_FIX = "make room on the disk of the database"
 _ALREADY_EXISTS = ("42P07", "42701", "42710")
 _ALREADY_EXISTS_SQLITE = "already exists"
 """Part of the message: the error code of SQLite is SQLITE_ERROR, as for any wrong statement."""
@@ -144,6 +145,11 @@ def certainly_rolled_back(error: BaseException) -> bool:
     )
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the server has no space left on a disk."""
+    return _sqlstate(error) == "53100"
+
+
 def is_deadlock(error: BaseException) -> bool:
     """Whether the database rolled the transaction back to end a deadlock."""
     return _sqlstate(error) == "40P01"
@@ -179,6 +185,8 @@ def summarize(error: BaseException) -> str:
         "no answer in time" if isinstance(cause, TimeoutError) else "no reason given"
     )
     words = f"{type(cause).__name__}: {said}".splitlines()[0]
+    if is_disk_full(error):
+        return f"{words}; {DISK_FULL_FIX}"
     return f"{words}: {_POOLER}; {_POOLER_FIX}" if is_pooler_switch(error) else words
 
 

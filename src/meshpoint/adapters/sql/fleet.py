@@ -11,6 +11,7 @@ from meshpoint.adapters.sql import fleet_statements as sql
 from meshpoint.adapters.sql import key_register
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.rows import AgentNames, instant
+from meshpoint.adapters.sql.sessions import DatabaseTime
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.replicas import (
     KEPT_WHEN_LOST,
@@ -19,18 +20,22 @@ from meshpoint.model.replicas import (
     ReplicaState,
 )
 
+_PID = " pid "
+
 
 class SqlFleet:
     """`meshpoint.ports.task_store.Fleet` on a SQL database; a base class of `SqlStore`."""
 
     _database: Database
+    _time: DatabaseTime
 
     async def register(self, registration: Registration) -> None:
         """Write the replica's row and its key, and delete the rows of replicas lost long ago."""
         agent = self._database.options.names.qualified(registration.agent)
 
         async def body(tx: Transaction) -> None:
-            await tx.execute(
+            sent_at = self._time.clock()
+            (row,) = await tx.fetch(
                 sql.PUT_REPLICA,
                 agent=agent,
                 replica=registration.id,
@@ -38,10 +43,12 @@ class SqlFleet:
                 app_version=registration.app_version,
                 state_formats=json.dumps(sorted(registration.formats)),
                 slots=registration.slots,
-                host=registration.host,
+                host=_join_process(registration.host, registration.pid),
                 is_draining=registration.is_draining,
                 valid_for=registration.valid_for.total_seconds(),
             )
+            if not self._database.dialect.is_sqlite:
+                self._time.observe(row.seen_at, sent_at)
             kept = KEPT_WHEN_LOST.total_seconds()
             await tx.execute(sql.DELETE_LOST_REPLICAS, agent=agent, kept=kept)
             await key_register.record(tx, agent)
@@ -69,6 +76,7 @@ class SqlFleet:
 def replica_from_row(row: Row[Any], names: AgentNames) -> RegisteredReplica:
     """Decode a row of `READ_REPLICAS`."""
     state = ReplicaState.DRAINING if row.is_draining else ReplicaState.LIVE
+    host, pid = _split_process(row.host)
     return RegisteredReplica(
         ReplicaId(row.replica_id),
         names.plain(row.agent_name),
@@ -77,7 +85,18 @@ def replica_from_row(row: Row[Any], names: AgentNames) -> RegisteredReplica:
         row.app_version,
         frozenset(json.loads(row.state_formats)),
         row.slots,
-        row.host,
+        host,
         instant(row.started_at),
         instant(row.seen_at),
+        pid,
     )
+
+
+def _join_process(host: str, pid: int | None) -> str:
+    """The text of the column `host`. Earlier releases write only the host, and show all of it."""
+    return host if pid is None else f"{host}{_PID}{pid}"
+
+
+def _split_process(text: str) -> tuple[str, int | None]:
+    host, separator, pid = text.rpartition(_PID)
+    return (host, int(pid)) if separator and pid.isdecimal() else (text, None)

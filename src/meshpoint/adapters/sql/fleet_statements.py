@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# Register a replica, or register it again. Only its state and its times change then.
+# Register a replica, or register it again. Only its state and its times change then. Returns the
+# database's time.
 PUT_REPLICA = """
 INSERT INTO agent_replicas (
   agent_name, replica_id, release, app_version, state_formats, slots, host, is_draining,
@@ -12,6 +13,7 @@ VALUES (
   {clock}, {clock}, {clock} + :valid_for)
 ON CONFLICT (agent_name, replica_id) DO UPDATE SET
   is_draining = excluded.is_draining, seen_at = excluded.seen_at, expires_at = excluded.expires_at
+RETURNING seen_at
 """
 
 # Forget replicas that were lost long ago. Another replica may be doing the same.

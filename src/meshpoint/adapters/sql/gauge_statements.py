@@ -69,15 +69,21 @@ READ_SIZE_SQLITE = """
 SELECT page_count * page_size AS bytes FROM pragma_page_count(), pragma_page_size()
 """
 
-# Describe the other sessions, as far as the role may see them.
+# Describe the other sessions, as far as the role may see them. Replicas wait for a lock only for a
+# second at a time, so a wait counts from the beginning of the transaction that has the lock.
 READ_SESSIONS = """
 SELECT CAST(EXTRACT(EPOCH FROM max(clock_timestamp() - xact_start) FILTER (
          WHERE backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)) AS double precision)
          AS snapshot_age,
        CAST(EXTRACT(EPOCH FROM max(clock_timestamp() - query_start) FILTER (
          WHERE state = 'active')) AS double precision) AS query_age,
-       CAST(EXTRACT(EPOCH FROM max(clock_timestamp() - query_start) FILTER (
-         WHERE wait_event_type = 'Lock')) AS double precision) AS lock_wait
+       CAST(EXTRACT(EPOCH FROM (
+         SELECT max(clock_timestamp() - LEAST(waiting.query_start, holder.xact_start))
+           FROM pg_stat_activity AS waiting
+          CROSS JOIN LATERAL unnest(pg_blocking_pids(waiting.pid)) AS blocking(pid)
+           LEFT JOIN pg_stat_activity AS holder ON holder.pid = blocking.pid
+          WHERE waiting.datname = current_database() AND waiting.wait_event_type = 'Lock'))
+         AS double precision) AS lock_wait
   FROM pg_stat_activity
  WHERE datname = current_database() AND pid <> pg_backend_pid()
    AND backend_type = 'client backend'

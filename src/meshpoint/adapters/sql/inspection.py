@@ -12,11 +12,13 @@ from sqlalchemy import Row
 from meshpoint.adapters.sql import catalog_statements as sql
 from meshpoint.adapters.sql import key_register, tables
 from meshpoint.adapters.sql.codec import Codec
+from meshpoint.adapters.sql.failures import is_disk_full
 from meshpoint.adapters.sql.fleet import replica_from_row
 from meshpoint.adapters.sql.fleet_statements import READ_REPLICAS
 from meshpoint.adapters.sql.inventory import PARKED_REASON, REASON
 from meshpoint.adapters.sql.read_only import ReadOnlyConnection
 from meshpoint.adapters.sql.rows import AgentNames, instant, tried_versions
+from meshpoint.errors import StoreUnavailable
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.replicas import RegisteredReplica
 from meshpoint.model.tasks import TaskState
@@ -92,6 +94,17 @@ class SqlInspection:
         for row in await self._fetch(sql.READ_MISSING_PRIVILEGE, names=names):
             return f"the role may not {row.privilege} in the table {row.name}"
         return None
+
+    async def is_disk_full(self) -> bool:
+        """Whether the database cannot write to its disk. Reading may work all the same."""
+        if self._is_sqlite:
+            return False
+        await self._connection.begin(*sql.TEMPORARY_FILE_SETTINGS)
+        try:
+            await self._connection.fetch(sql.WRITE_TEMPORARY_FILE)
+        except StoreUnavailable as error:
+            return error.__cause__ is not None and is_disk_full(error.__cause__)
+        return False
 
     async def agents(self) -> list[AgentName]:
         """The agents of this namespace that have tasks."""

@@ -32,7 +32,9 @@ from meshpoint.model.tasks import NO_DEADLINE, TaskState
 
 _MAX_DEPTH = 8
 _SCANNED = 500
-"""Rows that one page reads at most, per agent, to find what it shows."""
+"""Rows that one scan reads at most, per agent, to find what a page shows."""
+_MAX_SCANS = 8
+"""Scans for a page of waiting tasks, as long as they find only tasks for which others wait."""
 _LAST = "~"
 """Above every id of an action."""
 
@@ -48,22 +50,36 @@ class SqlOperatorStore(SqlStore):
     async def waiting_roots(
         self, agent: AgentName | None = None, *, after: DuePosition | None = None, limit: int
     ) -> Page[TaskId]:
-        """Waiting tasks for which no other task waits. A page may be short before the end."""
+        """Waiting tasks for which no other task waits, or all waiting tasks of one agent.
+
+        A page may be short before the end.
+        """
+        names = await self._chosen(agent)
+        roots: list[DuePosition] = []
+        for _ in range(_MAX_SCANS):
+            roots, after = await self._scan_waiting(names, after, all_=agent is not None)
+            if roots or after is None:
+                break
+        if len(roots) > limit:
+            after = roots[limit - 1]
+        return Page([TaskId(each.task_id) for each in roots[:limit]], after)
+
+    async def _scan_waiting(
+        self, agents: Sequence[str], after: DuePosition | None, *, all_: bool
+    ) -> tuple[list[DuePosition], DuePosition | None]:
+        """The next roots, or all tasks, and up to where every agent was read if more follow."""
         statement = sql.READ_WAITING if after is None else sql.READ_WAITING_AFTER
-        found: list[tuple[DuePosition, bool]] = []
+        found: list[DuePosition] = []
         ends: list[DuePosition] = []
-        for name in await self._chosen(agent):
+        for name in agents:
             rows = await self._database.fetch(
                 statement, agent=name, limit=_SCANNED, **_after(after)
             )
-            found += [(_position(row), bool(row.is_root)) for row in rows]
+            found += [_position(row) for row in rows if all_ or row.is_root]
             if len(rows) == _SCANNED:
                 ends.append(_position(rows[-1]))
-        end = min(ends, default=None)  # what follows it has not been read of every agent
-        roots = sorted(at for at, is_root in found if is_root and (end is None or at <= end))
-        if len(roots) > limit:
-            end = roots[limit - 1]
-        return Page([TaskId(each.task_id) for each in roots[:limit]], end)
+        end = min(ends, default=None)
+        return sorted(at for at in found if end is None or at <= end), end
 
     async def trees(self, roots: Sequence[TaskId], *, limit: int) -> list[TreeNode]:
         """Each task with the calls it waits for, their tasks, and so on.

@@ -32,6 +32,7 @@ from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
 from meshpoint.model.tasks import (
     KEEP_ALIVES_PER_TIMEOUT,
+    NO_DEADLINE,
     CancelNotice,
     CheckpointDict,
     Dispatch,
@@ -50,6 +51,7 @@ FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 NOT_NEEDED = Failed(FailureKind.CANCELLED, "the join no longer needed it")
 
 _EARLIEST = 0.0
+_NO_DEADLINE = NO_DEADLINE.timestamp()
 _MAX_TRIED_VERSIONS = 20  # an older version may try the task again
 _YIELD_ABOVE_BYTES = 1_000_000
 
@@ -71,6 +73,15 @@ _OWN_COLUMNS = frozenset({*_JSON_COLUMNS, "security_context"})
 def instant(seconds: float) -> datetime:
     """Convert a database instant to a datetime, clamped to the latest representable one."""
     return datetime.fromtimestamp(min(max(seconds, _EARLIEST), FAR_FUTURE), UTC)
+
+
+def wake_time(deadline: float, now: float) -> float:
+    """When the sweeper checks a task whose first deadline is `deadline`.
+
+    Tasks without a deadline are told apart by the time of their pause. Otherwise a listing in the
+    order of the index would sort all of them for each page.
+    """
+    return deadline if deadline < _NO_DEADLINE else _NO_DEADLINE + now
 
 
 def epoch_seconds(at: datetime | None) -> float | None:

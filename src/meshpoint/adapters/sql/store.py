@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
@@ -367,6 +367,12 @@ class SqlStore(SqlDueWork, SqlCatalog, SqlOperations, SqlFleet):
         `None` if unknown, and on SQLite, where the database uses the host's clock.
         """
         return self._time.current_time if self._clock is None else self._clock.now()
+
+    @property
+    def clock_offset(self) -> timedelta | None:
+        """How far the database's clock is ahead of this host's, without I/O. `None` if unknown."""
+        known = None if self._clock is not None else self._time.current_time
+        return None if known is None else known - datetime.now(UTC)
 
     async def open(self) -> None:
         """Connect and check the schema. Creates it in an empty SQLite file.

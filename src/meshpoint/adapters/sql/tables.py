@@ -286,7 +286,7 @@ replicas = Table(
     Column("app_version", String, nullable=False),
     Column("state_formats", Text, nullable=False),  # that it reads, as a JSON list
     Column("slots", Integer, nullable=False),
-    Column("host", String, nullable=False),
+    Column("host", String, nullable=False),  # may end with its process
     Column("is_draining", Boolean, nullable=False, server_default=false()),
     Column("started_at", Float, nullable=False),
     Column("seen_at", Float, nullable=False),

@@ -99,7 +99,7 @@ LONGEST_QUERY = Metric(
 LONGEST_LOCK_WAIT = Metric(
     "meshpoint_database_longest_lock_wait_seconds",
     Kind.GAUGE,
-    "How long the oldest statement that waits for a lock has run. PostgreSQL only.",
+    "Age of the oldest transaction with a lock that a statement waits for. PostgreSQL only.",
     _BY_SERVER,
 )
 

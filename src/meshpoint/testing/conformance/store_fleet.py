@@ -22,7 +22,7 @@ _VALID_FOR = timedelta(seconds=30)
 def a_registration(replica: ReplicaId = HERE.id) -> Registration:
     """What a replica says about itself."""
     return Registration(
-        replica, AGENT, "1.0", "2.0", frozenset({FORMAT}), 10, "host", valid_for=_VALID_FOR
+        replica, AGENT, "1.0", "2.0", frozenset({FORMAT}), 10, "host", valid_for=_VALID_FOR, pid=7
     )
 
 
@@ -53,10 +53,20 @@ class FleetSuite:
             "host",
             started_at,
             clock.now(),
+            7,
         )
         assert await other.replicas() == [found]
         assert await other.replicas(AGENT) == [found]
         assert await other.replicas(ELSEWHERE) == []
+
+    async def test_a_process_is_optional_and_no_part_of_the_host(
+        self, store: CheckpointStore
+    ) -> None:
+        for host, pid in (("fe80::1", None), ("fe80::1", 12), ("a pid b", 3)):
+            await store.register(replace(a_registration(), host=host, pid=pid))
+            found = one(await store.replicas())
+            assert (found.host, found.pid) == (host, pid)
+            await store.unregister(AGENT, HERE.id)
 
     async def test_a_draining_replica_is_shown(self, store: CheckpointStore) -> None:
         await store.register(a_registration())

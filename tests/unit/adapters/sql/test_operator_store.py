@@ -12,10 +12,11 @@ import pytest
 from dashboard.scene import ask, call, respond, wait
 from meshpoint.adapters.sql import SqlStore, operator_store
 from meshpoint.adapters.sql.operator_store import SqlOperatorStore
+from meshpoint.model.calls import AT_LEAST
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.operator_views import DuePosition, QuestionPosition
-from meshpoint.model.tasks import TaskState
-from meshpoint.testing.conformance.build import a_release
+from meshpoint.model.tasks import NO_DEADLINE, TaskState
+from meshpoint.testing.conformance.build import a_release, a_replica
 
 TRAVEL = AgentName("travel")
 HOUR = timedelta(hours=1)
@@ -70,6 +71,23 @@ async def test_roots_are_listed_by_their_deadlines(
         order = [found.index(each.run.task_id) for each in (soon, middle, late)]
         assert order == sorted(order)
     assert await roots(store, 10, AgentName("billing")) == [soon.run.task_id]
+
+
+async def test_tasks_without_a_deadline_are_listed_in_the_order_of_their_pauses(
+    store: SqlOperatorStore,
+) -> None:
+    question = ask("approval", "Book it?", {"type": "boolean"})
+    first, second, third = (TaskId(f"task-{number}") for number in (3, 1, 2))
+    for task_id in (first, second):
+        await wait(store, "travel", question, task_id=task_id)
+    soon = call("flights", timedelta())
+    pause = await wait(store, "travel", question, soon, task_id=third, join=AT_LEAST(1))
+    await store.expire(a_replica(agent=TRAVEL), 10, 1)
+    tasks = (await store.due_tasks(TaskState.WAITING, limit=10)).items
+    assert [each.task.task_id for each in tasks] == [first, second, pause.run.task_id]
+    # Distinct places let the index find a page: without them, each page would sort all tasks.
+    assert len({each.position.at for each in tasks}) == 3
+    assert all(each.task.wake_at >= NO_DEADLINE for each in tasks)
 
 
 async def test_a_child_whose_parent_has_moved_on_is_a_root(store: SqlOperatorStore) -> None:
