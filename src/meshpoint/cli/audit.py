@@ -37,7 +37,7 @@ class Action:
     result: str = "changed {}"
 
     def describe(self, count: int) -> str:
-        """What it has done to `count` tasks."""
+        """The result of changing `count` tasks, in a few words."""
         return self.result.format(quantity(count, "task"))
 
 

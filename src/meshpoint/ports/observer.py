@@ -174,5 +174,5 @@ class Steps:
         detail: dict[str, JsonValue],
         more: MoreDetails = dict,
     ) -> None:
-        if handlers := self._routes[step, phase]:  # else nobody needs the event
+        if handlers := self._routes[step, phase]:  # else no observer needs the event
             _pass_on(Event(step, phase, self.agent, self.replica, ids, detail, more), handlers)

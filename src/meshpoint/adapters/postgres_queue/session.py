@@ -84,7 +84,7 @@ class QueueSession:
         )
         self._queues: dict[str, Queue] = {}
         self._uncounted_room: dict[int, int] = {}  # messages each queue accepts before a recount
-        self._lows: dict[int, int] = {}  # hints for counting, as those of consumers
+        self._lows: dict[int, int] = {}  # like `Consumer.low`, for counting
         self._publisher: Batcher[Entry, PublishResult] = Batcher(
             self._publish, lambda entry: len(entry.content.body), max_items=_MAX_BATCH
         )

@@ -78,7 +78,7 @@ def instant(seconds: float) -> datetime:
 def wake_time(deadline: float, now: float) -> float:
     """When the sweeper checks a task whose first deadline is `deadline`.
 
-    Tasks without a deadline are told apart by the time of their pause. Otherwise a listing in the
+    Tasks without a deadline differ by the time of their pause. With equal times, a listing in the
     order of the index would sort all of them for each page.
     """
     return deadline if deadline < _NO_DEADLINE else _NO_DEADLINE + now
