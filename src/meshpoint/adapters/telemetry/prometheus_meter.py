@@ -24,7 +24,7 @@ from meshpoint.adapters.telemetry.metrics import Kind, Labels, Metric, Recorder,
 
 
 class PrometheusMeter:
-    """Keeps the values of this process for Prometheus. Not for use by several threads."""
+    """Keeps the values of this process for Prometheus. One thread records; any may render."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -75,7 +75,7 @@ class _ScalarCollector(Collector):
         metric = self._metric
         kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
         family = kind(metric.name, metric.description, labels=metric.labels)
-        for labels, value in self._values.items():
+        for labels, value in [*self._values.items()]:
             family.add_metric(labels, value)
         yield family
 
@@ -91,7 +91,7 @@ class _HistogramCollector(Collector):
     def collect(self) -> Iterator[Family]:
         metric = self._metric
         family = HistogramMetricFamily(metric.name, metric.description, labels=metric.labels)
-        for labels, histogram in self._histograms.items():
+        for labels, histogram in [*self._histograms.items()]:
             buckets = zip(self._bounds, accumulate(histogram.counts), strict=True)
             family.add_metric(labels, [*buckets], histogram.sum)
         yield family
