@@ -44,6 +44,7 @@ from meshpoint.adapters.sql.tables import (
     task_log,
     timelines,
 )
+from meshpoint.errors import RowLocked
 from meshpoint.model.calls import Join
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.messages import (
@@ -106,6 +107,7 @@ from meshpoint.testing.conformance.build import (
     an_end,
     an_operation,
     an_undelivered_reply,
+    begun,
     error,
     ok,
     operating,
@@ -351,6 +353,9 @@ INSERT INTO meshpoint_queue_message (queue, properties, body)
 SELECT queue, properties, body FROM meshpoint_queue_message, generate_series(1, $1::integer)"""
 
 
+_LOCK_TASK = "SELECT 1 FROM agent_paused_tasks WHERE logical_task_id = $1 FOR UPDATE"
+
+
 @asynccontextmanager
 async def _open_broker(url: str) -> AsyncIterator[PostgresBroker]:
     """A broker on the same database, with the queues of `AGENT`."""
@@ -412,7 +417,9 @@ class StatementRun:
 
     async def run(self) -> None:
         await self._answer()
-        if not self._with_locked_row:
+        if self._with_locked_row:
+            await self._skip_locked_row()
+        else:
             await self._answer_with_locked_row()
         await self._answer_in_parts()
         await self._append()
@@ -474,6 +481,19 @@ class StatementRun:
         pauses = [a_pause("a", run=task.run) for task in resumed]
         await self._store.pause(pauses)
         await self._store.end([an_end(task.run) for task in await self._claim(pauses)])
+
+    async def _skip_locked_row(self) -> None:
+        """Another transaction holds the row of a task that ends."""
+        run = await begun(self._store)
+        connection = await asyncpg.connect(self._url)
+        try:
+            async with connection.transaction():
+                await connection.execute(_LOCK_TASK, run.task_id)
+                with pytest.raises(RowLocked):
+                    await self._store.end([an_end(run)])
+        finally:
+            await connection.close()
+        await self._store.end([an_end(run)])
 
     async def _answer_with_locked_row(self) -> None:
         """Another transaction records an outcome that a claim waiting for its lock must read."""

@@ -48,7 +48,7 @@ async def lock_tasks(tx: Transaction, task_ids: Iterable[str]) -> LockedTasks:
         {row.logical_task_id: row for row in rows if row.logical_task_id is not None},
     )
     if tx.on_lock is not OnLock.WAIT:
-        if len(locked.rows) < len(ids):
+        if len(locked.rows) < rows[0].existing:
             existing = await tx.fetch(sql.READ_EXISTING_IDS, ids=ids)
             locked.locked_elsewhere.update(row.logical_task_id for row in existing)
             locked.locked_elsewhere.difference_update(locked.rows)

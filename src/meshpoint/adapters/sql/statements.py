@@ -46,8 +46,12 @@ SELECT locked.*, {{clock}} AS now
   FROM (SELECT count(*) AS n FROM locked) AS counted LEFT JOIN locked ON counted.n > 0
 """
 
-# The same, skipping tasks that other sessions hold.
-LOCK_TASKS_SKIP_LOCKED = LOCK_TASKS.replace("{for_update}", "{skip_locked}")
+# The same, skipping tasks that other sessions hold. `existing` counts those too.
+LOCK_TASKS_SKIP_LOCKED = LOCK_TASKS.replace("{for_update}", "{skip_locked}").replace(
+    "AS now",
+    """AS now,
+       (SELECT count(*) FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}) AS existing""",
+)
 
 # Find which tasks exist, without a lock.
 READ_EXISTING_IDS = """
@@ -148,7 +152,7 @@ READ_LOGS = """
 SELECT l.logical_task_id, l.seq, l.entry, CASE WHEN l.seq = t.log_seq THEN l.run_id END AS run_id
   FROM agent_paused_tasks AS t
   JOIN agent_task_log AS l ON l.logical_task_id = t.logical_task_id AND l.seq <= t.log_seq
- WHERE t.logical_task_id {one_of:ids}
+ WHERE t.logical_task_id {one_of:ids} AND l.logical_task_id {one_of:ids}
    AND (SELECT sum(length(s.entry)) FROM agent_task_log AS s
          WHERE s.logical_task_id = t.logical_task_id AND s.seq <= t.log_seq) <= :max_bytes
 """
