@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from itertools import accumulate
-from operator import itemgetter
+from itertools import accumulate, groupby
+from operator import attrgetter, itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -526,8 +526,8 @@ class FastPath:
         if not sent:
             return [], []
         pauses = defaultdict[tuple[TaskId, int], set[TaskId]](set)
-        for send in sent:
-            pauses[send.task_id, send.generation].add(send.sub_task_id)
+        for pause, sends in groupby(sent, attrgetter("task_id", "generation")):
+            pauses[pause].update({send.sub_task_id for send in sends})
         rows = await self._confirms.write(
             sql.CONFIRM_DISPATCHED,
             self._now,
@@ -535,6 +535,8 @@ class FastPath:
             int_array(generation for _, generation in pauses),
             int_array(map(len, pauses.values())),
         )
+        if not rows:
+            return [], []
         left = {row.logical_task_id: row.complete for row in rows}
         return (
             [send for send in sent if left.get(send.task_id) is False],
