@@ -32,7 +32,7 @@ _SCENE = 21 * MINUTE
 def _registration(
     replica: ReplicaId, agent: str, host: str, version: str, *, is_draining: bool = False
 ) -> Registration:
-    """A replica whose registration outlasts the pictures, except that of the lost one."""
+    """A replica that stays registered while the pictures are taken, unless it is the lost one."""
     valid_for = 30 * _SECOND if replica == LOST else HOUR
     formats = frozenset({f"{agent}/1"})
     return Registration(

@@ -12,8 +12,13 @@ MAX_CLAIMED = 64
 """Maximum messages that one claim takes for one consumer."""
 LOWEST_ID = -(2**63)
 """Below every id, including negative ones from other programs."""
-LATE_IDS = 1000
+_LATE_IDS = 1000
 """Messages whose ids were assigned earlier, but that may be committed later."""
+
+
+def low_before(message_id: int) -> int:
+    """The hint, see `Consumer`, if this is the lowest id of the messages that are left."""
+    return max(LOWEST_ID, message_id - _LATE_IDS)
 
 
 class Claim(NamedTuple):
@@ -57,4 +62,4 @@ class Consumer:
 
         If the claim found nothing, `lowest_id` is of a message committed before.
         """
-        self.low = max(self.low, lowest_id - LATE_IDS)
+        self.low = max(self.low, low_before(lowest_id))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from meshpoint.adapters.postgres_queue import statements as sql
-from meshpoint.adapters.postgres_queue.consumers import LATE_IDS, LOWEST_ID, Claim, Consumer
+from meshpoint.adapters.postgres_queue.consumers import LOWEST_ID, Claim, Consumer, low_before
 from meshpoint.adapters.postgres_queue.content import MAX_PROPERTIES_BYTES, Content
 from meshpoint.adapters.sql.array_literals import int_array
 from meshpoint.adapters.sql.batcher import Batcher
@@ -238,7 +238,7 @@ class QueueSession:
             values = (ids, lows, list(limits.values()))
             for row in await self._run(self._publishing, sql.COUNT_READY, *values):
                 if row.first_id is not None:
-                    self._lows[row.id] = max(LOWEST_ID, row.first_id - LATE_IDS)
+                    self._lows[row.id] = low_before(row.first_id)
                 free = limits[row.id] - row.messages
                 self._uncounted_room[row.id] = 0 if free <= 0 else 1 + free // 8
 
